@@ -1,0 +1,37 @@
+# One command for each job; every one makes .venv first if it is not there.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+NPROC  ?= 2
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED = 1
+
+.PHONY: demo test bench lint clean help
+help:
+	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
+	@echo "make test   run all tests        make bench  side-by-side benchmark table"
+	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) examples/pretrain.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs

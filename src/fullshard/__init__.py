@@ -1,0 +1,1 @@
+"""Fullshard: fully sharded data parallel training for PyTorch."""
