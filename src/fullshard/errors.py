@@ -1,0 +1,53 @@
+"""Every error that Fullshard raises on purpose.
+
+    FullshardError
+      ConfigError      (ValueError)    an argument or a combination of settings that cannot work
+      LayoutError      (ValueError)    a parameter that cannot be laid out as asked
+      DivergenceError  (RuntimeError)  ranks disagree
+      CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
+      PhaseError       (RuntimeError)  a call at a time when it cannot be served
+
+Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
+PyTorch's errors still catches ours.
+"""
+
+from __future__ import annotations
+
+
+class FullshardError(Exception):
+    """Base of all errors raised by Fullshard."""
+
+
+class ConfigError(FullshardError, ValueError):
+    """An argument, or a combination of settings, that cannot work."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """A parameter that cannot be laid out as asked."""
+
+
+class DivergenceError(FullshardError, RuntimeError):
+    """Ranks disagree on what they train or on what to do next."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A state dict or checkpoint that does not fit the model."""
+
+
+class PhaseError(FullshardError, RuntimeError):
+    """A call at a time when it cannot be served."""
+
+
+def message(
+    what: str,
+    *,
+    parameter: str | None = None,
+    rank: int | None = None,
+    expected: object = None,
+    got: object = None,
+    remedy: str | None = None,
+) -> str:
+    """One error text: what happened, then the facts a reader needs, a line each."""
+    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy}
+    lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
+    return "\n".join([what, *lines])

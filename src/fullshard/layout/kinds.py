@@ -1,0 +1,109 @@
+"""The planners: from parameters and a world size to a `Layout`. Pure, and the same on every rank.
+
+`flat` costs no copy and (almost) no padding; `rows` gives every rank what `torch.chunk` would, which `DTensor`
+understands. Sizes in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..errors import LayoutError
+from .plan import Layout, ParameterSpec, Segment, Slot, round_up
+
+
+def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
+    """Parameters back to back in one segment, cut anywhere.
+
+    Args:
+        specs: the bucket's parameters, in order.
+        world: ranks on the shard axis, at least 1.
+        align: elements per 16 bytes (of the narrowest dtype the bucket is held in).
+
+    Returns:
+        A layout without padding but what brings each parameter and each slice to a multiple of `align`.
+    """
+    _check(world, align)
+    slots, offset = [], 0
+    for spec in specs:
+        slots.append(Slot(spec, 0, offset, offset))
+        offset = round_up(offset + math.prod(spec.shape), align)
+    slice_numel = round_up(-(-offset // world), align)
+    segment = Segment(0, slice_numel, 0)
+    return Layout("flat", world, align, tuple(slots), (segment,), world * slice_numel)
+
+
+def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segment_numel: int) -> Layout:
+    """Every parameter cut on `spec.dim` into `torch.chunk`'s chunks.
+
+    Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a collective of their
+    own and come out in place; the others share one and are copied out. In the shared slice parameters are ordered by
+    how well their chunks align, so that it holds no padding but at its end.
+
+    Args:
+        specs: the bucket's parameters, in order; none 0-dimensional.
+        world: ranks on the shard axis, at least 1.
+        align: elements per 16 bytes.
+        own_segment_numel: from how many elements on a collective costs less than a copy in and out.
+
+    Raises:
+        LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
+    """
+    _check(world, align)
+    for spec in specs:
+        _check_rows(spec, world)
+    alone = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]
+    shared = [i for i in range(len(specs)) if i not in set(alone)]
+    segments: list[Segment] = []
+    slots: dict[int, Slot] = {}
+    shard = full = 0
+    for i in alone:
+        slice_numel = _slice_numel(specs[i], world)
+        slots[i] = Slot(specs[i], len(segments), 0, full)
+        segments.append(Segment(shard, slice_numel, full))
+        shard, full = shard + slice_numel, full + round_up(world * slice_numel, align)
+    if shared:
+        shared.sort(key=lambda i: (-math.gcd(_slice_numel(specs[i], world), align), i))
+        in_place = world == 1
+        start, offset = full, 0
+        for i in shared:
+            slots[i] = Slot(specs[i], len(segments), offset, full)
+            full = round_up(full + math.prod(specs[i].shape), align)
+            offset = full - start if in_place else offset + _slice_numel(specs[i], world)
+        segments.append(Segment(shard, round_up(offset, align), start if in_place else None))
+    return Layout("rows", world, align, tuple(slots[i] for i in range(len(specs))), tuple(segments), full)
+
+
+def _check(world: int, align: int) -> None:
+    if world < 1 or align < 1:
+        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
+
+
+def _check_rows(spec: ParameterSpec, world: int) -> None:
+    if not spec.shape:
+        raise LayoutError(
+            f"parameter {spec.name} is a scalar (0 dimensions) and cannot be split into rows.\n"
+            '  remedy: give it shape (1,), pass it in ignored_params, or use layout="flat"'
+        )
+    if not 0 <= spec.dim < len(spec.shape):
+        raise LayoutError(f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard")
+    if spec.dim != 0 and spec.shape[spec.dim] % world:
+        raise LayoutError(
+            f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} over {world} ranks.\n"
+            f"  remedy: shard on dim 0, or on a dim whose size is a multiple of {world}"
+        )
+
+
+def _slice_numel(spec: ParameterSpec, world: int) -> int:
+    """Elements of one rank's (largest) chunk."""
+    extent = spec.shape[spec.dim]
+    rest = math.prod(spec.shape[: spec.dim]) * math.prod(spec.shape[spec.dim + 1 :])
+    return -(-extent // world) * rest
+
+
+def _comes_out_whole(spec: ParameterSpec, world: int, align: int, own_segment_numel: int) -> bool:
+    """Large enough for a collective of its own, and then contiguous: cut along the dim that is outermost in
+    memory, into chunks that need no rounding."""
+    large = math.prod(spec.shape) >= max(own_segment_numel, 1)
+    return large and world > 1 and spec.order[0] == spec.dim and _slice_numel(spec, world) % align == 0

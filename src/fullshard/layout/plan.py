@@ -1,0 +1,271 @@
+"""How one bucket's parameters lie in memory, and which rank owns which elements.
+
+A bucket is gathered by one or more collectives, its **segments**. In each, every rank contributes one slice of the
+same length S, and the gathered segment is the slices one after the other:
+
+    shard of rank 1                     gathered segment (world = 3)
+    [ slice 0 | slice 1 | ... ]         [ rank 0: S | rank 1: S | rank 2: S ]
+        |         |
+      segment 0  segment 1
+
+- **flat**: one segment, parameters back to back in the *gathered* order, cut anywhere. The gathered segment is the
+  full bucket: no copy.
+- **rows**: every parameter cut on one dim as `torch.chunk` cuts, so the *slice* holds each parameter's chunk. A
+  parameter that has a segment of its own comes out contiguous (no copy); those that share a segment come out
+  rank-major and are copied once into place.
+
+Everything is counted in elements. Pure: integers in, frozen plan out. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..errors import LayoutError
+
+ALIGN_BYTES = 16  # what vectorised kernels and NCCL's fast paths want of an address
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter before it is laid out.
+
+    Attributes:
+        name: its qualified name, for errors.
+        shape: its full shape.
+        order: its dims from outermost to innermost in memory ((0, 1, ...) when contiguous; (0, 2, 3, 1) for a
+            channels-last convolution). Layouts keep it.
+        dim: the dim that `rows` cuts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+
+
+def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a gapless tensor of `shape` whose dims lie in memory in `order`, outermost first."""
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of one parameter, as a view of its shard.
+
+    Attributes:
+        offset: first element in the shard.
+        shape: local shape; one-dimensional for flat layouts.
+        stride: local strides.
+        start: first row (rows) or first element in memory order (flat) of the parameter that is held here.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One strided copy between a parameter's place in `full` and a gathered segment; same sizes on both sides.
+
+    Attributes:
+        sizes: extents of the copy.
+        parameter_strides, parameter_offset: within the parameter's own memory (offset from its first element).
+        gathered_strides, gathered_offset: within the gathered segment.
+    """
+
+    sizes: tuple[int, ...]
+    parameter_strides: tuple[int, ...]
+    parameter_offset: int
+    gathered_strides: tuple[int, ...]
+    gathered_offset: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One collective of a bucket.
+
+    Attributes:
+        shard_offset: where this segment's slice begins in every rank's shard.
+        slice_numel: S, the length of one rank's slice.
+        full_offset: where the gathered segment begins in the full bucket; None if its parameters are copied out
+            of a staging buffer.
+    """
+
+    shard_offset: int
+    slice_numel: int
+    full_offset: int | None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies.
+
+    Attributes:
+        spec: the parameter.
+        segment: index of its segment.
+        offset: flat: first element within the gathered segment; rows: first element within each rank's slice.
+        full_offset: first element in the full bucket.
+    """
+
+    spec: ParameterSpec
+    segment: int
+    offset: int
+    full_offset: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.spec.shape)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the full parameter."""
+        return dense_strides(self.spec.shape, self.spec.order)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket's plan: the same on every rank.
+
+    Attributes:
+        kind: "flat" or "rows".
+        world: ranks on the shard axis.
+        align: elements per 16 bytes; full offsets and slice lengths are multiples of it.
+        slots: one per parameter, in the order the parameters were given.
+        segments: one per collective.
+        full_numel: length of the full bucket.
+
+    Raises:
+        LayoutError: if two parameters overlap or one lies outside its segment.
+    """
+
+    kind: str
+    world: int
+    align: int
+    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
+    full_numel: int
+
+    def __post_init__(self) -> None:
+        spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
+        for (_, stop, first), (start, _, second) in pairwise(spans):
+            if start < stop:
+                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket")
+        if spans and spans[-1][1] > self.full_numel:
+            raise LayoutError(f"parameter {spans[-1][2]} ends at {spans[-1][1]}, full bucket at {self.full_numel}")
+        for slot in self.slots:
+            if slot.full_offset % self.align:
+                raise LayoutError(f"parameter {slot.name} begins at {slot.full_offset}, not a multiple of {self.align}")
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Length of every rank's shard, padding included."""
+        return sum(segment.slice_numel for segment in self.segments)
+
+    @cached_property
+    def parameter_numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def staging_numel(self) -> int:
+        """Length of the staging buffer: all segments whose parameters are copied out."""
+        return sum(self.world * s.slice_numel for s in self.segments if s.full_offset is None)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that one gather brings together, padding included."""
+        return self.world * self.shard_numel
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """Runs (first element, length) that hold padding, in the coordinates of all gathered segments in a row.
+
+        Exact for flat. A rows segment with any padding is named whole: its padding is strewn over the ranks.
+        """
+        runs, base = [], 0
+        for index, segment in enumerate(self.segments):
+            slots = [slot for slot in self.slots if slot.segment == index]
+            numel = self.world * segment.slice_numel
+            if self.kind == "flat":
+                at = 0
+                for slot in slots:
+                    runs.append((base + at, slot.offset - at))
+                    at = slot.offset + slot.numel
+                runs.append((base + at, numel - at))
+            elif sum(slot.numel for slot in slots) != numel:
+                runs.append((base, numel))
+            base += numel
+        return tuple(run for run in runs if run[1])
+
+    def part(self, slot: Slot, rank: int) -> Part:
+        """What `rank` holds of `slot`; for rows exactly what `torch.chunk` gives it."""
+        segment = self.segments[slot.segment]
+        if self.kind == "flat":
+            low = rank * segment.slice_numel
+            start = min(max(low, slot.offset), slot.offset + slot.numel)
+            stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))
+            held = stop - start
+            return Part(segment.shard_offset + (start - low if held else 0), (held,), (1,), start - slot.offset)
+        rows, extent = _chunk(slot, self.world), slot.shape[slot.spec.dim]
+        start, stop = min(rank * rows, extent), min((rank + 1) * rows, extent)
+        shape = _with_extent(slot, stop - start)
+        return Part(segment.shard_offset + slot.offset, shape, dense_strides(shape, slot.spec.order), start)
+
+    def pieces(self, slot: Slot) -> tuple[Piece, ...]:
+        """The copies that bring `slot` from its gathered segment into the full bucket (or a gradient back)."""
+        if self.kind == "flat":
+            return (Piece(slot.shape, slot.stride, 0, slot.stride, slot.offset),) if slot.numel else ()
+        if not slot.numel:
+            return ()
+        slice_numel = self.segments[slot.segment].slice_numel
+        rows, extent, step = _chunk(slot, self.world), slot.shape[slot.spec.dim], slot.stride[slot.spec.dim]
+        whole, rest = divmod(extent, rows)
+        pieces = []
+        if whole:
+            local = dense_strides(_with_extent(slot, rows), slot.spec.order)
+            sizes = (whole, *_with_extent(slot, rows))
+            pieces.append(Piece(sizes, (rows * step, *slot.stride), 0, (slice_numel, *local), slot.offset))
+        if rest:
+            shape = _with_extent(slot, rest)
+            at = whole * slice_numel + slot.offset
+            pieces.append(Piece(shape, slot.stride, whole * rows * step, dense_strides(shape, slot.spec.order), at))
+        return tuple(pieces)
+
+
+def _chunk(slot: Slot, world: int) -> int:
+    """Rows per rank, as `torch.chunk`: ceil(extent / world), at least 1."""
+    return max(1, -(-slot.spec.shape[slot.spec.dim] // world))
+
+
+def _with_extent(slot: Slot, extent: int) -> tuple[int, ...]:
+    """The slot's shape with `extent` along the dim that is cut."""
+    shape, dim = slot.spec.shape, slot.spec.dim
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
