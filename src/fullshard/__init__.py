@@ -1,1 +1,53 @@
-"""Fullshard: fully sharded data parallel training for PyTorch."""
+"""Fullshard: fully sharded data parallel training for PyTorch.
+
+    from fullshard import fully_shard
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+From then on `model` trains as before: parameters, gradients and optimizer state are split over the ranks.
+"""
+
+from .api.describe import describe
+from .api.fully_shard import fully_shard
+from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from .comm import Comm, NullComm, RecordingComm, TorchComm
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    FullshardError,
+    LayoutError,
+    PhaseError,
+)
+from .events import Event, record_events
+from .offload import CPUOffloadPolicy, OffloadPolicy
+from .precision import MixedPrecisionPolicy
+from .shard import FlatShard, RowShard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CheckpointError",
+    "Comm",
+    "ConfigError",
+    "DivergenceError",
+    "Event",
+    "FSDPModule",
+    "FlatShard",
+    "FullshardError",
+    "LayoutError",
+    "MixedPrecisionPolicy",
+    "NullComm",
+    "OffloadPolicy",
+    "PhaseError",
+    "RecordingComm",
+    "RowShard",
+    "TorchComm",
+    "UnshardHandle",
+    "describe",
+    "fully_shard",
+    "record_events",
+    "register_fsdp_forward_method",
+]

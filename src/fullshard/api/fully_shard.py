@@ -1,0 +1,210 @@
+"""`fully_shard`: the functional front-end. It translates arguments; units and hooks do the work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import Comm, MeshAxes, make_comm, resolve_mesh, subdivide
+from ..errors import ConfigError, PhaseError, message
+from ..offload import OffloadPolicy
+from ..precision import MixedPrecisionPolicy
+from ..runtime import Root, UnitHooks
+from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from . import optimizer_guard
+from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit
+from .state_dict import before_load, before_state_dict
+from .wrap import modules_to_wrap
+
+logger = logging.getLogger("fullshard")
+ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
+LAYOUTS = ("rows", "flat")
+
+_classes: dict[type, type] = {}  # a module class -> the class it becomes
+
+
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    layout: str = "rows",
+    auto_wrap_policy: Any = None,
+    prefetch: int = 1,
+    comm: str | Comm = "torch",
+) -> ModuleT:
+    """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
+
+    One call makes one unit of all parameters in `module` that no earlier call has taken; apply it bottom-up: to each
+    block, then to the model. A unit's parameters are gathered together before its forward and freed after it. The
+    interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D (shard) or 2-D (replicate, shard); None: one axis of all ranks of the default process group.
+        reshard_after_forward: True frees the unit after forward and gathers again in backward; False keeps it; an
+            int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
+            ranks; None is True, except False for the root.
+        shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly.
+        mp_policy: dtypes of gathers, reductions and outputs.
+        offload_policy: only `OffloadPolicy()`, no offloading, for now.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        dp_mesh_dims: not supported yet.
+        layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
+            (parameters back to back, cut anywhere: no copies, next to no padding; sharded parameters are
+            `FlatShard`s).
+        auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and says so
+            in the log; a set of module classes; or one of PyTorch's policy callables. None: no more than one unit.
+        prefetch: how many units ahead are gathered; 0 turns prefetching off. At most `prefetch + 1` units that are
+            freed after use are gathered at any time.
+        comm: "torch"; "null" takes communication out, to time the rest (results are meaningless); or a `Comm`.
+
+    Returns:
+        `module` itself. Its class is now a subclass of its own class and `FSDPModule`.
+
+    Raises:
+        ConfigError: no mesh and no process group, a mesh of other than 1 or 2 dims, a container without forward, a
+            module that is a unit already, a parameter on a foreign device, an argument out of its range. Nothing has
+            changed then.
+        LayoutError: a parameter that the layout cannot hold.
+    """
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_arguments(modules, offload_policy, dp_mesh_dims, layout, prefetch)
+    axes, kind = resolve_mesh(mesh), make_comm(comm)
+    settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn)
+    keep = _check_reshard(reshard_after_forward, axes)
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    if auto_wrap_policy is not None:
+        if len(modules) != 1:
+            raise ConfigError("auto_wrap_policy needs one module, not a list")
+        for block in modules_to_wrap(modules[0], auto_wrap_policy):
+            if not is_unit(block):
+                _make_unit([block], settings, keep, ignored, prefetch)
+    _make_unit(modules, settings, keep, ignored, prefetch)
+    optimizer_guard.install()
+    return module
+
+
+def _check_arguments(
+    modules: Sequence[Any], offload_policy: OffloadPolicy, dp_mesh_dims: Any, layout: str, prefetch: int
+) -> None:
+    if not modules:
+        raise ConfigError("fully_shard was given an empty list of modules")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
+        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                message(
+                    f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
+                    "nothing would tell when to gather its parameters.",
+                    remedy="apply fully_shard to each module in it, or to the list of them as one unit",
+                )
+            )
+        if is_unit(module):
+            raise ConfigError(
+                message(
+                    f"fully_shard was applied to this {type(module).__name__} already.",
+                    remedy="apply it once to each module, innermost first",
+                )
+            )
+    if type(offload_policy) is not OffloadPolicy:
+        raise ConfigError(f"{type(offload_policy).__name__} is not supported yet; only OffloadPolicy() is")
+    if dp_mesh_dims is not None:
+        raise ConfigError("dp_mesh_dims is not supported yet; pass the data-parallel part of the mesh as mesh=")
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}")
+
+
+def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
+    """`reshard_after_forward` as (bool or None, axis to keep a slice for or None)."""
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, None
+    if not isinstance(reshard, int):
+        raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}")
+    return True, subdivide(axes, reshard)
+
+
+def _make_unit(
+    modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
+) -> None:
+    """Shard what is left in `modules` and hook them."""
+    found = find_parameters(modules, is_unit, ignored)
+    check_parameters(found, settings.axes)
+    unit = build_unit(found, settings)
+    reshard, unit.small_axis = keep
+    hooks = UnitHooks(unit, modules, settings.comm, settings.policy, reshard, prefetch)
+    hooks.find_root = find_root
+    for module in modules:
+        _move_buffers(module, settings.axes.device)
+        module.__dict__[HOOKS_KEY] = hooks
+        module.__class__ = _unit_class(type(module))
+        module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.after_forward, prepend=False, always_call=True)
+        module.register_state_dict_pre_hook(before_state_dict)
+        module.register_load_state_dict_pre_hook(before_load)
+
+
+def _unit_class(cls: type) -> type:
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return _classes[cls]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers follow the parameters to the mesh's device."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                owner._buffers[name] = buffer.to(device)
+
+
+def find_root(top: UnitHooks) -> Root:
+    """The first forward reached `top`: it is the root of all units in its modules.
+
+    Raises:
+        PhaseError: a unit below was run by itself before, and is a root of its own.
+        DivergenceError: ranks hold different units or parameters.
+    """
+    units: list[UnitHooks] = []
+    named: dict[int, str] = {}
+    for module in top.modules:
+        for path, child in module.named_modules():
+            hooks = hooks_of(child)
+            if hooks is None or hooks in units:
+                continue
+            if hooks.root is not None:
+                raise PhaseError(
+                    message(
+                        f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
+                        expected="the first forward to be the root's",
+                        got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
+                        remedy="run the root first; or build the model anew, and run this unit only through the root",
+                    )
+                )
+            units.append(hooks)
+            hooks.unit.name = path
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            named.setdefault(id(parameter), name)
+    for hooks in units:
+        for member in hooks.unit.members:
+            member.qualify(named.get(id(member.sharded), member.slot.name))
+    for hooks in units:
+        hooks.unit.refresh()
+    root = Root(top, units, top.comm)
+    root.agree()
+    for hooks in units:
+        hooks.root = root
+    return root

@@ -1,0 +1,40 @@
+"""Optimizers that were built before `fully_shard`: found at their first step, which would train nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ..errors import ConfigError, message
+
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_installed: list[Any] = []
+
+
+def install() -> None:
+    """Check every optimizer of this process at its first step, and again when it gains parameters. Once."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = optimizer.param_groups
+    count = sum([len(group["params"]) for group in groups])
+    if _checked.get(optimizer) == count:
+        return
+    for group in groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, torch.Tensor) and "_fullshard_successor" in parameter.__dict__:
+                raise ConfigError(
+                    message(
+                        f"This {type(optimizer).__name__} was built before fully_shard: it holds parameters that "
+                        "were replaced since, and would train nothing.",
+                        parameter=parameter.__dict__.get("_fullshard_name", "?"),
+                        expected="an optimizer built from model.parameters() after the last fully_shard call",
+                        remedy="build the optimizer after sharding the model",
+                    )
+                )
+    _checked[optimizer] = count

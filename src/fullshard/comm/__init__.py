@@ -1,0 +1,37 @@
+"""Communication: the protocol, its kinds, and mesh axes."""
+
+from ..errors import ConfigError
+from .mesh import Axis, MeshAxes, resolve_mesh, subdivide
+from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
+from .torch_comm import TorchComm
+
+
+def make_comm(kind: "str | Comm") -> Comm:
+    """The kind of that name ("torch" or "null"), or `kind` itself if it is one already.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if kind == "torch":
+        return TorchComm()
+    if kind == "null":
+        return NullComm()
+    if isinstance(kind, str) or not hasattr(kind, "gather"):
+        raise ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
+    return kind
+
+
+__all__ = [
+    "Axis",
+    "Call",
+    "Comm",
+    "Costs",
+    "MeshAxes",
+    "NullComm",
+    "Pending",
+    "RecordingComm",
+    "TorchComm",
+    "make_comm",
+    "resolve_mesh",
+    "subdivide",
+]

@@ -1,0 +1,146 @@
+"""What the engine asks of communication, and the kinds that need no network.
+
+Every call returns at once with a `Pending`; the output may be used, and the input reused, after its `wait()`. On an
+accelerator `wait()` makes the current stream wait, not the host. Buffers are contiguous and belong to the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .mesh import Axis
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object:
+        """Make the output usable by what the calling thread issues next."""
+
+
+class Done:
+    """A collective that finished when it was issued."""
+
+    def wait(self) -> None:
+        """Nothing is in flight."""
+
+
+DONE = Done()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a backend's collectives cost, roughly; decides between a copy and one more collective.
+
+    Attributes:
+        latency: seconds that one more collective costs.
+        copy_bandwidth: bytes per second of a local strided copy.
+    """
+
+    latency: float
+    copy_bandwidth: float
+
+    @property
+    def break_even_bytes(self) -> int:
+        """A parameter of more bytes than this is cheaper to gather alone than to copy out of a shared buffer."""
+        return int(self.latency * self.copy_bandwidth)
+
+
+class Comm(Protocol):
+    """Collectives over one axis. Implementations hold no state of any unit.
+
+    `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
+    rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
+    """
+
+    kind: str
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending: ...
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending: ...
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending: ...
+
+    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending: ...
+
+    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
+        """Bytes that `reduce` of `buffer` allocates until its wait, besides `out`."""
+
+    def costs(self, axis: Axis) -> Costs: ...
+
+
+class NullComm:
+    """Communication taken out: nothing leaves the process, so that what remains can be timed.
+
+    Results are meaningless for more than one rank: a gather fills only this rank's slice and leaves the rest as it
+    was allocated, a reduction returns this rank's own gradients.
+    """
+
+    kind = "null"
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        out.narrow(0, axis.rank * shard.numel(), shard.numel()).copy_(shard)
+        return DONE
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
+        out.copy_(buffer.narrow(0, axis.rank * out.numel(), out.numel()))
+        return DONE
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
+        return DONE
+
+    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
+        return DONE
+
+    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
+        return 0
+
+    def costs(self, axis: Axis) -> Costs:
+        return Costs(latency=0.0, copy_bandwidth=1e10)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, as `RecordingComm` saw it. `nbytes` counts the larger of its buffers."""
+
+    verb: str
+    world: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+class RecordingComm:
+    """Another kind, with every call written down in `calls`."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner = inner
+        self.kind = f"recording({inner.kind})"
+        self.calls: list[Call] = []
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        self._write("gather", axis, out)
+        return self.inner.gather(axis, out, shard)
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
+        self._write("reduce", axis, buffer)
+        return self.inner.reduce(axis, out, buffer, mean)
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
+        self._write("all_reduce", axis, tensor)
+        return self.inner.all_reduce(axis, tensor, mean)
+
+    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
+        self._write("broadcast", axis, tensor)
+        return self.inner.broadcast(axis, tensor, source)
+
+    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
+        return self.inner.scratch_bytes(axis, buffer)
+
+    def costs(self, axis: Axis) -> Costs:
+        return self.inner.costs(axis)
+
+    def _write(self, verb: str, axis: Axis, tensor: torch.Tensor) -> None:
+        self.calls.append(Call(verb, axis.size, tensor.numel() * tensor.element_size(), tensor.dtype))

@@ -1,0 +1,5 @@
+"""Host memory for sharded state."""
+
+from .policy import CPUOffloadPolicy, OffloadPolicy
+
+__all__ = ["CPUOffloadPolicy", "OffloadPolicy"]

@@ -1,0 +1,357 @@
+"""When a unit is gathered, freed and reduced: the hooks on its modules and on the tensors that pass through them.
+
+    before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit
+    after forward    show the sharded ones, free (unless kept), watch the outputs
+    before backward  a watched output got its gradient: gather, show, prefetch the next unit of the backward
+    after backward   a watched input got its gradient, so all parameters of this call have theirs: reduce, free
+    end of backward  whatever was missed (no input needs a gradient, outputs unused) is reduced and freed
+
+Why "after backward" is right: the watched input is a view made when the call began, so every node of the call was
+created later, and autograd runs later nodes first; when the view's node runs, all of the call's nodes have run. Where
+that order does not hold (several devices' threads) gradients that come late are reduced at the end of backward: the
+result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from ..precision import MixedPrecisionPolicy, cast_floating
+from ..shard import State, Unit
+from ..structure import map_tensors, tensors_in
+from .root import Root
+
+
+class Call:
+    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it."""
+
+    __slots__ = ("done", "hooks")
+
+    def __init__(self, hooks: UnitHooks) -> None:
+        self.hooks = hooks
+        self.done = False
+        hooks.open_calls += 1
+
+    def __del__(self) -> None:
+        if not self.done:
+            self.hooks.open_calls -= 1
+
+    def before_backward(self, grad: torch.Tensor) -> None:
+        self.hooks.before_backward()
+
+    def after_backward(self, grad: torch.Tensor) -> None:
+        hooks = self.hooks
+        if not self.done:
+            self.done = True
+            hooks.open_calls -= 1
+        if hooks.in_backward:
+            hooks.after_backward()
+
+
+class UnitHooks:
+    """Runs one unit. Settings are plain attributes, read at each use; `api/` sets them.
+
+    Args:
+        unit: what is held.
+        modules: the modules whose forwards are this unit's; usually one.
+        comm: collectives, until a root is known.
+        policy: mixed precision.
+        reshard_after_forward: free after forward; None: True unless this is the root.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        prefetch: int,
+    ) -> None:
+        self.unit, self.modules, self.comm, self.policy = unit, list(modules), comm, policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.is_last_backward = True
+        self.max_reducing = 1
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.prefetch_depth = prefetch
+        self.forward_prefetch: tuple[UnitHooks, ...] | None = None
+        self.backward_prefetch: tuple[UnitHooks, ...] | None = None
+        self.root: Root | None = None
+        self.find_root: Callable[[UnitHooks], Root] | None = None
+        self.index = -1
+        self.open_calls = 0  # forward calls with gradients whose backward has not come
+        self.in_backward = False  # between before_backward and after_backward
+        self.keep_gathered = False  # the user called unshard(), or asked not to reshard after backward
+        self._ran: set[nn.Module] = set()  # modules of a grouped unit that ran since it was last freed
+        self._running = 0  # of this unit's modules, how many are inside their forward now
+        self._counting = False  # whether arriving gradients are counted, for calls without a watched input
+        self._arrived = 0
+        self._call: Call | None = None  # of the forward that runs now
+
+    # Forward.
+
+    @torch.compiler.disable
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook (with keyword arguments)."""
+        root = self.root
+        if root is None:
+            root = self._find_root()
+        recomputing = root.in_backward
+        if not recomputing and root.pass_top is None:
+            root.begin_forward(self)
+        self._running += 1
+        if not self.in_backward:
+            self._gather_for_forward(root, recomputing)
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args = cast_floating(policy.param_dtype, args)
+            kwargs = cast_floating(policy.param_dtype, kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _gather_for_forward(self, root: Root, recomputing: bool) -> None:
+        unit = self.unit
+        if unit.state is not State.GATHERED:
+            if unit.state is State.SHARDED:
+                unit.issue_gather(root.comm)
+            unit.finish_gather(keep_small=root.pass_grad and not recomputing)
+        unit.show_unsharded()
+        order = root.backward_order if recomputing else root.forward_order
+        upcoming = order.visit(self.index, self.prefetch_depth)
+        if self.forward_prefetch is not None and not recomputing:
+            upcoming = tuple(hooks.index for hooks in self.forward_prefetch)
+        if upcoming:
+            root.prefetch(upcoming, recomputing)
+
+    def _find_root(self) -> Root:
+        assert self.find_root is not None
+        return self.find_root(self)
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient."""
+        call = self._call = Call(self)
+        hook = call.after_backward
+        watched = False
+
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal watched
+            if not tensor.requires_grad:
+                return tensor
+            watched = True
+            view = tensor.view_as(tensor)
+            view.register_hook(hook)
+            return view
+
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
+            args = (watch(args[0]),)
+        else:
+            args = map_tensors(watch, args)
+        if kwargs:
+            kwargs = map_tensors(watch, kwargs)
+        if not watched:
+            self._count_gradients()
+        return args, kwargs
+
+    @torch.compiler.disable
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook; also called, with None, when the forward raised."""
+        root = self.root
+        if root is None or not self._running:
+            return output
+        self._running -= 1
+        recomputing = root.in_backward
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
+            call, self._call = self._call, None
+            if call is not None:
+                self._watch_outputs(output, call)
+        dtype = self.policy.output_dtype
+        if dtype is not None:
+            output = cast_floating(dtype, output)
+        if self.in_backward or self._running:
+            return output
+        if recomputing:
+            self._after_recompute(root)
+        else:
+            self._after_pass(root, module)
+        return output
+
+    def _watch_outputs(self, output: Any, call: Call) -> None:
+        hook = call.before_backward
+        if type(output) is torch.Tensor:
+            if output.requires_grad:
+                output.register_hook(hook)
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    def _after_pass(self, root: Root, module: nn.Module) -> None:
+        unit = self.unit
+        unit.show_sharded()
+        if len(self.modules) > 1:  # the unit stays until each of its modules has run
+            self._ran.add(module)
+            if len(self._ran) < len(self.modules) and root.pass_top is not self:
+                return
+            self._ran.clear()
+        if unit.state is State.GATHERED and self.reshards(root.pass_grad):
+            unit.free()
+            self.keep_gathered = False
+        if root.pass_top is self:
+            root.end_forward()
+
+    def reshards(self, with_grad: bool) -> bool:
+        """Whether the unit is freed after this forward. The root is not, unless no backward will come."""
+        if self.reshard_after_forward is None:
+            return not self.is_top or not with_grad
+        return self.reshard_after_forward
+
+    def _after_recompute(self, root: Root) -> None:
+        """Activation checkpointing ran the forward again; its backward comes next for the last such unit only."""
+        previous, root.recomputed = root.recomputed, self
+        if previous is not None and previous is not self and not previous.in_backward:
+            previous.release_after_backward()
+
+    # Backward.
+
+    def before_backward(self) -> None:
+        """An output of this unit received its gradient."""
+        if self.in_backward:
+            return
+        root = self.root
+        assert root is not None
+        if not root.in_backward:
+            root.begin_backward()
+        self.in_backward = True
+        unit = self.unit
+        if self.unshard_in_backward:
+            if unit.state is not State.GATHERED:
+                if unit.state is State.SHARDED:
+                    unit.issue_gather(root.comm)
+                unit.finish_gather()
+            unit.show_unsharded()
+        upcoming = root.backward_order.visit(self.index, self.prefetch_depth)
+        if self.backward_prefetch is not None:
+            upcoming = tuple(hooks.index for hooks in self.backward_prefetch)
+        if upcoming:
+            root.prefetch(upcoming, backward=True)
+
+    def after_backward(self) -> None:
+        """All parameters of a call of this unit have their gradients."""
+        self.in_backward = False
+        if torch.is_grad_enabled():  # create_graph: the parameters are needed once more, for the second backward
+            return
+        self.release_after_backward()
+        self._finish_gradients()
+
+    def _finish_gradients(self, complete: bool = False) -> None:
+        """Reduce, or set aside, the gradients; unless more calls of this unit will add to them."""
+        unit, root = self.unit, self.root
+        assert root is not None
+        if (self.open_calls > 0 and not complete) or not unit.has_gradients():
+            return
+        self._arrived = 0
+        root.make_room(self)
+        unit.collect_gradients()
+        if self.requires_gradient_sync:
+            root.enqueue_reduce(self)
+
+    def release_after_backward(self) -> None:
+        """Show the sharded parameters and free the unit, unless it is to stay."""
+        unit = self.unit
+        unit.show_sharded()
+        if self.reshard_after_backward:
+            unit.drop_small()
+            self.keep_gathered = False
+            if unit.state is State.GATHERED:
+                unit.free()
+        else:
+            self.keep_gathered = True
+
+    def end_backward(self) -> None:
+        """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
+        self.in_backward = False
+        self._arrived = 0
+        if self.unit.state is not State.SHARDED:
+            if self.unit.state is State.GATHERING:
+                self.unit.finish_gather()
+            self.release_after_backward()
+        self._finish_gradients(complete=True)
+
+    def finish_reduce(self) -> None:
+        """Wait for this unit's reduction, deliver the gradients, and run the hooks users put on parameters."""
+        root = self.root
+        assert root is not None
+        for member in self.unit.finish_reduce(root.comm, self.requires_all_reduce, self.all_reduce_hook):
+            hooks = getattr(member.sharded, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                for hook in list(hooks.values()):
+                    hook(member.sharded)
+
+    # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
+
+    def _count_gradients(self) -> None:
+        if self._counting:
+            return
+        self._counting = True
+        for member in self.unit.members:
+            if member.unsharded is not None and member.unsharded.requires_grad:
+                member.unsharded.register_post_accumulate_grad_hook(self._arrived_one)
+
+    def _arrived_one(self, parameter: torch.Tensor) -> None:
+        if not self.in_backward or self.open_calls > 1 or self.is_top:
+            return
+        self._arrived += 1
+        if self._arrived >= sum(m.unsharded is not None and m.unsharded.requires_grad for m in self.unit.members):
+            self.in_backward = False
+            if not torch.is_grad_enabled():
+                self.release_after_backward()
+                self._finish_gradients(complete=True)
+
+    @property
+    def is_top(self) -> bool:
+        return self.root is not None and self.root.top is self
+
+    # Calls from outside.
+
+    def unshard(self) -> None:
+        """Start gathering (if it is sharded) on the user's behalf."""
+        if self.unit.state is State.SHARDED:
+            self.unit.refresh()
+            self.unit.issue_gather(self.root.comm if self.root else self.comm)
+        self.keep_gathered = True
+
+    def wait_unshard(self) -> None:
+        """Finish what `unshard` started, and show the unsharded parameters."""
+        if self.unit.state is State.GATHERING:
+            self.unit.finish_gather()
+        if self.unit.state is State.GATHERED:
+            self.unit.show_unsharded()
+
+    def reshard(self) -> None:
+        """Free the unit and show the sharded parameters."""
+        self.unit.show_sharded()
+        self.unit.drop_small()
+        self.keep_gathered = False
+        if self.unit.state is not State.SHARDED:
+            self.unit.free()
+
+    def reset(self) -> None:
+        """After an exception: as at the beginning of a step."""
+        self.in_backward = self.keep_gathered = False
+        self._ran.clear()
+        self._running = self._arrived = 0
+        self._call = None
+        self.unit.reset()

@@ -1,0 +1,154 @@
+"""What the units under one root share: the order they run in, reductions in flight, and the ends of passes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm import Axis, Comm
+from ..events import Ledger
+from ..shard import State
+from .agreement import check_agreement
+from .backward_end import BackwardEnd
+from .schedule import Order
+
+if TYPE_CHECKING:
+    from .hooks import UnitHooks
+
+
+class Root:
+    """The context of one root unit and all units below it. Made at the first forward.
+
+    Owns no tensors. `reducing` holds units whose reduction is in flight; they are finished in order, the oldest when
+    a newer one is issued, all at the end of backward.
+
+    Args:
+        top: hooks of the unit whose forward was called first.
+        units: hooks of all units under it, `top` included, in module order.
+        comm: collectives.
+    """
+
+    def __init__(self, top: UnitHooks, units: list[UnitHooks], comm: Comm) -> None:
+        self.top, self.units, self.comm = top, units, comm
+        self.ledger = Ledger()
+        self.pass_top: UnitHooks | None = None  # whose forward began the pass that runs now
+        self.pass_grad = False  # whether that pass builds a graph
+        self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
+        self.forward_order = Order()
+        self.backward_order = Order()
+        self.reducing: deque[UnitHooks] = deque()
+        self.recomputed: UnitHooks | None = None
+        self._backward: BackwardEnd | None = None
+        for index, hooks in enumerate(units):
+            hooks.index = index
+            hooks.unit.ledger = self.ledger
+
+    def agree(self) -> None:
+        """Check once that all ranks hold the same units; see `agreement.py`."""
+        lines, axes, device = [], {}, None
+        for hooks in self.units:
+            for bucket in hooks.unit.buckets:
+                device = bucket.axes.device
+                for axis in (bucket.axes.shard, bucket.axes.replicate):
+                    if axis is not None:
+                        axes[id(axis.group)] = axis
+                for member in bucket.members:
+                    dtype = str(bucket.storage_dtype).removeprefix("torch.")
+                    compute = str(bucket.compute_dtype).removeprefix("torch.")
+                    grad = "trainable" if member.sharded.requires_grad else "frozen"
+                    lines.append(
+                        f"{member.name}: shape {member.slot.shape}, {dtype}, computed in {compute}, {grad}, "
+                        f"unit {hooks.unit.name or '(root)'!r}, layout {bucket.layout.kind}"
+                    )
+        if device is not None:
+            found: list[Axis] = list(axes.values())
+            check_agreement(lines, found, self.comm, device)
+
+    # Forward.
+
+    def begin_forward(self, top: UnitHooks) -> None:
+        """A unit's forward was called from outside any pass: usually the root's."""
+        if self._backward is not None:  # a backward raised
+            self.recover()
+        for hooks in self.units:
+            unit = hooks.unit
+            unit.refresh()
+            if unit.state is not State.SHARDED and unit.stale():
+                unit.show_sharded()
+                unit.drop_small()
+                unit.free()
+        self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
+        self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
+        self.forward_order.restart()
+
+    def end_forward(self) -> None:
+        """The pass is over: its order is known, and what was prefetched in vain is freed."""
+        self.forward_order.finish()
+        if self.pass_grad:
+            self.backward_order.suggest(self.forward_order.known[::-1])
+        for hooks in self.units:
+            unit = hooks.unit
+            if unit.state is State.SHARDED or hooks.keep_gathered:
+                continue
+            if unit.state is State.GATHERING or hooks.reshards(self.pass_grad):
+                unit.show_sharded()
+                unit.free()
+        self.pass_top = None
+
+    # Backward.
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward through this root runs now."""
+        return self._backward is not None and self._backward.alive()
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward reached a unit."""
+        if self._backward is not None:  # one before it raised
+            self.recover()
+        self._backward = BackwardEnd(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Autograd is done: reduce what is left, wait for everything, free everything."""
+        for hooks in reversed(self.units):
+            hooks.end_backward()
+        while self.reducing:
+            self.reducing.popleft().finish_reduce()
+        self.backward_order.finish()
+        self.recomputed = None
+        self._backward = None
+
+    def make_room(self, hooks: UnitHooks) -> None:
+        """Finish reductions in flight until one more may be, and until `hooks` has none."""
+        while self.reducing and (len(self.reducing) >= hooks.max_reducing or hooks in self.reducing):
+            self.reducing.popleft().finish_reduce()
+
+    def enqueue_reduce(self, hooks: UnitHooks) -> None:
+        """Start reducing the gradients that a unit collected."""
+        hooks.unit.issue_reduce(self.comm, hooks.divide_factor, hooks.force_sum)
+        self.reducing.append(hooks)
+
+    # Prefetch and recovery.
+
+    def prefetch(self, indices: tuple[int, ...], backward: bool) -> None:
+        """Start gathering the units of these indices that are not gathered yet."""
+        for index in indices:
+            hooks = self.units[index]
+            if hooks.unit.state is State.SHARDED and (hooks.unshard_in_backward or not backward):
+                hooks.unit.issue_gather(self.comm)
+
+    def recover(self) -> None:
+        """Bring every unit back to where a step begins, after an exception broke one off.
+
+        Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
+        """
+        self.reducing.clear()
+        for hooks in self.units:
+            hooks.reset()
+        for order in (*self.orders.values(), self.backward_order):
+            order.restart()
+        self.pass_top = None
+        self.recomputed = None
+        self._backward = None

@@ -1,0 +1,371 @@
+"""One bucket: a unit's parameters of one class in one contiguous buffer, sharded, gathered and freed together.
+
+What `parameter` and `grad` mean in every state:
+
+    state      module attribute    values                      gradient
+    sharded    sharded parameter   view of `shard`             `.grad`: view of the reduced slice, or None
+    gathered   unsharded one       view of `full`              `.grad`: autograd's, taken at the unit's post-backward
+
+Gradients have a bucket and a state of their own, in `gradients.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm import Axis, Comm, MeshAxes, Pending
+from ..errors import ConfigError, message
+from ..layout import Layout, Slot, plan_flat, plan_rows
+from .flat_shard import FlatShard, Run
+from .foreach import copy_all
+from .parameter import RowShard, local_of, part_view, rows_parameter, rows_tensor, set_local
+from .scratch import Scratch
+
+Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One parameter of a bucket.
+
+    Attributes:
+        slot: where it lies.
+        places: every (module parameters, attribute name) where it is registered; several if it is tied.
+        sharded: what optimizers and checkpoints see.
+        unsharded: what the module computes with; None until the first gather.
+        local: the view of the shard inside `sharded`, to tell whether somebody replaced it.
+        got_grad: whether it received a gradient since the last reduction.
+    """
+
+    slot: Slot
+    places: list[Place]
+    sharded: nn.Parameter
+    local: torch.Tensor
+    unsharded: nn.Parameter | None = None
+    got_grad: bool = False
+    qualified: str | None = None  # its name from the root, once that is known
+
+    @property
+    def name(self) -> str:
+        return self.qualified or self.slot.name
+
+    def qualify(self, name: str) -> None:
+        """Learn the name from the root; errors speak it from now on."""
+        self.qualified = name
+        self.sharded.__dict__["_fullshard_name"] = name
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A parameter about to enter a bucket: its name, the original, and where it is registered."""
+
+    name: str
+    original: nn.Parameter
+    places: list[Place]
+
+
+class Bucket:
+    """See the module's docstring.
+
+    Ownership: `shard` is allocated here and lives as long as the bucket; the optimizer writes to it through the
+    sharded parameters, gathers read it. `full` and `staging` are storage on demand, allocated by `issue_gather`,
+    written by collectives, released by `free` and `finish_gather`.
+
+    Args:
+        drafts: the parameters, in the order of `layout.slots`.
+        layout: the plan.
+        axes: the mesh.
+        compute_dtype: dtype of `full`; None for the storage dtype.
+    """
+
+    def __init__(
+        self, drafts: Sequence[Draft], layout: Layout, axes: MeshAxes, compute_dtype: torch.dtype | None
+    ) -> None:
+        first = drafts[0].original
+        self.layout, self.axes = layout, axes
+        self.device = first.device if first.is_meta else axes.device
+        self.storage_dtype = first.dtype
+        self.own_compute_dtype = compute_dtype
+        # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
+        self.shard = torch.zeros(layout.shard_numel, dtype=self.storage_dtype, device=self.device)
+        self.members = [self._admit(draft, slot) for draft, slot in zip(drafts, layout.slots, strict=True)]
+        self.full: Scratch | None = None  # [layout.full_numel], compute dtype, while gathered
+        self.staging: Scratch | None = None  # [layout.staging_numel], compute dtype, while gathering
+        self.small: torch.Tensor | None = None  # [world / n * shard_numel], after a reshard to n ranks
+        self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
+        self.gathered_version = -1  # of the shard, when it was last gathered
+        self._pending: list[Pending] = []
+
+    def _admit(self, draft: Draft, slot: Slot) -> Member:
+        """Copy this rank's part of the original in, and make the sharded parameter."""
+        part = self.layout.part(slot, self.axes.shard.rank)
+        local = part_view(self.shard, part)
+        original = draft.original
+        if not original.is_meta and part.numel:
+            with torch.no_grad():
+                if self.layout.kind == "flat":
+                    memory = original.detach().permute(slot.spec.order).reshape(-1)
+                    local.copy_(memory[part.start : part.start + part.numel])
+                else:
+                    local.copy_(original.detach().narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
+        attributes = {**original.__dict__, "_fullshard_name": slot.name}
+        sharded = self._sharded_parameter(local, slot, original.requires_grad, attributes)
+        return Member(slot, list(draft.places), sharded, local_of(sharded))
+
+    def _sharded_parameter(
+        self, local: torch.Tensor, slot: Slot, requires_grad: bool, attributes: dict[str, Any]
+    ) -> nn.Parameter:
+        if self.layout.kind == "flat":
+            parameter = nn.Parameter(self.tensor_of(local, slot), requires_grad=requires_grad)
+            parameter.__dict__.update(attributes)
+            return parameter
+        return rows_parameter(local, slot, self.axes, requires_grad, attributes)
+
+    def tensor_of(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """`local`, shaped as this rank's part of `slot`, as a tensor of the whole parameter (not a Parameter)."""
+        if self.layout.kind == "flat":
+            slice_numel = self.layout.segments[slot.segment].slice_numel
+            return FlatShard(local, Run.of(slot, slice_numel, self.axes.shard))
+        return rows_tensor(local, slot, self.axes)
+
+    def view_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """This rank's part of `slot` in any buffer laid out as the shard."""
+        return part_view(buffer, self.layout.part(slot, self.axes.shard.rank))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.own_compute_dtype or self.storage_dtype
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all ranks' slices together, in the dtype they are gathered in."""
+        return self.layout.gathered_numel * self.compute_dtype.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        return self.layout.full_numel * self.compute_dtype.itemsize
+
+    # Gather and free.
+
+    def issue_gather(self, comm: Comm, small_axis: Axis | None) -> int:
+        """Allocate `full` and start its collectives, from the shard or from what a reshard to fewer ranks kept.
+
+        Returns:
+            Bytes of staging allocated until `finish_gather`.
+        """
+        if self.full is None:
+            self._make_buffers()
+        assert self.full is not None and self.staging is not None
+        self.full.allocate()
+        self.staging.allocate()
+        axis, source = self.axes.shard, self.shard
+        self.gathered_version = source._version
+        if self.small is not None and small_axis is not None:
+            axis, source = small_axis, self.small
+        elif self.compute_dtype != self.storage_dtype:
+            source = self._cast = self.shard.to(self.compute_dtype)
+        scale = source.numel() // max(self.layout.shard_numel, 1)
+        with torch.no_grad():
+            if len(self._outs) == 1:
+                self._pending = [comm.gather(axis, self._outs[0], source)]
+            else:
+                self._pending = [
+                    comm.gather(axis, out, source.narrow(0, s.shard_offset * scale, s.slice_numel * scale))
+                    for out, s in zip(self._outs, self.layout.segments, strict=True)
+                ]
+        return self.staging.nbytes + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
+
+    def finish_gather(self, keep_small: Axis | None) -> None:
+        """Wait, copy out what did not come out in place, and give the staging back.
+
+        Args:
+            keep_small: the axis that the unit will reshard to after forward: its slice is kept here and now.
+        """
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        self._cast = None
+        with torch.no_grad():
+            copy_all(self._copy_out_to, self._copy_out_from)
+            if keep_small is not None:
+                n = self.axes.shard.size // keep_small.size
+                parts = [out.view(keep_small.size, -1)[keep_small.rank] for out in self._outs]
+                assert sum(part.numel() for part in parts) == n * self.layout.shard_numel
+                self.small = torch.cat(parts)
+        assert self.staging is not None
+        self.staging.free()
+
+    def free(self) -> None:
+        """Give the full bucket back. The unsharded parameters stay, without memory."""
+        assert self.full is not None
+        self.full.free()
+
+    def _make_buffers(self) -> None:
+        """Make `full`, `staging` and all their views, and the unsharded parameters. Once, at the first gather."""
+        layout, dtype = self.layout, self.compute_dtype
+        self.full = Scratch(layout.full_numel, dtype, self.device)
+        self.staging = Scratch(layout.staging_numel, dtype, self.device)
+        self._outs: list[torch.Tensor] = []  # per segment: [world * S], of full or of staging
+        at = 0
+        for segment in layout.segments:
+            numel = layout.world * segment.slice_numel
+            if segment.full_offset is not None:
+                self._outs.append(self.full.tensor.narrow(0, segment.full_offset, numel))
+            else:
+                self._outs.append(self.staging.tensor.narrow(0, at, numel))
+                at += numel
+        self._copy_out_to: list[torch.Tensor] = []
+        self._copy_out_from: list[torch.Tensor] = []
+        for member in self.members:
+            self._make_unsharded(member, self.full.tensor)
+            if layout.segments[member.slot.segment].full_offset is None:
+                self._plan_copy_out(member.slot)
+
+    def _make_unsharded(self, member: Member, full: torch.Tensor) -> None:
+        slot = member.slot
+        # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
+        # look to autograd like a change of what it saved.
+        view = full.as_strided(slot.shape, slot.stride, slot.full_offset).data
+        if member.unsharded is None:
+            member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+            member.unsharded.__dict__.update(
+                {k: v for k, v in member.sharded.__dict__.items() if not k.startswith("_fullshard")}
+            )
+        else:
+            member.unsharded.data = view
+
+    def _plan_copy_out(self, slot: Slot) -> None:
+        assert self.full is not None
+        staged = self._outs[slot.segment]
+        for piece in self.layout.pieces(slot):
+            offset = slot.full_offset + piece.parameter_offset
+            self._copy_out_to.append(self.full.tensor.as_strided(piece.sizes, piece.parameter_strides, offset))
+            at = staged.storage_offset() + piece.gathered_offset
+            self._copy_out_from.append(staged.as_strided(piece.sizes, piece.gathered_strides, at))
+
+    def without(self, leaving: Member) -> Bucket | None:
+        """A bucket of the other members; None if there are none. Collective, only for ties across units."""
+        staying = [member for member in self.members if member is not leaving]
+        if not staying:
+            return None
+        specs = [member.slot.spec for member in staying]
+        world, align = self.layout.world, self.layout.align
+        if self.layout.kind == "flat":
+            layout = plan_flat(specs, world, align)
+        else:
+            alone = [s for s in self.layout.slots if self.layout.segments[s.segment].full_offset is not None]
+            layout = plan_rows(specs, world, align, min((slot.numel for slot in alone), default=1 << 62))
+        # Runs of a flat layout move when a parameter leaves: the values pass through whole tensors.
+        drafts = [
+            Draft(m.name, nn.Parameter(full_or_meta(m.sharded), requires_grad=m.sharded.requires_grad), m.places)
+            for m in staying
+        ]
+        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype)
+        for old, new in zip(staying, rest.members, strict=True):
+            attributes = old.sharded.__dict__
+            new.sharded.__dict__.update({k: v for k, v in attributes.items() if k not in new.sharded.__dict__})
+            old.sharded.__dict__["_fullshard_successor"] = new.sharded
+            for place, key in new.places:
+                place[key] = new.sharded
+        return rest
+
+    # Storage that the user replaced.
+
+    def rehome(self, shard: torch.Tensor) -> None:
+        """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
+        self.shard, self.device, self.storage_dtype = shard, shard.device, shard.dtype
+        self.full = self.staging = self.small = None
+        for member in self.members:
+            local = self.view_of(shard, member.slot)
+            if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
+                set_local(member.sharded, local)
+            if self.layout.kind == "rows":
+                member.sharded.__class__ = RowShard
+            member.sharded.__dict__["_fullshard_name"] = member.name
+            member.local = local_of(member.sharded)
+            member.unsharded = None
+
+    def replaced(self) -> bool:
+        """Whether a sharded parameter or its storage is not the one this bucket made. About 0.2 us a parameter."""
+        for member in self.members:
+            if member.sharded._local_tensor is not member.local:  # type: ignore[attr-defined]
+                return True
+            for parameters, key in member.places:
+                if parameters.get(key) is not member.sharded:
+                    return True
+        return False
+
+    def take_over(self) -> None:
+        """Copy replaced storage into the shard, or refuse.
+
+        Raises:
+            ConfigError: the replacement is not this parameter's shard: other shape, mesh, placement or kind.
+        """
+        for member in self.members:
+            for parameters, key in member.places:
+                found = parameters.get(key)
+                if found is not member.sharded and found is not member.unsharded:
+                    self._check_replacement(member, found)
+                    member.sharded = found
+        locals_now = [local_of(member.sharded) for member in self.members]
+        meta = [m.name for m, local in zip(self.members, locals_now, strict=True) if local.is_meta]
+        if meta and len(meta) < len(locals_now):
+            raise ConfigError(
+                message(
+                    "Some parameters of a unit are on the meta device and others are not.",
+                    parameter=", ".join(meta),
+                    remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
+                )
+            )
+        home = locals_now[0]
+        shard = torch.zeros(self.layout.shard_numel, dtype=home.dtype, device=home.device)
+        for member, local in zip(self.members, locals_now, strict=True):
+            view = self.view_of(shard, member.slot)
+            if not local.is_meta:
+                view.copy_(local.detach())
+            for parameters, key in member.places:
+                parameters[key] = member.sharded
+        self.rehome(shard)
+
+    def _check_replacement(self, member: Member, found: Any) -> None:
+        expected: Any = member.sharded
+        kind = FlatShard if self.layout.kind == "flat" else DTensor
+        if isinstance(found, kind) and tuple(found.shape) == member.slot.shape:
+            if isinstance(found, FlatShard):
+                same = found._run.same_as(expected._run)
+            else:
+                same = found.device_mesh == expected.device_mesh and found.placements == expected.placements
+            if same:
+                return
+        raise ConfigError(
+            message(
+                "A sharded parameter was replaced by something that is not its shard.",
+                parameter=member.name,
+                rank=self.axes.global_rank,
+                expected=f"{type(expected).__name__} of shape {member.slot.shape}",
+                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+                remedy="change values in place (copy_, load_state_dict without assign=True), "
+                "or assign a tensor with the same placements",
+            )
+        )
+
+    def sync_requires_grad(self) -> None:
+        """Let the unsharded parameters follow what the user set on the sharded ones since the last step."""
+        for member in self.members:
+            unsharded = member.unsharded
+            if unsharded is not None and unsharded.requires_grad != member.sharded.requires_grad:
+                unsharded.requires_grad_(member.sharded.requires_grad)
+
+
+def full_or_meta(parameter: Any) -> torch.Tensor:
+    """A sharded parameter's whole value; collective, except on meta."""
+    if parameter.is_meta:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    full: torch.Tensor = parameter.detach().full_tensor()
+    return full

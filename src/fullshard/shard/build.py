@@ -1,0 +1,243 @@
+"""From modules to a unit: which parameters it takes, how they are classed into buckets, and what replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..comm import Comm, MeshAxes
+from ..errors import ConfigError, LayoutError, message
+from ..layout import ALIGN_BYTES, Layout, ParameterSpec, plan_flat, plan_rows
+from ..precision import MixedPrecisionPolicy
+from .bucket import Bucket, Draft
+from .flat_shard import FlatShard
+from .parameter import RowShard, retire, successor_of
+from .unit import Unit
+
+OWNER_KEY = "_fullshard_unit"
+"""Where a sharded parameter keeps the unit that owns it."""
+
+
+class AttributePlace(dict[str, Any]):
+    """Stands for a module's `_parameters` where the module's class watches its attributes (`nn.LSTM` does)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self.module, key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.module._parameters.get(key, default)
+
+
+@dataclass
+class Found:
+    """A parameter in the modules of a unit to be.
+
+    Attributes:
+        name: qualified, from the module that fully_shard was given.
+        parameter: the object.
+        places: where it is registered.
+        owner: the unit that already shards it, if it is tied to a parameter of that unit.
+    """
+
+    name: str
+    parameter: Any
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    owner: Unit | None = None
+
+
+def own_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and its submodules with their names, without those of other units below it."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not is_unit(child):
+            yield from own_modules(child, is_unit, f"{prefix}.{name}" if prefix else name)
+
+
+def find_parameters(
+    modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool], ignored: set[int]
+) -> list[Found]:
+    """The parameters that a unit of `modules` takes: all in them that no unit below has, and ties to those it has.
+
+    Args:
+        modules: the unit's modules.
+        is_unit: whether a module is a unit already.
+        ignored: ids of parameters to leave alone.
+    """
+    found: dict[int, Found] = {}
+    seen: set[int] = set()
+    for module in modules:
+        for path, owner in own_modules(module, is_unit):
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            watches = type(owner).__setattr__ is not nn.Module.__setattr__
+            place: dict[str, Any] = AttributePlace(owner) if watches else owner._parameters
+            for key, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in ignored:
+                    continue
+                parameter = successor_of(parameter)
+                if id(parameter) not in found:
+                    name = f"{path}.{key}" if path else key
+                    unit = parameter.__dict__.get(OWNER_KEY) if isinstance(parameter, (RowShard, FlatShard)) else None
+                    found[id(parameter)] = Found(name, parameter, owner=unit)
+                found[id(parameter)].places.append((place, key))
+    return list(found.values())
+
+
+def check_parameters(found: Sequence[Found], axes: MeshAxes) -> None:
+    """Refuse what cannot be sharded, before anything changes.
+
+    Raises:
+        ConfigError: a parameter on another device, a foreign DTensor.
+        LayoutError: two parameters that share memory without being the same object.
+    """
+    by_address: dict[int, str] = {}
+    for item in found:
+        parameter = item.parameter
+        if item.owner is not None:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                message(
+                    "fully_shard was given a parameter that is a DTensor already (tensor parallelism); "
+                    "Fullshard does not support that yet.",
+                    parameter=item.name,
+                    remedy="apply fully_shard to plain parameters, or pass this one in ignored_params",
+                )
+            )
+        check_device(item.name, parameter.device, axes.device)
+        if parameter.numel() and not parameter.is_meta:
+            other = by_address.setdefault(parameter.data_ptr(), item.name)
+            if other != item.name:
+                raise LayoutError(
+                    message(
+                        "Two Parameter objects share one memory: sharded separately they would drift apart.",
+                        parameter=f"{other} and {item.name}",
+                        remedy="tie them by assigning the same Parameter object to both modules",
+                    )
+                )
+
+
+def check_device(name: str, device: torch.device, home: torch.device) -> None:
+    """A parameter may be on the mesh's device, on the CPU (it is moved), or on meta.
+
+    Raises:
+        ConfigError: it is somewhere else.
+    """
+    if device.type in ("cpu", "meta") or device == home or (device.type == home.type and device.index is None):
+        return
+    raise ConfigError(
+        message(
+            "A parameter is on a device that is neither this rank's nor the CPU.",
+            parameter=name,
+            expected=f"{home}, cpu or meta",
+            got=device,
+            remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
+            f"or move it with model.to({str(home)!r})",
+        )
+    )
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How a unit is built; the arguments of `fully_shard` that shape it."""
+
+    axes: MeshAxes
+    comm: Comm
+    policy: MixedPrecisionPolicy
+    layout: str
+    placement: Callable[[nn.Parameter], Any] | None = None
+
+
+def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
+    """Make the buckets and put the sharded parameters in the originals' places.
+
+    Everything that can be refused is refused before the first place is written.
+
+    Raises:
+        LayoutError: a parameter that the layout cannot hold.
+    """
+    classes: dict[tuple[Any, ...], list[Found]] = {}
+    for item in found:
+        parameter = item.parameter
+        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta)
+        classes.setdefault(key, []).append(item)
+    planned = [(items, _plan(items, settings)) for items in classes.values()]
+    buckets = []
+    for items, layout in planned:
+        drafts = [_draft(item) for item in items]
+        buckets.append(Bucket(drafts, layout, settings.axes, _compute_dtype(items[0].parameter, settings.policy)))
+    unit = Unit(buckets, settings.policy.reduce_dtype)
+    unit.rank = settings.axes.global_rank
+    for (items, _), bucket in zip(planned, buckets, strict=True):
+        for item, member in zip(items, bucket.members, strict=True):
+            member.sharded.__dict__[OWNER_KEY] = unit
+            for place, key in member.places:
+                place[key] = member.sharded
+            if item.owner is not None:
+                item.parameter.__dict__["_fullshard_successor"] = member.sharded
+            else:
+                retire(item.parameter, item.name, member.sharded)
+    return unit
+
+
+def _draft(item: Found) -> Draft:
+    """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
+    if item.owner is None:
+        return Draft(item.name, item.parameter, item.places)
+    places, full = item.owner.give_up(item.parameter)
+    original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
+    original.__dict__.update({k: v for k, v in item.parameter.__dict__.items() if not k.startswith("_fullshard")})
+    return Draft(item.name, original, [*places, *item.places])
+
+
+def _compute_dtype(parameter: torch.Tensor, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    return policy.param_dtype if parameter.dtype.is_floating_point else None
+
+
+def _plan(items: Sequence[Found], settings: BuildSettings) -> Layout:
+    first = items[0].parameter
+    compute = _compute_dtype(first, settings.policy) or first.dtype
+    reduce = settings.policy.reduce_dtype or compute
+    narrowest = min(first.dtype.itemsize, compute.itemsize, reduce.itemsize)
+    align, world = max(1, ALIGN_BYTES // narrowest), settings.axes.shard.size
+    specs = [_spec(item, settings) for item in items]
+    if settings.layout == "flat":
+        return plan_flat(specs, world, align)
+    alone = settings.comm.costs(settings.axes.shard).break_even_bytes // compute.itemsize
+    return plan_rows(specs, world, align, alone)
+
+
+def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
+    parameter = item.parameter
+    placement = settings.placement(parameter) if settings.placement is not None else None
+    if placement is not None and (not isinstance(placement, Shard) or settings.layout != "rows"):
+        raise ConfigError(
+            message(
+                "shard_placement_fn returned a placement that cannot be used.",
+                parameter=item.name,
+                expected='None or torch.distributed.tensor.Shard, with layout="rows"',
+                got=f'{placement!r} with layout="{settings.layout}"',
+            )
+        )
+    shape = tuple(parameter.shape)
+    dim = placement.dim % max(len(shape), 1) if placement is not None else 0
+    return ParameterSpec(item.name, shape, memory_order(parameter), dim)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dims from outermost to innermost in memory if the tensor has no gaps, else as if contiguous."""
+    natural = tuple(range(tensor.dim()))
+    if tensor.is_contiguous() or isinstance(tensor, FlatShard):
+        return natural if not isinstance(tensor, FlatShard) else tensor._run.order
+    order = tuple(sorted(natural, key=lambda dim: (-tensor.stride(dim), dim)))
+    return order if tensor.permute(order).is_contiguous() else natural

@@ -1,0 +1,367 @@
+"""A tensor of which each rank holds one run of elements: the sharded parameters of flat layouts.
+
+It has the whole parameter's shape, so that code which sorts parameters by `ndim` or `shape` sorts them as it would
+the originals; the values it holds are the elements [start, stop) in memory order. Element-wise operations run on
+the run; reductions over all elements (sum, norm) include the other ranks' and are therefore collective; whatever
+would need elements of other ranks otherwise raises by name and is never computed on a part.
+
+`DTensor` cannot say this: a `Shard(0)` whose local rows are not `torch.chunk`'s gives a wrong `full_tensor()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..comm import Axis, TorchComm
+from ..errors import LayoutError, PhaseError, message
+from ..layout import Slot, dense_strides, rectangles
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Which elements of one parameter the ranks of an axis hold.
+
+    The parameter lies at `offset` of a gathered segment of which rank r holds [r * S, (r + 1) * S).
+
+    Attributes:
+        name: the parameter's, for errors.
+        shape, order: the parameter's shape, and its dims from outermost to innermost in memory.
+        offset: first element in the gathered segment.
+        slice_numel: S.
+        axis: the shard axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    offset: int
+    slice_numel: int
+    axis: Axis
+
+    @classmethod
+    def of(cls, slot: Slot, slice_numel: int, axis: Axis) -> Run:
+        return cls(slot.name, slot.shape, slot.spec.order, slot.offset, slice_numel, axis)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the parameter, in memory order, that `rank` holds."""
+        start = min(max(rank * self.slice_numel - self.offset, 0), self.numel)
+        return start, max(start, min((rank + 1) * self.slice_numel - self.offset, self.numel))
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's run of a whole tensor of the parameter's shape, as a 1-D tensor."""
+        start, stop = self.bounds(self.axis.rank)
+        return full.permute(self.order).reshape(-1)[start:stop]
+
+    def same_as(self, other: Run) -> bool:
+        return self is other or (
+            self.shape == other.shape and self.order == other.order and self.offset == other.offset
+            and self.slice_numel == other.slice_numel and self.axis.group is other.axis.group
+        )
+
+
+class FlatShard(torch.Tensor):
+    """A tensor of shape `run.shape` of which this rank holds the 1-D `local`, `run`'s elements.
+
+    Owns nothing: `local` is a view of the unit's shard (parameters), of its reduced slice (gradients), or a tensor of
+    its own (optimizer state).
+    """
+
+    _local_tensor: torch.Tensor
+    _run: Run
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, run: Run, requires_grad: bool = False) -> FlatShard:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(run.shape), strides=dense_strides(run.shape, run.order),
+            dtype=local.dtype, device=local.device, requires_grad=requires_grad,
+        )
+        self._local_tensor, self._run = local, run
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        start, stop = self._run.bounds(self._run.axis.rank)
+        return f"FlatShard({self._run.name!r}, shape={self._run.shape}, elements=[{start}, {stop}), dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Run]:
+        return ["_local_tensor"], self._run
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], run: Run, size: Any, stride: Any) -> FlatShard:
+        return FlatShard(inner["_local_tensor"], run)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PhaseError(
+            f"FlatShard {self._run.name!r} holds a part of a parameter and a process group, and cannot be pickled.\n"
+            "  remedy: save through torch.distributed.checkpoint, or full_tensor() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        copied = FlatShard(self._local_tensor.detach().clone(), self._run, self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, [stop - start], sharing memory."""
+        return self._local_tensor.detach()
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, of the parameter's shape, on every rank of the shard axis. Collective."""
+        run, axis, local = self._run, self._run.axis, self._local_tensor.detach()
+        longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
+        padded = local.new_zeros(longest)
+        padded[: local.numel()] = local
+        gathered = local.new_empty(axis.size * longest)
+        TorchComm().gather(axis, gathered, padded).wait()
+        parts = [gathered[r * longest :][: stop - start] for r in range(axis.size) for start, stop in [run.bounds(r)]]
+        full = torch.cat(parts) if run.numel else local.new_empty(0)
+        return full.as_strided(run.shape, dense_strides(run.shape, run.order))
+
+    # torch.distributed.checkpoint stores rectangles; a run is a few of them, in memory order of dims.
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        run = self._run
+        permuted = tuple(run.shape[dim] for dim in run.order)
+        inverse = [run.order.index(dim) for dim in range(len(run.order))]
+        chunks = []
+        for block in rectangles(permuted, *run.bounds(run.axis.rank)):
+            view = self._local_tensor.detach()[block.start :][: torch.Size(block.sizes).numel()].view(block.sizes)
+            offsets = torch.Size([block.offsets[i] for i in inverse])
+            chunks.append((ChunkStorageMetadata(offsets, torch.Size([block.sizes[i] for i in inverse])), view.permute(inverse)))
+        return chunks
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(view), self.size()),
+            )
+            for chunk, view in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(view for chunk, view in self._chunks() if chunk.offsets == index.offset)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if func in _LOCAL or torch.Tag.pointwise in func.tags or _is_elementwise_list(func):
+            return _elementwise(func, args, kwargs)
+        raise _unsupported(func, args)
+
+
+def _is_elementwise_list(func: Any) -> bool:
+    """`_foreach_x` of an element-wise x, or a fused optimizer's step, on lists of tensors."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith("_fused_"):
+        return True
+    if not name.startswith("_foreach_"):
+        return False
+    return name not in ("_foreach_norm", "_foreach_max")
+
+
+def _first_run(args: Any) -> Run | None:
+    """The run of the first FlatShard among `args`, looking into lists."""
+    for arg in args:
+        if isinstance(arg, FlatShard):
+            return arg._run
+        if isinstance(arg, (list, tuple)) and (run := _first_run(arg)) is not None:
+            return run
+    return None
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the runs; outputs of a run's length are FlatShards of the same run."""
+    if any(isinstance(arg, (list, tuple)) and any(map(_is_flat, arg)) for arg in args):
+        return _elementwise_lists(func, args, kwargs)
+    run = _first_run((*args, *kwargs.values()))
+    assert run is not None
+    outputs = func(*[_local(a, run, func) for a in args], **{k: _local(v, run, func) for k, v in kwargs.items()})
+    if func._schema.name.endswith("_") or "out" in kwargs:  # in place: what came in is what goes out
+        return kwargs.get("out", args[0])
+    return FlatShard(outputs, run) if isinstance(outputs, torch.Tensor) else outputs
+
+
+def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lists = [a for a in args if isinstance(a, (list, tuple)) and any(map(_is_flat, a))]
+    runs = [_first_run(column) for column in zip(*lists, strict=False)]
+
+    def local_list(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [_local(v, runs[i], func) if i < len(runs) and runs[i] else v for i, v in enumerate(value)]
+
+    outputs = func(*[local_list(a) for a in args], **{k: local_list(v) for k, v in kwargs.items()})
+    if outputs is None:
+        return None
+    return [FlatShard(out, run) if run is not None else out for out, run in zip(outputs, runs, strict=True)]
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, FlatShard)
+
+
+def _local(value: Any, run: Run | None, func: Any) -> Any:
+    """The run's part of an operand: a FlatShard of the same run, a whole tensor, or a single number."""
+    if run is None or not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, FlatShard):
+        if not value._run.same_as(run):
+            raise _unsupported(func, (value,), f"operands are split differently: {run.name} and {value._run.name}")
+        return value._local_tensor
+    if value.numel() == 1 and value.dim() <= 1:
+        return value
+    if tuple(value.shape) == run.shape:
+        return run.cut(value)
+    raise _unsupported(func, (), f"an operand of shape {tuple(value.shape)} beside {run.name} of shape {run.shape}")
+
+
+def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
+    run = _first_run(args)
+    return PhaseError(
+        message(
+            f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
+            + (f": {why}." if why else "."),
+            parameter=run.name if run else None,
+            expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
+            remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
+            "register_fsdp_forward_method; else use full_tensor(), or layout=\"rows\" for DTensors",
+        )
+    )
+
+
+def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    if run.axis.size > 1:
+        dist.all_reduce(value, op=op, group=run.axis.group)
+    return value
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    return FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if isinstance(target, FlatShard):
+        target._local_tensor.copy_(_local(source, target._run, func))
+        return target
+    raise _unsupported(func, (source,), "the target holds the whole tensor")
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    run = args[0]._run
+    total = _all_reduce(run, args[0]._local_tensor.sum(**kwargs))
+    return total / run.numel if func is aten.mean.default else total
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if (len(args) > 2 and args[2] is not None) or kwargs.get("dim") is not None:
+        raise _unsupported(func, args, "a norm along some dims only")
+    return norms([args[0]], float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return norms(list(args[0]), float(args[1] if len(args) > 1 else kwargs.get("ord", 2)), kwargs.get("dtype"))
+
+
+def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
+    local = [getattr(s, "_local_tensor", s) for s in shards]
+    zero = [torch.zeros((), dtype=dtype or t.dtype, device=t.device) for t in local]
+    found = [torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)]
+    by_axis: dict[int, list[int]] = {}
+    for i, shard in enumerate(shards):
+        if isinstance(shard, FlatShard):
+            by_axis.setdefault(id(shard._run.axis.group), []).append(i)
+    for members in by_axis.values():
+        run = shards[members[0]]._run
+        stacked = torch.stack([found[i] for i in members])
+        if order == float("inf"):
+            stacked = _all_reduce(run, stacked, dist.ReduceOp.MAX)
+        else:
+            stacked = _all_reduce(run, stacked**order) ** (1.0 / order)
+        for i, value in zip(members, stacked.unbind(), strict=True):
+            found[i] = value
+    return found
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill from the whole tensor's random numbers, so that the values do not depend on the number of ranks.
+
+    Every rank draws for the whole parameter, which needs its memory for a moment, and keeps its run: with the same
+    seed on every rank the result is what an unsharded model would have drawn.
+    """
+    shard, rest = args[0], args[1:]
+    run, local = shard._run, shard._local_tensor
+    whole = torch.empty(run.shape, dtype=local.dtype, device=local.device)
+    func(whole, *rest, **kwargs)
+    local.copy_(run.cut(whole))
+    return shard
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    run = next(a._run for a in args if isinstance(a, FlatShard))
+    local = [_local(a, run, func) for a in args]
+    differs = torch.tensor(float(not torch.equal(*local)), device=local[0].device)
+    return not bool(_all_reduce(run, differs))
+
+
+_LOCAL = {
+    aten.clone.default,
+    aten.alias.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten._to_copy.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.lift_fresh.default,
+}
+_SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.detach.default: _detach,
+    aten.copy_.default: _copy,
+    aten.sum.default: _sum,
+    aten.mean.default: _sum,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.equal.default: _equal,
+    aten.normal_.default: _random,
+    aten.uniform_.default: _random,
+    aten.bernoulli_.float: _random,
+    aten.exponential_.default: _random,
+    aten.random_.default: _random,
+}
+
+
+def flat_tensor(local: torch.Tensor, slot: Slot, slice_numel: int, axis: Axis) -> FlatShard:
+    """This rank's run `local` (a view of the shard) of `slot`."""
+    if local.dim() != 1:
+        raise LayoutError(f"the run of {slot.name} must be one-dimensional, got shape {tuple(local.shape)}")
+    return FlatShard(local, Run.of(slot, slice_numel, axis))

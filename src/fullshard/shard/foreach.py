@@ -1,0 +1,27 @@
+"""Many small copies in one dispatcher call.
+
+Private torch API: `torch._foreach_copy_`, `torch._foreach_add_`, `torch._foreach_zero_`. The public alternative is a
+Python loop over `copy_`, `add_`, `zero_`, about 1.5 us a tensor slower; `tests/test_private_api.py` says when these go.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`targets[i].copy_(sources[i])` for all i, with casts."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`targets[i].add_(sources[i])` for all i, in the targets' dtype."""
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
+def zero_all(targets: list[torch.Tensor]) -> None:
+    """`targets[i].zero_()` for all i."""
+    if targets:
+        torch._foreach_zero_(targets)

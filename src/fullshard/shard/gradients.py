@@ -1,0 +1,408 @@
+"""A bucket's gradients: from autograd's `.grad` into one reduction buffer, through one reduction, into `.grad`.
+
+State of the whole, which moves in a circle:
+
+    none -> pending     gradients of a backward were copied (or, without gradient sync, added) to the buffer
+    pending -> reducing the reduction was issued; the buffer belongs to it
+    reducing -> none    the reduced slice became, or was added to, the sharded parameters' `.grad`
+
+The buffer is rank-major, as the reduction needs it: the world's slices one after the other, segment by segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from ..comm import Comm, Pending
+from ..errors import PhaseError
+from ..layout import Piece
+from .bucket import Bucket, Member
+from .foreach import add_all, copy_all, zero_all
+from .references import holders
+from .scratch import Scratch
+
+
+class GradState(Enum):
+    """See the module's docstring."""
+
+    NONE = "none"
+    PENDING = "pending"
+    REDUCING = "reducing"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes the gradient.
+
+    Attributes:
+        mean: the collective itself averages, on every axis.
+        before: factor applied to the buffer before the reduction.
+        after: factor applied to the reduced slice.
+    """
+
+    mean: bool
+    before: float = 1.0
+    after: float = 1.0
+
+    @classmethod
+    def choose(cls, world: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Scaling:
+        """The average over `world` ranks, or the sum divided by `factor` if one is given.
+
+        In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division
+        is split: by a power of two near the square root before, the rest after (as PyTorch's FSDP documents).
+        """
+        divide = float(world if factor is None else factor)
+        if dtype == torch.float16:
+            before = 1.0
+            while world % (before * 2) == 0 and world / (before * 2) > before:
+                before *= 2
+            return cls(False, 1.0 / before, before / divide)
+        if factor is None and not force_sum:
+            return cls(True)
+        return cls(False, 1.0, 1.0 / divide)
+
+
+@dataclass(eq=False)
+class GradientSet:
+    """One reduced slice and the tensors that show it, kept from step to step.
+
+    Ownership: made by `Gradients`, handed to users as `.grad`. It is written again only when every `.grad` was set to
+    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
+
+    Attributes:
+        flat: [shard_numel], storage dtype.
+        parts: per member, its gradient as users see it.
+        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
+        held: what `holders` said when nobody else held them.
+    """
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    views: list[torch.Tensor]
+    held: tuple[int, int] = (-1, -1)
+
+    def __post_init__(self) -> None:
+        self.storage = self.flat.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.held = self.holders()
+
+    def holders(self) -> tuple[int, int]:
+        return holders(self.storage, [*self.parts, *self.views])
+
+    def reusable(self) -> bool:
+        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
+        return self.held[0] > 0 and self.holders() == self.held
+
+
+@dataclass(eq=False)
+class OptimizerView:
+    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
+
+    Attributes:
+        tensor: [length], a Parameter over `shard[offset : offset + length]`.
+        offset, length: in elements of the shard.
+        members: indices of the parameters that lie in the run.
+    """
+
+    tensor: nn.Parameter
+    offset: int
+    length: int
+    members: list[int] = field(default_factory=list)
+
+
+class Gradients:
+    """See the module's docstring.
+
+    Ownership: `buffer` is storage on demand, allocated at the first gradient of a backward, given back when the
+    reduction is done. The reduced slice belongs to a `GradientSet`.
+    """
+
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
+        self.bucket = bucket
+        self.own_reduce_dtype = reduce_dtype
+        self.state = GradState.NONE
+        self.buffer: Scratch | None = None  # [world * shard_numel], reduce dtype
+        self.set: GradientSet | None = None
+        self.views: list[OptimizerView] = []
+        self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
+        self.fill_unused = False
+        self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
+        self._pending: list[Pending] = []
+        self.scaling = Scaling(True)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.own_reduce_dtype or self.bucket.compute_dtype
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.bucket.layout.gathered_numel * self.reduce_dtype.itemsize
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the buffer if it is allocated now."""
+        return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
+
+    def waiting(self) -> bool:
+        """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
+        return any(m.unsharded is not None and m.unsharded.grad is not None for m in self.bucket.members)
+
+    # Collect.
+
+    def collect(self) -> None:
+        """Move autograd's gradients into the buffer, added to what is there from earlier backwards."""
+        first = self.state is GradState.NONE
+        if self.state is GradState.REDUCING:
+            raise PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
+        if self.buffer is None:
+            self._make_buffer()
+        assert self.buffer is not None
+        if first:
+            self.buffer.allocate()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        missing = False
+        for index, member in enumerate(self.bucket.members):
+            grad = member.unsharded.grad if member.unsharded is not None else None
+            if grad is None:
+                missing = True
+                continue
+            member.unsharded.grad = None  # type: ignore[union-attr]
+            member.got_grad = True
+            whole = self._whole_targets[index]
+            if whole is not None:
+                targets.append(whole)
+                sources.append(grad)
+            else:
+                targets.extend(self._piece_targets[index])
+                sources.extend(_cut(grad, member, self._pieces[index]))
+        with torch.no_grad():
+            if first:
+                zero_all([self.buffer.tensor] if missing else self._padding)
+                copy_all(targets, sources)
+            else:
+                add_all(targets, sources)
+        self.state = GradState.PENDING
+
+    def _make_buffer(self) -> None:
+        """Make the buffer and the places in it where each member's gradient goes. Once."""
+        layout = self.bucket.layout
+        self.buffer = Scratch(layout.gathered_numel, self.reduce_dtype, self.bucket.device)
+        tensor = self.buffer.tensor
+        self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
+        self._whole_targets: list[torch.Tensor | None] = []
+        self._piece_targets: list[list[torch.Tensor]] = []
+        self._pieces: list[tuple[Piece, ...]] = []
+        for member in self.bucket.members:
+            slot = member.slot
+            base = layout.world * layout.segments[slot.segment].shard_offset
+            pieces = layout.pieces(slot)
+            targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
+            contiguous = layout.kind == "flat" or layout.segments[slot.segment].full_offset is not None
+            whole = tensor.as_strided(slot.shape, slot.stride, base + slot.offset) if contiguous else None
+            self._whole_targets.append(whole)
+            self._piece_targets.append(targets)
+            self._pieces.append(pieces)
+
+    # Reduce.
+
+    def issue_reduce(self, comm: Comm, scaling: Scaling) -> int:
+        """Start the reduction of the buffer over the shard axis.
+
+        Returns:
+            Bytes that are allocated until it is finished, besides the buffer and `.grad`.
+        """
+        assert self.buffer is not None and self.state is GradState.PENDING
+        bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
+        self.state, self.scaling = GradState.REDUCING, scaling
+        self._fresh = self._all_none() and self.partial is None
+        direct = self._fresh and self.reduce_dtype == bucket.storage_dtype
+        scratch = 0
+        with torch.no_grad():
+            if direct:
+                self._slice = self._writable_set().flat
+            else:
+                self._slice = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
+                scratch = self._slice.numel() * self._slice.element_size()
+            if scaling.before != 1.0:
+                self.buffer.tensor.mul_(scaling.before)
+            for segment in layout.segments:
+                start, numel = layout.world * segment.shard_offset, layout.world * segment.slice_numel
+                buffer = self.buffer.tensor.narrow(0, start, numel)
+                out = self._slice.narrow(0, segment.shard_offset, segment.slice_numel)
+                self._pending.append(comm.reduce(axis, out, buffer, scaling.mean))
+                scratch += comm.scratch_bytes(axis, buffer)
+        return scratch
+
+    def finish_shard_axis(self) -> torch.Tensor:
+        """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        assert self.buffer is not None and self._slice is not None
+        self.buffer.free()
+        return self._slice
+
+    def keep_partial(self) -> None:
+        """Set the slice aside, not yet reduced over the replicate axis, to be added to the next one."""
+        assert self._slice is not None
+        reduced = self._slice.clone() if self.set is not None and self._slice is self.set.flat else self._slice
+        self.partial = reduced if self.partial is None else self.partial.add_(reduced)
+        self._reset()
+
+    def add_partial(self) -> None:
+        """Add what `keep_partial` set aside to the slice."""
+        if self.partial is not None:
+            assert self._slice is not None
+            self._slice.add_(self.partial)
+            self.partial = None
+
+    def deliver(self) -> list[Member]:
+        """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
+
+        Returns:
+            The members whose `.grad` was set or added to.
+        """
+        assert self._slice is not None
+        with torch.no_grad():
+            if self.scaling.after != 1.0:
+                self._slice.mul_(self.scaling.after)
+            given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
+        self._reset(keep_got=False)
+        return given
+
+    def _reset(self, keep_got: bool = True) -> None:
+        self._slice = None
+        self.state = GradState.NONE
+        if not keep_got:
+            for member in self.bucket.members:
+                member.got_grad = False
+
+    def discard(self) -> None:
+        """Drop whatever is in the buffer or in flight (after an exception)."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        if self.buffer is not None:
+            self.buffer.free()
+        for member in self.bucket.members:
+            if member.unsharded is not None:
+                member.unsharded.grad = None
+        self.partial = None
+        self._reset(keep_got=False)
+
+    # Deliver.
+
+    def _deliver_fresh(self) -> list[Member]:
+        """No `.grad` is there: the set's parts become it."""
+        assert self._slice is not None
+        target = self.set
+        if target is None or target.flat is not self._slice:
+            target = self._writable_set()
+            target.flat.copy_(self._slice)
+        given = []
+        for member, part in zip(self.bucket.members, target.parts, strict=True):
+            if member.got_grad or (member.sharded.requires_grad and self._used_elsewhere(member, target.flat)):
+                member.sharded.grad = part
+                given.append(member)
+        for view, grad in zip(self.views, target.views, strict=True):
+            if any(self.bucket.members[i].sharded.grad is not None for i in view.members):
+                view.tensor.grad = grad
+        return given
+
+    def _deliver_added(self) -> list[Member]:
+        """Some `.grad` is there: add to it. One addition if all are this set's, else a new set."""
+        assert self._slice is not None
+        members, current = self.bucket.members, self.set
+        ours = current is not None and all(
+            m.sharded.grad is part or (m.sharded.grad is None and not m.got_grad)
+            for m, part in zip(members, current.parts, strict=True)
+        )
+        if ours and current is not None:
+            current.flat.add_(self._slice)
+            return [m for m in members if m.sharded.grad is not None]
+        old = [m.sharded.grad for m in members]
+        fresh = self.set = self._make_set(self._slice.to(self.bucket.storage_dtype, copy=True))
+        given = []
+        for member, part, grad in zip(members, fresh.parts, old, strict=True):
+            if grad is not None:
+                part.add_(grad)
+            if grad is not None or member.got_grad or self._used_elsewhere(member, fresh.flat):
+                member.sharded.grad = part
+                given.append(member)
+        for view, plain in zip(self.views, fresh.views, strict=True):
+            view.tensor.grad = plain
+        return given
+
+    def _used_elsewhere(self, member: Member, flat: torch.Tensor) -> bool:
+        """Whether other ranks had a gradient for a parameter that this rank did not use."""
+        if self.fill_unused:
+            return True
+        view = self.bucket.view_of(flat, member.slot)
+        return bool(view.any()) if view.numel() else False
+
+    def _all_none(self) -> bool:
+        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
+        for view in self.views:
+            self._agree(view)
+        return all(member.sharded.grad is None for member in self.bucket.members)
+
+    def _agree(self, view: OptimizerView) -> None:
+        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+        members = [self.bucket.members[i] for i in view.members]
+        if view.tensor.grad is None:
+            for member in members:
+                member.sharded.grad = None
+        elif all(member.sharded.grad is None for member in members):
+            view.tensor.grad = None
+
+    def _writable_set(self) -> GradientSet:
+        """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
+        current = self.set
+        shape_fits = current is not None and len(current.views) == len(self.views)
+        if current is None or not shape_fits or not current.reusable():
+            shard = self.bucket.shard
+            self.set = self._make_set(torch.empty_like(shard))
+        elif not current.storage.nbytes():
+            current.storage.resize_(current.nbytes)
+        assert self.set is not None
+        return self.set
+
+    def _make_set(self, flat: torch.Tensor) -> GradientSet:
+        bucket = self.bucket
+        parts = [bucket.tensor_of(bucket.view_of(flat, m.slot), m.slot) for m in bucket.members]
+        views = [flat.narrow(0, view.offset, view.length) for view in self.views]
+        return GradientSet(flat, parts, views)
+
+    def release(self) -> None:
+        """Give back the memory of gradients that the user set to None, if nobody else holds them."""
+        current = self.set
+        if current is not None and self.state is not GradState.REDUCING and current.storage.nbytes() and self._all_none():
+            if current.reusable():
+                current.storage.resize_(0)
+            else:
+                self.set = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of reduced gradients that are alive."""
+        return self.set.storage.nbytes() if self.set is not None else 0
+
+    def forget(self) -> None:
+        """After the shard moved: buffers and sets of the old device or dtype are made anew when needed."""
+        self.buffer = self.set = None
+        self.state = GradState.NONE
+
+
+def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
+    slot = member.slot
+    if grad.stride() != slot.stride:
+        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+    at = grad.storage_offset()
+    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]

@@ -1,0 +1,132 @@
+"""The tensors that users see in place of their parameters: rows as DTensors, and what is left of the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..comm import MeshAxes
+from ..errors import ConfigError, PhaseError, message
+from ..layout import Part, Slot
+
+
+class RowShard(DTensor):
+    """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.
+
+    It behaves as any DTensor. The only addition: where an operation mixes it with plain tensors, which happens when
+    code runs a module's weights while their unit is freed, the error says so and what to do.
+    """
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise freed_error(args, func) from error
+
+
+def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
+    """The error for computing with a sharded parameter as if it were the whole one."""
+    names = [name for a in args if (name := getattr(a, "__dict__", {}).get("_fullshard_name"))]
+    return PhaseError(
+        message(
+            f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
+            "whose unit is not gathered now.",
+            parameter=", ".join(names) or "?",
+            expected="a call through the unit's forward, which gathers the parameter first",
+            got="a call from outside it",
+            remedy="if a method other than forward uses this weight, name it with "
+            "register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() ... "
+            "module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+        )
+    )
+
+
+class OriginalParameter(nn.Parameter):
+    """What a parameter object becomes once its values have moved into a shard: any use raises.
+
+    Ties to it are followed by later `fully_shard` calls; an optimizer that still holds it would train nothing.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = next((a.__dict__.get("_fullshard_name") for a in args if type(a) is OriginalParameter), None)
+        raise ConfigError(
+            message(
+                "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
+                parameter=name or "?",
+                got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
+                remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
+                "modules inside one module that fully_shard is applied to",
+            )
+        )
+
+
+def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
+    """Free `original`'s values and make every further use of the object raise.
+
+    `successor_of` still tells what took its place.
+    """
+    original.grad = None
+    original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+    original.__class__ = OriginalParameter
+    original.__dict__["_fullshard_name"] = name
+    original.__dict__["_fullshard_successor"] = successor
+
+
+def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter that took `parameter`'s place, or `parameter` itself."""
+    found: torch.Tensor = parameter.__dict__.get("_fullshard_successor", parameter)
+    return found
+
+
+def rows_tensor(local: torch.Tensor, slot: Slot, axes: MeshAxes) -> DTensor:
+    """This rank's chunk `local` (a view of the shard) as a DTensor of the whole parameter."""
+    placement = Shard(slot.spec.dim)
+    placements = (placement,) if axes.replicate is None else (Replicate(), placement)
+    # Shape and stride are given because chunks may be uneven; no check, hence no communication.
+    return DTensor.from_local(
+        local, axes.mesh, placements, run_check=False, shape=torch.Size(slot.shape), stride=slot.stride
+    )
+
+
+def rows_parameter(
+    local: torch.Tensor, slot: Slot, axes: MeshAxes, requires_grad: bool, attributes: dict[str, Any]
+) -> nn.Parameter:
+    """A trainable (or frozen) `RowShard` over `local`, with the original parameter's own attributes."""
+    parameter = nn.Parameter(rows_tensor(local, slot, axes), requires_grad=requires_grad)
+    parameter.__class__ = RowShard
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def part_view(shard: torch.Tensor, part: Part) -> torch.Tensor:
+    """`part` of a parameter as a view of this rank's shard [shard_numel]."""
+    return shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor inside a sharded parameter: the very object, to tell whether it was replaced.
+
+    Private torch API: `DTensor._local_tensor`. The public `to_local()` makes a new tensor object at each call and
+    takes 5 us, so identity could not be checked every step.
+    """
+    return parameter._local_tensor  # type: ignore[attr-defined]
+
+
+def set_local(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Make `parameter` a view of `local`; see `local_of`. Both hold the same shape and dtype."""
+    parameter._local_tensor = local  # type: ignore[attr-defined]

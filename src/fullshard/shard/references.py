@@ -1,0 +1,25 @@
+"""Whether anybody but the engine holds on to a gradient, so that its memory may be used again.
+
+Private torch API: `torch._C._storage_Use_Count`. The public alternative is to allocate gradients anew every step,
+which costs a `DTensor` per parameter and step; where the call is missing this module answers "held", and the engine
+does just that. `tests/test_private_api.py` says when it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def holders(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """How many tensors share `storage`, and how many Python references `tensors` have in all.
+
+    Compare with what the same call said when only the engine held them; -1 where it cannot be known.
+    """
+    if _use_count is None:
+        return (-1, -1)
+    return int(_use_count(storage._cdata)), sum([sys.getrefcount(tensor) for tensor in tensors])

@@ -1,0 +1,41 @@
+"""Buffers whose memory comes and goes while their views stay.
+
+A gathered bucket exists for a fraction of a step, but making its hundreds of views anew each time would cost more
+than the gather. So the tensor and its views live as long as the bucket, and only their common storage is given
+back and taken again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Scratch:
+    """A one-dimensional buffer with storage on demand.
+
+    Ownership: allocated and freed by its bucket, on the compute stream, never recorded on another one. Contents are
+    undefined after `allocate`. While freed, no kernel may touch `tensor` or a view of it.
+
+    Args:
+        numel: length in elements.
+        dtype, device: of the buffer.
+    """
+
+    __slots__ = ("nbytes", "storage", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)  # [numel], storage only while allocated
+        self.storage = self.tensor.untyped_storage()
+        self.nbytes = numel * dtype.itemsize
+
+    @property
+    def allocated(self) -> bool:
+        return self.nbytes == 0 or self.storage.nbytes() != 0
+
+    def allocate(self) -> None:
+        if self.nbytes and not self.storage.nbytes():
+            self.storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        if self.nbytes:
+            self.storage.resize_(0)

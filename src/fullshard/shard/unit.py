@@ -1,0 +1,313 @@
+"""One unit: the buckets that are gathered together, and the one state machine that says when.
+
+    sharded --issue_gather--> gathering --finish_gather--> gathered --free--> sharded
+
+An illegal transition raises `PhaseError`. Gradients have their own cycle, in `gradients.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..comm import Axis, Comm
+from ..errors import PhaseError, message
+from ..events import Ledger, stream
+from .bucket import Bucket, Member, full_or_meta
+from .gradients import Gradients, GradState, Scaling
+
+
+class State(Enum):
+    """See the module's docstring."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Unit:
+    """Parameters that are gathered, freed and reduced together.
+
+    Ownership: owns its buckets, and through them every shard, gathered buffer and reduction buffer. Frees are in
+    program order on the compute stream.
+
+    Args:
+        buckets: one per class of parameters.
+        reduce_dtype: dtype of reductions; None for the compute dtype.
+        name: from the root, for events and errors; set when the root is known.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype | None, name: str = "?") -> None:
+        self.name = name
+        self.buckets = list(buckets)
+        self.gradients = [Gradients(bucket, reduce_dtype) for bucket in self.buckets]
+        self.reduce_dtype = reduce_dtype
+        self.state = State.SHARDED
+        self.ledger = Ledger()
+        self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
+        self.small_axis: Axis | None = None
+        self._staging_bytes = 0
+        self._scratch_bytes = 0
+        self._shown = False  # whether modules show the unsharded parameters
+        self._unsharded_places: list[tuple[dict[str, Any], str, Any]] | None = None
+        self._sharded_places: list[tuple[dict[str, Any], str, Any]] = []
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for bucket in self.buckets for member in bucket.members]
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(bucket.gathered_bytes for bucket in self.buckets)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit while it is gathered."""
+        return sum(bucket.full_bytes for bucket in self.buckets)
+
+    def _emit(self, verb: str, nbytes: int) -> None:
+        stream.emit(verb, self.name, nbytes, self.rank, self.ledger.live)
+
+    # Gather and free.
+
+    def issue_gather(self, comm: Comm) -> None:
+        """Start gathering; the unit must be sharded."""
+        if self.state is not State.SHARDED:
+            raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
+        self.state = State.GATHERING
+        small_axis = self.small_axis
+        for bucket in self.buckets:
+            self._staging_bytes += bucket.issue_gather(comm, small_axis)
+        self.ledger.add("gathered", self.full_bytes)
+        self.ledger.add("staging", self._staging_bytes)
+        if stream.listeners:
+            self._emit("gather", self.gathered_bytes)
+
+    def finish_gather(self, keep_small: bool = False) -> None:
+        """Wait for the gather; the unit must be gathering. `keep_small`: keep the slice of `small_axis`' group."""
+        if self.state is not State.GATHERING:
+            raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for")
+        keep = self.small_axis if keep_small else None
+        for bucket in self.buckets:
+            kept = bucket.small is None and keep is not None
+            bucket.finish_gather(keep if kept else None)
+            if kept and bucket.small is not None:
+                self.ledger.add("gathered", bucket.small.numel() * bucket.small.element_size())
+        self.ledger.add("staging", -self._staging_bytes)
+        self._staging_bytes = 0
+        self.state = State.GATHERED
+        if stream.listeners:
+            self._emit("gathered", self.gathered_bytes)
+
+    def free(self) -> None:
+        """Release the gathered parameters; waits first if the gather is still in flight."""
+        if self.state is State.SHARDED:
+            raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free")
+        if self.state is State.GATHERING:
+            self.finish_gather()
+        for bucket in self.buckets:
+            bucket.free()
+        self.ledger.add("gathered", -self.full_bytes)
+        self.state = State.SHARDED
+        if stream.listeners:
+            self._emit("free", self.gathered_bytes)
+
+    def stale(self) -> bool:
+        """Whether the shards changed (an optimizer step, a load) since they were gathered."""
+        return any(bucket.gathered_version != bucket.shard._version for bucket in self.buckets)
+
+    def drop_small(self) -> None:
+        """Release what a reshard to a smaller group kept."""
+        for bucket in self.buckets:
+            if bucket.small is not None:
+                self.ledger.add("gathered", -bucket.small.numel() * bucket.small.element_size())
+                bucket.small = None
+
+    # Which parameters modules show.
+
+    def show_unsharded(self) -> None:
+        """Register the unsharded parameters on the modules; the unit must be gathered."""
+        if self._shown:
+            return
+        places = self._unsharded_places
+        if places is None:
+            places = self._list_places()
+        for parameters, key, parameter in places:
+            parameters[key] = parameter
+        self._shown = True
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters on the modules."""
+        if not self._shown:
+            return
+        for parameters, key, parameter in self._sharded_places:
+            parameters[key] = parameter
+        self._shown = False
+
+    def _list_places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        self._sharded_places = [(d, k, m.sharded) for m in self.members for d, k in m.places]
+        self._unsharded_places = [(d, k, m.unsharded) for m in self.members for d, k in m.places]
+        return self._unsharded_places
+
+    def refresh(self) -> None:
+        """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
+
+        Raises:
+            PhaseError: parameters are on the meta device.
+            ConfigError: a parameter was replaced by something that is not its shard.
+        """
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            if not self._shown and bucket.replaced():
+                if self.state is not State.SHARDED:
+                    self.free()
+                bucket.take_over()
+                gradients.forget()
+                self._unsharded_places = None
+            if bucket.shard.is_meta:
+                raise PhaseError(
+                    message(
+                        "A forward was called while parameters are on the meta device and hold no values.",
+                        parameter=", ".join(m.name for m in bucket.members),
+                        remedy="call model.to_empty(device=...) and then initialise every module "
+                        "(reset_parameters() or a state dict load)",
+                    )
+                )
+            bucket.sync_requires_grad()
+            gradients.release()
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """For `nn.Module._apply`: `fn` as it acts on this unit's sharded parameters, a whole shard at once.
+
+        Moving or materialising a bucket then costs one new shard, not one tensor per parameter and a copy.
+        """
+        self.show_sharded()
+        if self.state is not State.SHARDED:
+            self.free()
+        owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
+        moved: dict[int, torch.Tensor] = {}
+
+        def applied(tensor: torch.Tensor) -> torch.Tensor:
+            found = owner.get(id(tensor))
+            if found is None:
+                return fn(tensor)
+            bucket, member = found
+            if id(bucket) not in moved:
+                moved[id(bucket)] = fn(bucket.shard)
+            return bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
+
+        self._applied = moved
+        return applied
+
+    def finish_apply(self) -> None:
+        """Take the shards that `apply` made."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            moved = self._applied.get(id(bucket))
+            if moved is not None:
+                bucket.rehome(moved)
+                gradients.forget()
+        self._applied = {}
+        self._unsharded_places = None
+
+    def give_up(self, parameter: torch.Tensor) -> tuple[list[tuple[dict[str, Any], str]], torch.Tensor]:
+        """Take a parameter out of this unit, for a unit above it that shares it. Collective over the mesh.
+
+        Returns:
+            Where it was registered, and its whole value.
+        """
+        for index, bucket in enumerate(self.buckets):
+            for member in bucket.members:
+                if member.sharded is parameter:
+                    full = full_or_meta(member.sharded)
+                    rest = bucket.without(member)
+                    reduce_dtype = self.gradients[index].own_reduce_dtype
+                    if rest is None:
+                        del self.buckets[index], self.gradients[index]
+                    else:
+                        self.buckets[index] = rest
+                        self.gradients[index] = Gradients(rest, reduce_dtype)
+                    self._unsharded_places = None
+                    return list(member.places), full
+        raise PhaseError(f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard")
+
+    # Gradients.
+
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced: autograd's, or collected ones."""
+        return any(g.state is GradState.PENDING or g.waiting() for g in self.gradients)
+
+    def collect_gradients(self) -> None:
+        """Move autograd's gradients into the reduction buffers (no communication)."""
+        for gradients in self.gradients:
+            if gradients.waiting():
+                before = gradients.live_bytes
+                gradients.collect()
+                self.ledger.add("reducing", gradients.live_bytes - before)
+        if stream.listeners:
+            self._emit("collect", sum(g.live_bytes for g in self.gradients))
+
+    def issue_reduce(self, comm: Comm, factor: float | None, force_sum: bool) -> None:
+        """Start reducing every bucket that has gradients."""
+        nbytes = 0
+        for gradients in self.gradients:
+            if gradients.state is GradState.PENDING:
+                world = gradients.bucket.axes.world
+                scaling = Scaling.choose(world, gradients.reduce_dtype, factor, force_sum)
+                self._scratch_bytes += gradients.issue_reduce(comm, scaling)
+                nbytes += gradients.buffer_bytes
+        self.ledger.add("reducing", self._scratch_bytes)
+        if stream.listeners:
+            self._emit("reduce", nbytes)
+
+    def finish_reduce(self, comm: Comm, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None) -> list[Member]:
+        """Wait, reduce over the replicate axis if there is one, and deliver into `.grad`.
+
+        Args:
+            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
+            hook: called with each reduced slice [shard_numel] before it is delivered.
+
+        Returns:
+            The members whose `.grad` changed.
+        """
+        given: list[Member] = []
+        for gradients in self.gradients:
+            if gradients.state is not GradState.REDUCING:
+                continue
+            live = gradients.live_bytes
+            reduced = gradients.finish_shard_axis()
+            self.ledger.add("reducing", -live)
+            axis = gradients.bucket.axes.replicate
+            if axis is not None and not all_reduce:
+                gradients.keep_partial()
+                continue
+            gradients.add_partial()
+            if axis is not None:
+                comm.all_reduce(axis, reduced, gradients.scaling.mean).wait()
+                if stream.listeners:
+                    self._emit("all_reduce", reduced.numel() * reduced.element_size())
+            if hook is not None:
+                hook(reduced)
+            given.extend(gradients.deliver())
+        self.ledger.add("reducing", -self._scratch_bytes)
+        self._scratch_bytes = 0
+        if stream.listeners:
+            self._emit("reduced", sum(g.buffer_bytes for g in self.gradients))
+        return given
+
+    # Recovery.
+
+    def reset(self) -> None:
+        """After an exception: back to sharded, with every gradient in flight dropped."""
+        for gradients in self.gradients:
+            live = gradients.live_bytes
+            gradients.discard()
+            self.ledger.add("reducing", -live)
+        self.ledger.add("reducing", -self._scratch_bytes)
+        self._scratch_bytes = 0
+        self.show_sharded()
+        self.drop_small()
+        if self.state is not State.SHARDED:
+            self.free()
+
