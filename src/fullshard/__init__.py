@@ -11,6 +11,7 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 from .api.describe import describe
 from .api.fully_shard import fully_shard
 from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from .comm import Comm, NullComm, RecordingComm, TorchComm
 from .errors import (
     CheckpointError,
@@ -21,7 +22,9 @@ from .errors import (
     PhaseError,
 )
 from .events import Event, record_events
+from .insight import MemoryUse, memory_use
 from .offload import CPUOffloadPolicy, OffloadPolicy
+from .optim import clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
 from .shard import FlatShard, RowShard
 
@@ -38,6 +41,7 @@ __all__ = [
     "FlatShard",
     "FullshardError",
     "LayoutError",
+    "MemoryUse",
     "MixedPrecisionPolicy",
     "NullComm",
     "OffloadPolicy",
@@ -46,8 +50,13 @@ __all__ = [
     "RowShard",
     "TorchComm",
     "UnshardHandle",
+    "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "load_optimizer_state_dict",
+    "memory_use",
+    "optimizer_state_dict",
+    "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
 ]

@@ -38,4 +38,7 @@ def describe(model: nn.Module) -> str:
         return "no units: fully_shard was not applied to this model"
     header = ("unit", "layout", "tensors", "elements", "MiB gathered", "MiB per rank", "padding")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in [header, *rows])
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in [header, *rows]
+    )

@@ -144,9 +144,7 @@ class FSDPModule:
         """Prefetch exactly these units' parameters in this unit's backward, in place of the recorded order."""
         self._hooks().backward_prefetch = _units_of(modules)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(reduced)` with each reduced slice [shard_numel], after any all-reduce, before it becomes `.grad`.
 
         Args:
@@ -171,9 +169,7 @@ class FSDPModule:
         for hooks in self._units():
             hooks.force_sum = enable
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that this rank did not use a gradient (of the other ranks', or zeros) in place of None.
 
         Fullshard always includes them in the reduction, so ranks may use different parameters either way; without

@@ -84,7 +84,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
-            message("This process is not part of the mesh given to fully_shard.", rank=dist.get_rank(), got=str(mesh))
+            message(
+                "This process is not part of the mesh given to fully_shard.",
+                rank=dist.get_rank(),
+                got=str(mesh),
+            )
         )
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
     return MeshAxes(mesh, _device(mesh.device_type), _axis(mesh, mesh.ndim - 1), replicate, dist.get_rank())

@@ -54,7 +54,10 @@ def _exchange(lines: Sequence[str], axis: Axis, comm: Comm, device: torch.device
 
 
 def _difference(first: list[str], second: list[str], rank_a: int, rank_b: int) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
     line_a = first[at] if at < len(first) else "(nothing: it has no more parameters)"
     line_b = second[at] if at < len(second) else "(nothing: it has no more parameters)"
     return (

@@ -3,6 +3,7 @@
 from .bucket import Bucket, Draft, Member
 from .flat_shard import FlatShard, norms
 from .gradients import Gradients, GradState, OptimizerView
+from .lookup import members_of, names_of, units_of
 from .parameter import OriginalParameter, RowShard, local_of, retire, successor_of
 from .unit import State, Unit
 
@@ -19,7 +20,10 @@ __all__ = [
     "State",
     "Unit",
     "local_of",
+    "members_of",
+    "names_of",
     "norms",
     "retire",
     "successor_of",
+    "units_of",
 ]

@@ -54,7 +54,9 @@ class Found:
     owner: Unit | None = None
 
 
-def own_modules(module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(
+    module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """`module` and its submodules with their names, without those of other units below it."""
     yield prefix, module
     for name, child in module.named_children():

@@ -67,8 +67,11 @@ class Run:
 
     def same_as(self, other: Run) -> bool:
         return self is other or (
-            self.shape == other.shape and self.order == other.order and self.offset == other.offset
-            and self.slice_numel == other.slice_numel and self.axis.group is other.axis.group
+            self.shape == other.shape
+            and self.order == other.order
+            and self.offset == other.offset
+            and self.slice_numel == other.slice_numel
+            and self.axis.group is other.axis.group
         )
 
 
@@ -86,8 +89,12 @@ class FlatShard(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, run: Run, requires_grad: bool = False) -> FlatShard:
         self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(run.shape), strides=dense_strides(run.shape, run.order),
-            dtype=local.dtype, device=local.device, requires_grad=requires_grad,
+            cls,
+            torch.Size(run.shape),
+            strides=dense_strides(run.shape, run.order),
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
         )
         self._local_tensor, self._run = local, run
         return self
@@ -142,7 +149,12 @@ class FlatShard(torch.Tensor):
         for block in rectangles(permuted, *run.bounds(run.axis.rank)):
             view = self._local_tensor.detach()[block.start :][: torch.Size(block.sizes).numel()].view(block.sizes)
             offsets = torch.Size([block.offsets[i] for i in inverse])
-            chunks.append((ChunkStorageMetadata(offsets, torch.Size([block.sizes[i] for i in inverse])), view.permute(inverse)))
+            chunks.append(
+                (
+                    ChunkStorageMetadata(offsets, torch.Size([block.sizes[i] for i in inverse])),
+                    view.permute(inverse),
+                )
+            )
         return chunks
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
@@ -249,7 +261,7 @@ def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
             parameter=run.name if run else None,
             expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
             remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
-            "register_fsdp_forward_method; else use full_tensor(), or layout=\"rows\" for DTensors",
+            'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
         )
     )
 
@@ -293,7 +305,9 @@ def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> 
     """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
     local = [getattr(s, "_local_tensor", s) for s in shards]
     zero = [torch.zeros((), dtype=dtype or t.dtype, device=t.device) for t in local]
-    found = [torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)]
+    found = [
+        torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)
+    ]
     by_axis: dict[int, list[int]] = {}
     for i, shard in enumerate(shards):
         if isinstance(shard, FlatShard):

@@ -11,18 +11,20 @@ The buffer is rank-major, as the reduction needs it: the world's slices one afte
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import nn
 
 from ..comm import Comm, Pending
-from ..errors import PhaseError
+from ..errors import ConfigError, PhaseError, message
 from ..layout import Piece
 from .bucket import Bucket, Member
 from .foreach import add_all, copy_all, zero_all
+from .parameter import local_of
 from .references import holders
 from .scratch import Scratch
 
@@ -99,20 +101,24 @@ class GradientSet:
         return self.held[0] > 0 and self.holders() == self.held
 
 
-@dataclass(eq=False)
 class OptimizerView:
     """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
 
-    Attributes:
+    The optimizer owns the tensor; when it is gone, so is the view.
+
+    Args:
         tensor: [length], a Parameter over `shard[offset : offset + length]`.
         offset, length: in elements of the shard.
         members: indices of the parameters that lie in the run.
     """
 
-    tensor: nn.Parameter
-    offset: int
-    length: int
-    members: list[int] = field(default_factory=list)
+    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.offset, self.length, self.members = offset, length, list(members)
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        return self._tensor()
 
 
 class Gradients:
@@ -310,9 +316,7 @@ class Gradients:
             if member.got_grad or (member.sharded.requires_grad and self._used_elsewhere(member, target.flat)):
                 member.sharded.grad = part
                 given.append(member)
-        for view, grad in zip(self.views, target.views, strict=True):
-            if any(self.bucket.members[i].sharded.grad is not None for i in view.members):
-                view.tensor.grad = grad
+        self._show_views(target)
         return given
 
     def _deliver_added(self) -> list[Member]:
@@ -335,9 +339,15 @@ class Gradients:
             if grad is not None or member.got_grad or self._used_elsewhere(member, fresh.flat):
                 member.sharded.grad = part
                 given.append(member)
-        for view, plain in zip(self.views, fresh.views, strict=True):
-            view.tensor.grad = plain
+        self._show_views(fresh)
         return given
+
+    def _show_views(self, current: GradientSet) -> None:
+        """Give the optimizer views the gradients that their parameters have."""
+        for view, grad in zip(self.views, current.views, strict=True):
+            tensor = view.tensor
+            if tensor is not None and any(self.bucket.members[i].sharded.grad is not None for i in view.members):
+                tensor.grad = grad
 
     def _used_elsewhere(self, member: Member, flat: torch.Tensor) -> bool:
         """Whether other ranks had a gradient for a parameter that this rank did not use."""
@@ -354,12 +364,15 @@ class Gradients:
 
     def _agree(self, view: OptimizerView) -> None:
         """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+        tensor = view.tensor
+        if tensor is None:
+            return
         members = [self.bucket.members[i] for i in view.members]
-        if view.tensor.grad is None:
+        if tensor.grad is None:
             for member in members:
                 member.sharded.grad = None
         elif all(member.sharded.grad is None for member in members):
-            view.tensor.grad = None
+            tensor.grad = None
 
     def _writable_set(self) -> GradientSet:
         """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
@@ -382,7 +395,12 @@ class Gradients:
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
         current = self.set
-        if current is not None and self.state is not GradState.REDUCING and current.storage.nbytes() and self._all_none():
+        if (
+            current is not None
+            and self.state is not GradState.REDUCING
+            and current.storage.nbytes()
+            and self._all_none()
+        ):
             if current.reusable():
                 current.storage.resize_(0)
             else:
@@ -397,6 +415,46 @@ class Gradients:
         """After the shard moved: buffers and sets of the old device or dtype are made anew when needed."""
         self.buffer = self.set = None
         self.state = GradState.NONE
+        for view in self.views:
+            if (tensor := view.tensor) is not None:
+                tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
+
+    def add_views(self, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
+        """Make optimizer views of runs (offset, length, member indices) of the shard.
+
+        Raises:
+            ConfigError: one of the parameters has a view already, whose optimizer is alive.
+        """
+        self.views = [view for view in self.views if view.tensor is not None]
+        taken = {i for view in self.views for i in view.members}
+        for _, _, indices in runs:
+            for i in taken.intersection(indices):
+                raise ConfigError(
+                    message(
+                        "A parameter already has an optimizer view: two optimizers would update it.",
+                        parameter=self.bucket.members[i].name,
+                        remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
+                    )
+                )
+        tensors = []
+        for offset, length, indices in runs:
+            tensor = nn.Parameter(self.bucket.shard.narrow(0, offset, length))
+            self.views.append(OptimizerView(tensor, offset, length, indices))
+            tensors.append(tensor)
+            shown = [self.bucket.members[i].sharded.grad for i in indices]
+            if any(grad is not None for grad in shown):
+                tensor.grad = self._plain_gradient(offset, length, indices)
+        self.set = None  # its views are the old ones; the gradients it gave out live on
+        return tensors
+
+    def _plain_gradient(self, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
+        """The present gradients of a run's parameters, copied into one plain tensor."""
+        flat = torch.zeros_like(self.bucket.shard)
+        for i in indices:
+            member = self.bucket.members[i]
+            if member.sharded.grad is not None:
+                self.bucket.view_of(flat, member.slot).copy_(local_of(member.sharded.grad))
+        return flat.narrow(0, offset, length)
 
 
 def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:

@@ -230,7 +230,9 @@ class Unit:
                         self.gradients[index] = Gradients(rest, reduce_dtype)
                     self._unsharded_places = None
                     return list(member.places), full
-        raise PhaseError(f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard")
+        raise PhaseError(
+            f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard"
+        )
 
     # Gradients.
 
@@ -310,4 +312,3 @@ class Unit:
         self.drop_small()
         if self.state is not State.SHARDED:
             self.free()
-

@@ -1,0 +1,102 @@
+"""What this rank holds now, and what one process would hold without sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..shard import FlatShard, Unit, members_of, units_of
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on this rank. Activations are not among them: they are the model's own.
+
+    Attributes:
+        parameters: shards, and parameters that no unit shards.
+        gradients: reduced gradients.
+        optimizer: optimizer state.
+        gathered: gathered units, and their staging.
+        reducing: reduction buffers.
+        peak_transient: the most that `gathered` and `reducing` came to together since the root was made.
+        single_process: parameters, gradients and optimizer state of one process without sharding.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reducing: int
+    peak_transient: int
+    single_process: int
+
+    @property
+    def total(self) -> int:
+        """All that is held now."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing
+
+
+def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+    """What this rank holds of `model` and its optimizer now; from sizes of storages, no allocator asked.
+
+    Args:
+        model: a model, with units or without.
+        optimizer: counted if given.
+    """
+    units = units_of(model)
+    sharded = {id(member.sharded) for _, _, member in members_of(model)}
+    plain = [p for p in model.parameters() if id(p) not in sharded]
+    plain_bytes = sum(_nbytes(p) for p in plain)
+    shard_bytes = sum(_nbytes(bucket.shard) for unit in units for bucket in unit.buckets)
+    gradients = sum(g.held_bytes for unit in units for g in unit.gradients)
+    gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
+    whole = sum(m.slot.numel * b.storage_dtype.itemsize for b, _, m in members_of(model)) + plain_bytes
+    trainable = sum(m.slot.numel * b.storage_dtype.itemsize for b, _, m in members_of(model) if m.sharded.requires_grad)
+    trainable += sum(_nbytes(p) for p in plain if p.requires_grad)
+    held, unsharded = _optimizer_bytes(optimizer, (whole - plain_bytes) / max(shard_bytes, 1), {id(p) for p in plain})
+    ledgers = {id(unit.ledger): unit.ledger for unit in units}.values()
+    return MemoryUse(
+        parameters=shard_bytes + plain_bytes,
+        gradients=gradients,
+        optimizer=held,
+        gathered=sum(ledger.gathered + ledger.staging for ledger in ledgers),
+        reducing=sum(ledger.reducing for ledger in ledgers),
+        peak_transient=sum(ledger.peak for ledger in ledgers),
+        single_process=whole + trainable + unsharded,
+    )
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, ratio: float, plain: set[int]) -> tuple[int, int]:
+    """Bytes of optimizer state here, and what it would be unsharded (`ratio` times, for state of sharded tensors)."""
+    held, whole = 0, 0.0
+    if optimizer is None:
+        return 0, 0
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                nbytes = _nbytes(value)
+                held += nbytes
+                whole += nbytes if value.dim() == 0 or id(parameter) in plain else nbytes * ratio
+    return held, round(whole)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, (DTensor, FlatShard)) else tensor
+    return local.numel() * local.element_size()
+
+
+def live_bytes(units: list[Unit]) -> int:
+    """Bytes of gathered units, staging and reduction buffers, counted from the storages themselves.
+
+    The ledger's counters must agree with this at every event; tests hold them to it.
+    """
+    total = 0
+    for unit in units:
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            for scratch in (bucket.full, bucket.staging, gradients.buffer):
+                total += scratch.storage.nbytes() if scratch is not None else 0
+            total += _nbytes(bucket.small) if bucket.small is not None else 0
+    return total

@@ -1,0 +1,107 @@
+"""Gradient norms and clipping over sharded gradients: local norms, one all-reduce per axis, one scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from ..errors import ConfigError
+from ..shard import FlatShard
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`.
+
+    Exact for any mix of sharded (rows, flat) and plain parameters, any norm, and shards that are empty on some
+    ranks. Collective: one all-reduce of a scalar per mesh axis in use.
+
+    Args:
+        parameters: sharded parameters, plain ones (whole on every rank), or both; not `optimizer_view`'s tensors.
+        max_norm: the largest total norm allowed.
+        norm_type: 1, 2, ..., or `math.inf`.
+        error_if_nonfinite: raise if the total norm is not finite.
+
+    Returns:
+        The total norm before clipping, a 0-d float32 tensor (float64 if the gradients are).
+
+    Raises:
+        ConfigError: `norm_type` is not positive.
+        RuntimeError: the total norm is not finite and `error_if_nonfinite` is set.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [p.grad for p in given if p.grad is not None]
+    total = total_norm(grads, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite")
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+    locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        local = _local(grad)
+        locals_by_dtype.setdefault((local.dtype, local.device), []).append(local)
+    for (dtype, device), tensors in locals_by_dtype.items():
+        torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype if dtype == torch.float64 else torch.float32))
+    return total
+
+
+def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all elements of all gradients together, each element of a sharded one counted once.
+
+    Returns:
+        A 0-d tensor, float32 (float64 if a gradient is); zero if there are no gradients.
+    """
+    by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
+    for grad in grads:
+        groups = _shard_groups(grad)
+        entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
+        entry[1].append(_local(grad))
+    infinite = math.isinf(norm_type)
+    parts: list[torch.Tensor] = []
+    for groups, tensors in by_groups.values():
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        held = [t for t in tensors if t.numel()]
+        if held:
+            norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=dtype))
+            part = norms.max() if infinite else torch.linalg.vector_norm(norms, norm_type) ** norm_type
+        else:
+            part = torch.zeros((), dtype=dtype, device=tensors[0].device)
+        op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+        for group in groups:
+            torch.distributed.all_reduce(part, op=op, group=group)
+        parts.append(part)
+    if not parts:
+        return torch.zeros(())
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad._local_tensor if isinstance(grad, (DTensor, FlatShard)) else grad
+
+
+def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
+    """The groups over which a gradient's elements are split."""
+    if isinstance(grad, FlatShard):
+        axis = grad._run.axis
+        return [axis.group] if axis.size > 1 else []
+    if isinstance(grad, DTensor):
+        for placement in grad.placements:
+            if placement.is_partial():
+                raise ConfigError("a gradient with a partial placement has no norm yet; redistribute it first")
+        mesh = grad.device_mesh
+        return [
+            mesh.get_group(dim)
+            for dim, placement in enumerate(grad.placements)
+            if isinstance(placement, Shard) and mesh.size(dim) > 1
+        ]
+    return []

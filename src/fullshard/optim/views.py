@@ -1,0 +1,92 @@
+"""Plain tensors for element-wise optimizers: no cost per parameter, no `DTensor` in the step.
+
+An element-wise optimizer (SGD, Adam, AdamW, Lion, ...) does not care which elements belong to which parameter. A view
+is a plain 1-D tensor over a run of a unit's shard; the optimizer updates the shard through it. One view per bucket
+where all of its parameters are treated alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, message
+from ..shard import Bucket, members_of, units_of
+
+
+def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
+    """Plain local tensors over the same memory as the model's sharded parameters, for an element-wise optimizer.
+
+    Their `.grad` is set together with the sharded parameters'; setting either to None (`optimizer.zero_grad()`,
+    `model.zero_grad()`) counts for both. Optimizers that look at a parameter's shape (Muon, Shampoo, Adafactor,
+    LAMB's per-tensor norms) must use the sharded parameters themselves.
+
+    Args:
+        model: a model with units.
+        params: the sharded parameters to include, for parameter groups; None: all that require a gradient.
+            Neighbours in memory become one tensor.
+
+    Returns:
+        1-D Parameters, one per run of neighbours; parameters of `model` that no unit shards (ignored ones) come
+        last, as they are. The list has the same length on every rank; a tensor may be empty.
+
+    Raises:
+        ConfigError: the model has no units, a given tensor is not one of its parameters, or one has a view already.
+    """
+    wanted = None if params is None else {id(parameter): parameter for parameter in params}
+    units = units_of(model)
+    if not units:
+        raise ConfigError("optimizer_view needs a model that fully_shard was applied to")
+    held = {id(member.sharded) for _, _, member in members_of(model)}
+    plain = [
+        p for p in model.parameters() if id(p) not in held and (p.requires_grad if wanted is None else id(p) in wanted)
+    ]
+    if wanted is not None:
+        known = held | {id(p) for p in plain}
+        for key, parameter in wanted.items():
+            if key not in known:
+                raise ConfigError(
+                    message(
+                        "optimizer_view was given a tensor that is not a parameter of the model now.",
+                        got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                        remedy="take parameters from model.parameters() after the last fully_shard call",
+                    )
+                )
+    views: list[nn.Parameter] = []
+    for unit in units:
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            chosen = {
+                i
+                for i, member in enumerate(bucket.members)
+                if (member.sharded.requires_grad if wanted is None else id(member.sharded) in wanted)
+            }
+            if chosen:
+                views.extend(gradients.add_views(_runs(bucket, chosen)))
+    return views + plain
+
+
+def _runs(bucket: Bucket, chosen: set[int]) -> list[tuple[int, int, list[int]]]:
+    """Runs (offset, length, members) of the shard that hold the chosen members and no others."""
+    if len(chosen) == len(bucket.members):
+        return [(0, bucket.layout.shard_numel, sorted(chosen))]
+    rank = bucket.axes.shard.rank
+    parts = [bucket.layout.part(member.slot, rank) for member in bucket.members]
+    # Memory order, by what does not depend on the rank, so that every rank has the same runs.
+    order = sorted(range(len(parts)), key=lambda i: (bucket.members[i].slot.segment, bucket.members[i].slot.offset))
+    runs: list[list[int]] = []
+    for at, i in enumerate(order):
+        if i not in chosen:
+            continue
+        if runs and at and order[at - 1] in chosen:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found = []
+    for members in runs:
+        held = [parts[i] for i in members if parts[i].numel]
+        start = min((part.offset for part in held), default=0)
+        stop = max((part.offset + part.numel for part in held), default=0)
+        found.append((start, stop - start, members))
+    return found
