@@ -100,9 +100,8 @@ class Ledger:
     def live(self) -> int:
         return self.gathered + self.staging + self.reducing
 
-    def add(self, account: str, nbytes: int) -> None:
-        """`account` is the name of one of the three counters; `nbytes` is negative for a release."""
-        setattr(self, account, getattr(self, account) + nbytes)
+    def note(self) -> None:
+        """Call after raising a counter: keeps the peak."""
         live = self.gathered + self.staging + self.reducing
         if live > self.peak:
             self.peak = live

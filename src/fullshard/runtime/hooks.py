@@ -15,6 +15,7 @@ result is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from ..precision import MixedPrecisionPolicy, cast_floating
 from ..shard import State, Unit
 from ..structure import map_tensors, tensors_in
 from .root import Root
+
+
+_no_grad = torch.no_grad
+_NOTHING = nullcontext()
 
 
 class Call:
@@ -263,10 +268,11 @@ class UnitHooks:
         if (self.open_calls > 0 and not complete) or not unit.has_gradients():
             return
         self._arrived = 0
-        root.make_room(self)
-        unit.collect_gradients()
-        if self.requires_gradient_sync:
-            root.enqueue_reduce(self)
+        with _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only in a backward with create_graph
+            root.make_room(self)
+            unit.collect_gradients()
+            if self.requires_gradient_sync:
+                root.enqueue_reduce(self)
 
     def release_after_backward(self) -> None:
         """Show the sharded parameters and free the unit, unless it is to stay."""

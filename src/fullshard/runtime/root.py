@@ -114,8 +114,9 @@ class Root:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         for hooks in reversed(self.units):
             hooks.end_backward()
-        while self.reducing:
-            self.reducing.popleft().finish_reduce()
+        with torch.no_grad():
+            while self.reducing:
+                self.reducing.popleft().finish_reduce()
         self.backward_order.finish()
         self.recomputed = None
         self._backward = None

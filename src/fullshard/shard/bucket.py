@@ -170,15 +170,14 @@ class Bucket:
             axis, source = small_axis, self.small
         elif self.compute_dtype != self.storage_dtype:
             source = self._cast = self.shard.to(self.compute_dtype)
-        scale = source.numel() // max(self.layout.shard_numel, 1)
-        with torch.no_grad():
-            if len(self._outs) == 1:
-                self._pending = [comm.gather(axis, self._outs[0], source)]
-            else:
-                self._pending = [
-                    comm.gather(axis, out, source.narrow(0, s.shard_offset * scale, s.slice_numel * scale))
-                    for out, s in zip(self._outs, self.layout.segments, strict=True)
-                ]
+        if len(self._outs) == 1:
+            self._pending = [comm.gather(axis, self._outs[0], source)]
+        else:
+            scale = source.numel() // max(self.layout.shard_numel, 1)
+            self._pending = [
+                comm.gather(axis, out, source.narrow(0, s.shard_offset * scale, s.slice_numel * scale))
+                for out, s in zip(self._outs, self.layout.segments, strict=True)
+            ]
         return self.staging.nbytes + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
 
     def finish_gather(self, keep_small: Axis | None) -> None:
@@ -191,13 +190,10 @@ class Bucket:
             pending.wait()
         self._pending = []
         self._cast = None
-        with torch.no_grad():
-            copy_all(self._copy_out_to, self._copy_out_from)
-            if keep_small is not None:
-                n = self.axes.shard.size // keep_small.size
-                parts = [out.view(keep_small.size, -1)[keep_small.rank] for out in self._outs]
-                assert sum(part.numel() for part in parts) == n * self.layout.shard_numel
-                self.small = torch.cat(parts)
+        copy_all(self._copy_out_to, self._copy_out_from)
+        if keep_small is not None:
+            parts = [out.view(keep_small.size, -1)[keep_small.rank] for out in self._outs]
+            self.small = torch.cat(parts)
         assert self.staging is not None
         self.staging.free()
 

@@ -187,12 +187,11 @@ class Gradients:
             else:
                 targets.extend(self._piece_targets[index])
                 sources.extend(_cut(grad, member, self._pieces[index]))
-        with torch.no_grad():
-            if first:
-                zero_all([self.buffer.tensor] if missing else self._padding)
-                copy_all(targets, sources)
-            else:
-                add_all(targets, sources)
+        if first:
+            zero_all([self.buffer.tensor] if missing else self._padding)
+            copy_all(targets, sources)
+        else:
+            add_all(targets, sources)
         self.state = GradState.PENDING
 
     def _make_buffer(self) -> None:
@@ -200,6 +199,9 @@ class Gradients:
         layout = self.bucket.layout
         self.buffer = Scratch(layout.gathered_numel, self.reduce_dtype, self.bucket.device)
         tensor = self.buffer.tensor
+        self._segments = [
+            tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
+        ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
         self._whole_targets: list[torch.Tensor | None] = []
         self._piece_targets: list[list[torch.Tensor]] = []
@@ -229,20 +231,18 @@ class Gradients:
         self._fresh = self._all_none() and self.partial is None
         direct = self._fresh and self.reduce_dtype == bucket.storage_dtype
         scratch = 0
-        with torch.no_grad():
-            if direct:
-                self._slice = self._writable_set().flat
-            else:
-                self._slice = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
-                scratch = self._slice.numel() * self._slice.element_size()
-            if scaling.before != 1.0:
-                self.buffer.tensor.mul_(scaling.before)
-            for segment in layout.segments:
-                start, numel = layout.world * segment.shard_offset, layout.world * segment.slice_numel
-                buffer = self.buffer.tensor.narrow(0, start, numel)
-                out = self._slice.narrow(0, segment.shard_offset, segment.slice_numel)
-                self._pending.append(comm.reduce(axis, out, buffer, scaling.mean))
-                scratch += comm.scratch_bytes(axis, buffer)
+        if direct:
+            self._slice = self._writable_set().flat
+        else:
+            self._slice = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
+            scratch = self._slice.numel() * self._slice.element_size()
+        if scaling.before != 1.0:
+            self.buffer.tensor.mul_(scaling.before)
+        for segment, buffer in zip(layout.segments, self._segments, strict=True):
+            whole = len(self._segments) == 1
+            out = self._slice if whole else self._slice.narrow(0, segment.shard_offset, segment.slice_numel)
+            self._pending.append(comm.reduce(axis, out, buffer, scaling.mean))
+            scratch += comm.scratch_bytes(axis, buffer)
         return scratch
 
     def finish_shard_axis(self) -> torch.Tensor:
@@ -275,10 +275,9 @@ class Gradients:
             The members whose `.grad` was set or added to.
         """
         assert self._slice is not None
-        with torch.no_grad():
-            if self.scaling.after != 1.0:
-                self._slice.mul_(self.scaling.after)
-            given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
+        if self.scaling.after != 1.0:
+            self._slice.mul_(self.scaling.after)
+        given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
         self._reset(keep_got=False)
         return given
 

@@ -49,6 +49,7 @@ class Unit:
         self.ledger = Ledger()
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
         self.small_axis: Axis | None = None
+        self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
         self._scratch_bytes = 0
         self._shown = False  # whether modules show the unsharded parameters
@@ -81,8 +82,11 @@ class Unit:
         small_axis = self.small_axis
         for bucket in self.buckets:
             self._staging_bytes += bucket.issue_gather(comm, small_axis)
-        self.ledger.add("gathered", self.full_bytes)
-        self.ledger.add("staging", self._staging_bytes)
+        self._full_bytes = self.full_bytes
+        ledger = self.ledger
+        ledger.gathered += self._full_bytes
+        ledger.staging += self._staging_bytes
+        ledger.note()
         if stream.listeners:
             self._emit("gather", self.gathered_bytes)
 
@@ -95,8 +99,9 @@ class Unit:
             kept = bucket.small is None and keep is not None
             bucket.finish_gather(keep if kept else None)
             if kept and bucket.small is not None:
-                self.ledger.add("gathered", bucket.small.numel() * bucket.small.element_size())
-        self.ledger.add("staging", -self._staging_bytes)
+                self.ledger.gathered += bucket.small.numel() * bucket.small.element_size()
+                self.ledger.note()
+        self.ledger.staging -= self._staging_bytes
         self._staging_bytes = 0
         self.state = State.GATHERED
         if stream.listeners:
@@ -110,7 +115,7 @@ class Unit:
             self.finish_gather()
         for bucket in self.buckets:
             bucket.free()
-        self.ledger.add("gathered", -self.full_bytes)
+        self.ledger.gathered -= self._full_bytes
         self.state = State.SHARDED
         if stream.listeners:
             self._emit("free", self.gathered_bytes)
@@ -123,7 +128,7 @@ class Unit:
         """Release what a reshard to a smaller group kept."""
         for bucket in self.buckets:
             if bucket.small is not None:
-                self.ledger.add("gathered", -bucket.small.numel() * bucket.small.element_size())
+                self.ledger.gathered -= bucket.small.numel() * bucket.small.element_size()
                 bucket.small = None
 
     # Which parameters modules show.
@@ -246,7 +251,8 @@ class Unit:
             if gradients.waiting():
                 before = gradients.live_bytes
                 gradients.collect()
-                self.ledger.add("reducing", gradients.live_bytes - before)
+                self.ledger.reducing += gradients.live_bytes - before
+        self.ledger.note()
         if stream.listeners:
             self._emit("collect", sum(g.live_bytes for g in self.gradients))
 
@@ -259,7 +265,8 @@ class Unit:
                 scaling = Scaling.choose(world, gradients.reduce_dtype, factor, force_sum)
                 self._scratch_bytes += gradients.issue_reduce(comm, scaling)
                 nbytes += gradients.buffer_bytes
-        self.ledger.add("reducing", self._scratch_bytes)
+        self.ledger.reducing += self._scratch_bytes
+        self.ledger.note()
         if stream.listeners:
             self._emit("reduce", nbytes)
 
@@ -279,7 +286,7 @@ class Unit:
                 continue
             live = gradients.live_bytes
             reduced = gradients.finish_shard_axis()
-            self.ledger.add("reducing", -live)
+            self.ledger.reducing -= live
             axis = gradients.bucket.axes.replicate
             if axis is not None and not all_reduce:
                 gradients.keep_partial()
@@ -292,7 +299,7 @@ class Unit:
             if hook is not None:
                 hook(reduced)
             given.extend(gradients.deliver())
-        self.ledger.add("reducing", -self._scratch_bytes)
+        self.ledger.reducing -= self._scratch_bytes
         self._scratch_bytes = 0
         if stream.listeners:
             self._emit("reduced", sum(g.buffer_bytes for g in self.gradients))
@@ -305,8 +312,8 @@ class Unit:
         for gradients in self.gradients:
             live = gradients.live_bytes
             gradients.discard()
-            self.ledger.add("reducing", -live)
-        self.ledger.add("reducing", -self._scratch_bytes)
+            self.ledger.reducing -= live
+        self.ledger.reducing -= self._scratch_bytes
         self._scratch_bytes = 0
         self.show_sharded()
         self.drop_small()
