@@ -67,9 +67,7 @@ def gather(layout: Layout, shards: list[torch.Tensor]) -> torch.Tensor:
             continue
         for slot in (s for s in layout.slots if s.segment == index):
             for piece in layout.pieces(slot):
-                to = full.as_strided(
-                    piece.sizes, piece.parameter_strides, slot.full_offset + piece.parameter_offset
-                )
+                to = full.as_strided(piece.sizes, piece.parameter_strides, slot.full_offset + piece.parameter_offset)
                 to.copy_(gathered.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset))
     return full
 
@@ -125,9 +123,7 @@ def test_offsets_are_aligned(layout: Layout) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(parameters(scalars=False), WORLDS, ALIGNS)
-def test_rows_are_torch_chunks_and_pad_only_the_slice_end(
-    specs: list[ParameterSpec], world: int, align: int
-) -> None:
+def test_rows_are_torch_chunks_and_pad_only_the_slice_end(specs: list[ParameterSpec], world: int, align: int) -> None:
     layout = plan_rows(specs, world, align, 1 << 40)
     for slot in layout.slots:
         chunks = torch.empty(slot.shape).chunk(world, dim=0)

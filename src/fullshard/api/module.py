@@ -194,11 +194,11 @@ class FSDPModule:
         """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""
         unit = self._hooks().unit
         if not any(True for _ in unit.members):
-            return super()._apply(fn, recurse)  # type: ignore[misc,no-any-return]
+            return super()._apply(fn, recurse)  # type: ignore[misc]
         applied = unit.apply(fn)
         result = super()._apply(applied, recurse)  # type: ignore[misc]
         unit.finish_apply()
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 def _units_of(modules: Sequence[FSDPModule]) -> tuple[UnitHooks, ...]:
@@ -233,13 +233,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     hooks = module._hooks()
 
     def forward_method(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before_forward(module, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = hooks.before_forward(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            hooks.after_forward(module, args, None)  # type: ignore[arg-type]
+            hooks.after_forward(module, args, None)
             raise
-        return hooks.after_forward(module, args, output)  # type: ignore[arg-type]
+        return hooks.after_forward(module, args, output)
 
     forward_method.__name__ = method_name
     object.__setattr__(module, method_name, forward_method)

@@ -117,11 +117,11 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     group = mesh.get_group(dim)
     device_type = mesh.device_type
-    backend = dist.get_backend(group)
+    backend = str(dist.get_backend(group))
     if ":" in backend:  # e.g. "cpu:gloo,cuda:nccl": one per device type
         backend = dict(pair.split(":") for pair in backend.split(",")).get(device_type, backend)
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(group, mesh.size(dim), mesh.get_local_rank(dim), str(backend), ranks)
+    return Axis(group, mesh.size(dim), mesh.get_local_rank(dim), backend, ranks)
 
 
 def _default_device_type() -> str:

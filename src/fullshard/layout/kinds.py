@@ -90,7 +90,8 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
         raise LayoutError(f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard")
     if spec.dim != 0 and spec.shape[spec.dim] % world:
         raise LayoutError(
-            f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} over {world} ranks.\n"
+            f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} "
+            f"over {world} ranks.\n"
             f"  remedy: shard on dim 0, or on a dim whose size is a multiple of {world}"
         )
 

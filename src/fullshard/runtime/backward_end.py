@@ -24,7 +24,7 @@ class BackwardEnd:
 
     def __init__(self, fn: Callable[[], None]) -> None:
         callback = _Callback(fn)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._callback = weakref.ref(callback)
 
     def alive(self) -> bool:

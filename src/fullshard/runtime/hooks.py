@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +27,15 @@ from ..shard import State, Unit
 from ..structure import map_tensors, tensors_in
 from .root import Root
 
-
 _no_grad = torch.no_grad
 _NOTHING = nullcontext()
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _outside_compile(function: FunctionT) -> FunctionT:
+    """Keep Dynamo out of a hook: a compiled block is one graph between its hooks."""
+    disabled: FunctionT = torch.compiler.disable(function)
+    return disabled
 
 
 class Call:
@@ -106,7 +112,7 @@ class UnitHooks:
 
     # Forward.
 
-    @torch.compiler.disable
+    @_outside_compile
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook (with keyword arguments)."""
         root = self.root
@@ -169,7 +175,7 @@ class UnitHooks:
             self._count_gradients()
         return args, kwargs
 
-    @torch.compiler.disable
+    @_outside_compile
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook; also called, with None, when the forward raised."""
         root = self.root

@@ -282,7 +282,7 @@ class Bucket:
             if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
                 set_local(member.sharded, local)
             if self.layout.kind == "rows":
-                member.sharded.__class__ = RowShard
+                member.sharded.__class__ = RowShard  # type: ignore[assignment]
             member.sharded.__dict__["_fullshard_name"] = member.name
             member.local = local_of(member.sharded)
             member.unsharded = None
@@ -308,6 +308,7 @@ class Bucket:
                 found = parameters.get(key)
                 if found is not member.sharded and found is not member.unsharded:
                     self._check_replacement(member, found)
+                    assert isinstance(found, nn.Parameter)
                     member.sharded = found
         locals_now = [local_of(member.sharded) for member in self.members]
         meta = [m.name for m, local in zip(self.members, locals_now, strict=True) if local.is_meta]

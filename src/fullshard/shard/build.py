@@ -83,10 +83,10 @@ def find_parameters(
             seen.add(id(owner))
             watches = type(owner).__setattr__ is not nn.Module.__setattr__
             place: dict[str, Any] = AttributePlace(owner) if watches else owner._parameters
-            for key, parameter in owner._parameters.items():
-                if parameter is None or id(parameter) in ignored:
+            for key, registered in owner._parameters.items():
+                if registered is None or id(registered) in ignored:
                     continue
-                parameter = successor_of(parameter)
+                parameter = successor_of(registered)
                 if id(parameter) not in found:
                     name = f"{path}.{key}" if path else key
                     unit = parameter.__dict__.get(OWNER_KEY) if isinstance(parameter, (RowShard, FlatShard)) else None
@@ -183,8 +183,8 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     for (items, _), bucket in zip(planned, buckets, strict=True):
         for item, member in zip(items, bucket.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = unit
-            for place, key in member.places:
-                place[key] = member.sharded
+            for place, attribute in member.places:
+                place[attribute] = member.sharded
             if item.owner is not None:
                 item.parameter.__dict__["_fullshard_successor"] = member.sharded
             else:
@@ -241,5 +241,6 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     natural = tuple(range(tensor.dim()))
     if tensor.is_contiguous() or isinstance(tensor, FlatShard):
         return natural if not isinstance(tensor, FlatShard) else tensor._run.order
-    order = tuple(sorted(natural, key=lambda dim: (-tensor.stride(dim), dim)))
+    strides = tensor.stride()
+    order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
     return order if tensor.permute(order).is_contiguous() else natural

@@ -84,7 +84,7 @@ class FlatShard(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _run: Run
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, run: Run, requires_grad: bool = False) -> FlatShard:
@@ -99,7 +99,7 @@ class FlatShard(torch.Tensor):
         self._local_tensor, self._run = local, run
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self._run.bounds(self._run.axis.rank)
         return f"FlatShard({self._run.name!r}, shape={self._run.shape}, elements=[{start}, {stop}), dtype={self.dtype})"
 
@@ -119,7 +119,7 @@ class FlatShard(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         copied = FlatShard(self._local_tensor.detach().clone(), self._run, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)  # type: ignore[assignment]
         memo[id(self)] = copied
         return copied
 
@@ -174,7 +174,7 @@ class FlatShard(torch.Tensor):
         return next(view for chunk, view in self._chunks() if chunk.offsets == index.offset)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

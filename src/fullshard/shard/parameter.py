@@ -116,7 +116,7 @@ def rows_parameter(
 ) -> nn.Parameter:
     """A trainable (or frozen) `RowShard` over `local`, with the original parameter's own attributes."""
     parameter = nn.Parameter(rows_tensor(local, slot, axes), requires_grad=requires_grad)
-    parameter.__class__ = RowShard
+    parameter.__class__ = RowShard  # type: ignore[assignment]
     parameter.__dict__.update(attributes)
     return parameter
 
