@@ -22,10 +22,10 @@ from .errors import (
     PhaseError,
 )
 from .events import Event, record_events
-from .insight import MemoryUse, memory_use
 from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim import clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
+from .runtime import MemoryUse, memory_use
 from .shard import FlatShard, RowShard
 
 __version__ = "0.1.0"

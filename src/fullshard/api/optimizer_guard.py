@@ -1,4 +1,4 @@
-"""Optimizers that were built before `fully_shard`: found at their first step, which would train nothing."""
+"""Every optimizer's step is noticed: one built before `fully_shard` is refused, and gathered units become stale."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
+from ..shard import Clock
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _installed: list[Any] = []
@@ -21,6 +22,7 @@ def install() -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    Clock.tick()
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:

@@ -2,13 +2,16 @@
 
 from .bucket import Bucket, Draft, Member
 from .flat_shard import FlatShard, norms
-from .gradients import Gradients, GradState, OptimizerView
+from .gradient_set import OptimizerView
+from .gradients import Gradients, GradState
 from .lookup import members_of, names_of, units_of
 from .parameter import OriginalParameter, RowShard, local_of, retire, successor_of
+from .staleness import Clock
 from .unit import State, Unit
 
 __all__ = [
     "Bucket",
+    "Clock",
     "Draft",
     "FlatShard",
     "GradState",

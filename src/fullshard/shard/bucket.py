@@ -26,6 +26,7 @@ from .flat_shard import FlatShard, Run
 from .foreach import copy_all
 from .parameter import RowShard, local_of, part_view, rows_parameter, rows_tensor, set_local
 from .scratch import Scratch
+from .staleness import stamp
 
 Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
@@ -99,7 +100,7 @@ class Bucket:
         self.staging: Scratch | None = None  # [layout.staging_numel], compute dtype, while gathering
         self.small: torch.Tensor | None = None  # [world / n * shard_numel], after a reshard to n ranks
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
-        self.gathered_version = -1  # of the shard, when it was last gathered
+        self.gathered_at = (-1, -1)  # the shard's stamp when it was last gathered
         self._pending: list[Pending] = []
 
     def _admit(self, draft: Draft, slot: Slot) -> Member:
@@ -165,7 +166,7 @@ class Bucket:
         self.full.allocate()
         self.staging.allocate()
         axis, source = self.axes.shard, self.shard
-        self.gathered_version = source._version
+        self.gathered_at = stamp(source)
         if self.small is not None and small_axis is not None:
             axis, source = small_axis, self.small
         elif self.compute_dtype != self.storage_dtype:

@@ -11,9 +11,7 @@ The buffer is rank-major, as the reduction needs it: the world's slices one afte
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -24,8 +22,8 @@ from ..errors import ConfigError, PhaseError, message
 from ..layout import Piece
 from .bucket import Bucket, Member
 from .foreach import add_all, copy_all, zero_all
+from .gradient_set import GradientSet, OptimizerView, Scaling
 from .parameter import local_of
-from .references import holders
 from .scratch import Scratch
 
 
@@ -35,90 +33,6 @@ class GradState(Enum):
     NONE = "none"
     PENDING = "pending"
     REDUCING = "reducing"
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How a sum over ranks becomes the gradient.
-
-    Attributes:
-        mean: the collective itself averages, on every axis.
-        before: factor applied to the buffer before the reduction.
-        after: factor applied to the reduced slice.
-    """
-
-    mean: bool
-    before: float = 1.0
-    after: float = 1.0
-
-    @classmethod
-    def choose(cls, world: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Scaling:
-        """The average over `world` ranks, or the sum divided by `factor` if one is given.
-
-        In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division
-        is split: by a power of two near the square root before, the rest after (as PyTorch's FSDP documents).
-        """
-        divide = float(world if factor is None else factor)
-        if dtype == torch.float16:
-            before = 1.0
-            while world % (before * 2) == 0 and world / (before * 2) > before:
-                before *= 2
-            return cls(False, 1.0 / before, before / divide)
-        if factor is None and not force_sum:
-            return cls(True)
-        return cls(False, 1.0, 1.0 / divide)
-
-
-@dataclass(eq=False)
-class GradientSet:
-    """One reduced slice and the tensors that show it, kept from step to step.
-
-    Ownership: made by `Gradients`, handed to users as `.grad`. It is written again only when every `.grad` was set to
-    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
-
-    Attributes:
-        flat: [shard_numel], storage dtype.
-        parts: per member, its gradient as users see it.
-        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
-        held: what `holders` said when nobody else held them.
-    """
-
-    flat: torch.Tensor
-    parts: list[torch.Tensor]
-    views: list[torch.Tensor]
-    held: tuple[int, int] = (-1, -1)
-
-    def __post_init__(self) -> None:
-        self.storage = self.flat.untyped_storage()
-        self.nbytes = self.storage.nbytes()
-        self.held = self.holders()
-
-    def holders(self) -> tuple[int, int]:
-        return holders(self.storage, [*self.parts, *self.views])
-
-    def reusable(self) -> bool:
-        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
-        return self.held[0] > 0 and self.holders() == self.held
-
-
-class OptimizerView:
-    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
-
-    The optimizer owns the tensor; when it is gone, so is the view.
-
-    Args:
-        tensor: [length], a Parameter over `shard[offset : offset + length]`.
-        offset, length: in elements of the shard.
-        members: indices of the parameters that lie in the run.
-    """
-
-    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
-        self._tensor = weakref.ref(tensor)
-        self.offset, self.length, self.members = offset, length, list(members)
-
-    @property
-    def tensor(self) -> nn.Parameter | None:
-        return self._tensor()
 
 
 class Gradients:

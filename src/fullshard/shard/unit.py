@@ -17,7 +17,9 @@ from ..comm import Axis, Comm
 from ..errors import PhaseError, message
 from ..events import Ledger, stream
 from .bucket import Bucket, Member, full_or_meta
-from .gradients import Gradients, GradState, Scaling
+from .gradient_set import Scaling
+from .gradients import Gradients, GradState
+from .staleness import stamp
 
 
 class State(Enum):
@@ -122,7 +124,7 @@ class Unit:
 
     def stale(self) -> bool:
         """Whether the shards changed (an optimizer step, a load) since they were gathered."""
-        return any(bucket.gathered_version != bucket.shard._version for bucket in self.buckets)
+        return any(bucket.gathered_at != stamp(bucket.shard) for bucket in self.buckets)
 
     def drop_small(self) -> None:
         """Release what a reshard to a smaller group kept."""

@@ -1,0 +1,88 @@
+"""The private torch API that Fullshard leans on, one test each: a failure here says which module to mend."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from fullshard.runtime.backward_end import BackwardEnd
+from fullshard.shard import foreach
+from fullshard.shard.references import holders
+
+
+def test_foreach_copies_adds_and_zeroes_with_casts() -> None:
+    targets = [torch.ones(3), torch.ones(2, 2)]
+    foreach.copy_all(targets, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2, 2), 3.0)])
+    assert targets[0].tolist() == [2.0] * 3
+    foreach.add_all(targets, [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 2)])
+    assert targets[1].sum() == 16 and targets[0].dtype == torch.float32
+    foreach.zero_all(targets)
+    assert not any(t.any() for t in targets)
+    foreach.copy_all([], [])
+
+
+def test_holders_sees_views_and_python_references() -> None:
+    flat = torch.zeros(8)
+    parts = [flat[:4], flat[4:]]
+    storage = flat.untyped_storage()
+    alone = holders(storage, parts)
+    kept = parts[0]
+    assert holders(storage, parts) != alone
+    del kept
+    assert holders(storage, parts) == alone
+    alias = parts[1].detach()
+    assert holders(storage, parts) != alone
+    del alias
+    assert holders(storage, parts) == alone
+
+
+def test_backward_end_is_called_once_and_knows_when_it_is_over() -> None:
+    calls: list[str] = []
+    ends: list[BackwardEnd] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"))))
+    x.register_hook(lambda grad: calls.append(f"alive={ends[0].alive()}"))
+    y.sum().backward()
+    assert calls == ["alive=True", "end"]
+    assert not ends[0].alive()
+
+
+def test_backward_end_dies_with_a_backward_that_raises() -> None:
+    calls: list[str] = []
+    ends: list[BackwardEnd] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("broken off")
+
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"))))
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="broken off"):
+        y.sum().backward()
+    gc.collect()
+    assert not calls and not ends[0].alive()
+
+
+def test_a_view_through_data_has_a_version_of_its_own() -> None:
+    """A gather rewrites `full` between forward and backward without autograd taking it for a change."""
+    full = torch.ones(4)
+    weight = torch.nn.Parameter(full[:2].data)
+    loss = (weight * weight.sin()).sum()
+    full.copy_(torch.ones(4))
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_an_optimizer_step_changes_the_version_of_the_shard() -> None:
+    """What `Unit.stale` goes by; fused steps do not change it, which is why `Clock` counts all steps."""
+    shard = torch.ones(4)
+    view = torch.nn.Parameter(shard[:2])
+    view.grad = torch.ones(2)
+    for kwargs in ({"foreach": True}, {"foreach": False}):
+        before = shard._version
+        torch.optim.AdamW([view], **kwargs).step()
+        assert shard._version > before, kwargs
