@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -207,4 +208,5 @@ def find_root(top: UnitHooks) -> Root:
     root.agree()
     for hooks in units:
         hooks.root = root
+    weakref.finalize(top.modules[0], root.dissolve)
     return root

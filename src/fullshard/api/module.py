@@ -190,6 +190,15 @@ class FSDPModule:
         """Whether this unit's parameters are needed in its backward (an embedding's are not)."""
         self._hooks().unshard_in_backward = unshard_in_backward
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise PhaseError(
+            message(
+                f"{type(self).__name__} is sharded and cannot be deep-copied yet.",
+                expected="copy.deepcopy before fully_shard",
+                remedy="deep-copy the model first and shard both copies, or build it anew and load the state dict",
+            )
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""
         unit = self._hooks().unit

@@ -14,6 +14,7 @@ result is the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -84,7 +85,8 @@ class UnitHooks:
         reshard_after_forward: bool | None,
         prefetch: int,
     ) -> None:
-        self.unit, self.modules, self.comm, self.policy = unit, list(modules), comm, policy
+        self.unit, self.comm, self.policy = unit, comm, policy
+        self._modules = [weakref.ref(module) for module in modules]  # weak: a deleted model is freed at once
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -104,11 +106,17 @@ class UnitHooks:
         self.open_calls = 0  # forward calls with gradients whose backward has not come
         self.in_backward = False  # between before_backward and after_backward
         self.keep_gathered = False  # the user called unshard(), or asked not to reshard after backward
-        self._ran: set[nn.Module] = set()  # modules of a grouped unit that ran since it was last freed
+        self._ran: set[int] = set()  # ids of modules of a grouped unit that ran since it was last freed
         self._running = 0  # of this unit's modules, how many are inside their forward now
         self._counting = False  # whether arriving gradients are counted, for calls without a watched input
         self._arrived = 0
-        self._call: Call | None = None  # of the forward that runs now
+        self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
+        self.second_backward = False  # the graph of this backward is kept, to be differentiated again
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The unit's modules that are alive."""
+        return [module for ref in self._modules if (module := ref()) is not None]
 
     # Forward.
 
@@ -129,7 +137,11 @@ class UnitHooks:
             args = cast_floating(policy.param_dtype, args)
             kwargs = cast_floating(policy.param_dtype, kwargs)
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
+            call = Call(self)
+            self._calls.append(call)
+            args, kwargs = self._watch_inputs(call, args, kwargs)
+        else:
+            self._calls.append(None)
         return args, kwargs
 
     def _gather_for_forward(self, root: Root, recomputing: bool) -> None:
@@ -150,9 +162,8 @@ class UnitHooks:
         assert self.find_root is not None
         return self.find_root(self)
 
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient."""
-        call = self._call = Call(self)
         hook = call.after_backward
         watched = False
 
@@ -183,11 +194,9 @@ class UnitHooks:
             return output
         self._running -= 1
         recomputing = root.in_backward
-        with_grad = torch.is_grad_enabled()
-        if with_grad:
-            call, self._call = self._call, None
-            if call is not None:
-                self._watch_outputs(output, call)
+        call = self._calls.pop() if self._calls else None
+        if call is not None:
+            self._watch_outputs(output, call)
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = cast_floating(dtype, output)
@@ -212,9 +221,9 @@ class UnitHooks:
     def _after_pass(self, root: Root, module: nn.Module) -> None:
         unit = self.unit
         unit.show_sharded()
-        if len(self.modules) > 1:  # the unit stays until each of its modules has run
-            self._ran.add(module)
-            if len(self._ran) < len(self.modules) and root.pass_top is not self:
+        if len(self._modules) > 1:  # the unit stays until each of its modules has run
+            self._ran.add(id(module))
+            if len(self._ran) < len(self._modules) and root.pass_top is not self:
                 return
             self._ran.clear()
         if unit.state is State.GATHERED and self.reshards(root.pass_grad):
@@ -262,7 +271,8 @@ class UnitHooks:
     def after_backward(self) -> None:
         """All parameters of a call of this unit have their gradients."""
         self.in_backward = False
-        if torch.is_grad_enabled():  # create_graph: the parameters are needed once more, for the second backward
+        if torch.is_grad_enabled():  # create_graph: the parameters are needed again, by the second backward
+            self.second_backward = True
             return
         self.release_after_backward()
         self._finish_gradients()
@@ -296,7 +306,11 @@ class UnitHooks:
         """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
         self.in_backward = False
         self._arrived = 0
-        if self.unit.state is not State.SHARDED:
+        if self.second_backward:
+            self.second_backward = False
+            self.unit.show_sharded()
+            self._count_gradients()  # those of the second backward pass no output of this unit
+        elif self.unit.state is not State.SHARDED:
             if self.unit.state is State.GATHERING:
                 self.unit.finish_gather()
             self.release_after_backward()
@@ -323,6 +337,9 @@ class UnitHooks:
                 member.unsharded.register_post_accumulate_grad_hook(self._arrived_one)
 
     def _arrived_one(self, parameter: torch.Tensor) -> None:
+        root = self.root
+        if root is not None and not root.in_backward:
+            root.begin_backward()
         if not self.in_backward or self.open_calls > 1 or self.is_top:
             return
         self._arrived += 1
@@ -365,5 +382,5 @@ class UnitHooks:
         self.in_backward = self.keep_gathered = False
         self._ran.clear()
         self._running = self._arrived = 0
-        self._call = None
+        self._calls.clear()
         self.unit.reset()

@@ -131,6 +131,12 @@ class Root:
         hooks.unit.issue_reduce(self.comm, hooks.divide_factor, hooks.force_sum)
         self.reducing.append(hooks)
 
+    def dissolve(self) -> None:
+        """The root module is gone: let go of the units, which may live on by themselves."""
+        for hooks in self.units:
+            hooks.root = None
+        self.units = []
+
     # Prefetch and recovery.
 
     def prefetch(self, indices: tuple[int, ...], backward: bool) -> None:

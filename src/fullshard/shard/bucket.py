@@ -161,7 +161,8 @@ class Bucket:
             Bytes of staging allocated until `finish_gather`.
         """
         if self.full is None:
-            self._make_buffers()
+            with torch.inference_mode(False):  # what is made here must serve training later
+                self._make_buffers()
         assert self.full is not None and self.staging is not None
         self.full.allocate()
         self.staging.allocate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,13 @@ from .parameter import RowShard, retire, successor_of
 from .unit import Unit
 
 OWNER_KEY = "_fullshard_unit"
-"""Where a sharded parameter keeps the unit that owns it."""
+"""Where a sharded parameter keeps a weak reference to the unit that owns it."""
+
+
+def owner_of(parameter: torch.Tensor) -> Unit | None:
+    """The unit that shards `parameter`; None if none does."""
+    reference = parameter.__dict__.get(OWNER_KEY) if isinstance(parameter, (RowShard, FlatShard)) else None
+    return reference() if reference is not None else None
 
 
 class AttributePlace(dict[str, Any]):
@@ -89,8 +96,7 @@ def find_parameters(
                 parameter = successor_of(registered)
                 if id(parameter) not in found:
                     name = f"{path}.{key}" if path else key
-                    unit = parameter.__dict__.get(OWNER_KEY) if isinstance(parameter, (RowShard, FlatShard)) else None
-                    found[id(parameter)] = Found(name, parameter, owner=unit)
+                    found[id(parameter)] = Found(name, parameter, owner=owner_of(parameter))
                 found[id(parameter)].places.append((place, key))
     return list(found.values())
 
@@ -182,7 +188,7 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     unit.rank = settings.axes.global_rank
     for (items, _), bucket in zip(planned, buckets, strict=True):
         for item, member in zip(items, bucket.members, strict=True):
-            member.sharded.__dict__[OWNER_KEY] = unit
+            member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
             for place, attribute in member.places:
                 place[attribute] = member.sharded
             if item.owner is not None:

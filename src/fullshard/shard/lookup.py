@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .bucket import Bucket, Member
-from .build import OWNER_KEY
+from .build import owner_of
 from .gradients import Gradients
 from .unit import Unit
 
@@ -14,8 +14,8 @@ def units_of(model: nn.Module) -> list[Unit]:
     """The units that own sharded parameters of `model`, in the order of its parameters."""
     found: dict[int, Unit] = {}
     for parameter in model.parameters():
-        unit = parameter.__dict__.get(OWNER_KEY)
-        if isinstance(unit, Unit):
+        unit = owner_of(parameter)
+        if unit is not None:
             found.setdefault(id(unit), unit)
     return list(found.values())
 
