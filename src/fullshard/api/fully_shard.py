@@ -16,9 +16,10 @@ from ..errors import ConfigError, PhaseError, message
 from ..offload import OffloadPolicy
 from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
-from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ..shard import refuse_meta
+from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
 from . import optimizer_guard
-from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit
+from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
 from .state_dict import before_load, before_state_dict
 from .wrap import modules_to_wrap
 
@@ -81,6 +82,8 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, offload_policy, dp_mesh_dims, layout, prefetch)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
     axes, kind = resolve_mesh(mesh), make_comm(comm)
     settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn)
     keep = _check_reshard(reshard_after_forward, axes)
@@ -142,7 +145,7 @@ def _make_unit(
     modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
 ) -> None:
     """Shard what is left in `modules` and hook them."""
-    found = find_parameters(modules, is_unit, ignored)
+    found = find_parameters(modules, unit_of, ignored)
     check_parameters(found, settings.axes)
     unit = build_unit(found, settings)
     reshard, unit.small_axis = keep
@@ -199,11 +202,15 @@ def find_root(top: UnitHooks) -> Root:
             hooks.unit.name = path
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), name)
+    inside = {id(hooks.unit): {id(m) for module in hooks.modules for m in module.modules()} for hooks in units}
+    for module in top.modules:
+        check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()))
     for hooks in units:
         for member in hooks.unit.members:
             member.qualify(named.get(id(member.sharded), member.slot.name))
     for hooks in units:
         hooks.unit.refresh()
+    refuse_meta([hooks.unit for hooks in units])
     root = Root(top, units, top.comm)
     root.agree()
     for hooks in units:

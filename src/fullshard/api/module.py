@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError, PhaseError, message
 from ..runtime import UnitHooks
+from ..shard import Unit
 
 HOOKS_KEY = "_fullshard_hooks"
 """Where a unit's module keeps its hooks, in its `__dict__`."""
@@ -24,6 +25,12 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
 def is_unit(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to `module`."""
     return HOOKS_KEY in module.__dict__
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is (one of) the modules of; None if it is no unit."""
+    hooks = hooks_of(module)
+    return hooks.unit if hooks is not None else None
 
 
 class UnshardHandle:

@@ -137,4 +137,14 @@ def _default_device_type() -> str:
 def _device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    try:
+        return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    except (RuntimeError, AssertionError) as error:  # what torch raises where it has no such device
+        raise ConfigError(
+            message(
+                "The mesh's device type is not available to this process.",
+                expected=f"a usable {device_type} device",
+                got=str(error),
+                remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
+            )
+        ) from error

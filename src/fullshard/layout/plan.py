@@ -194,6 +194,12 @@ class Layout:
         """Length of the staging buffer: all segments whose parameters are copied out."""
         return sum(self.world * s.slice_numel for s in self.segments if s.full_offset is None)
 
+    @cached_property
+    def in_place_numel(self) -> int:
+        """The first elements of the full bucket are gathered in place; those after them are copied out of staging."""
+        copied = [slot.full_offset for slot in self.slots if self.segments[slot.segment].full_offset is None]
+        return min(copied, default=self.full_numel)
+
     @property
     def gathered_numel(self) -> int:
         """Elements that one gather brings together, padding included."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..comm import Comm
 from ..precision import MixedPrecisionPolicy, cast_floating
-from ..shard import State, Unit
+from ..shard import State, Unit, refuse_meta
 from ..structure import map_tensors, tensors_in
 from .root import Root
 
@@ -332,9 +332,15 @@ class UnitHooks:
         if self._counting:
             return
         self._counting = True
+        arrived = weakref.WeakMethod(self._arrived_one)  # the parameter must not keep its own unit alive
+
+        def hook(parameter: torch.Tensor) -> None:
+            if (method := arrived()) is not None:
+                method(parameter)
+
         for member in self.unit.members:
             if member.unsharded is not None and member.unsharded.requires_grad:
-                member.unsharded.register_post_accumulate_grad_hook(self._arrived_one)
+                member.unsharded.register_post_accumulate_grad_hook(hook)
 
     def _arrived_one(self, parameter: torch.Tensor) -> None:
         root = self.root
@@ -359,6 +365,7 @@ class UnitHooks:
         """Start gathering (if it is sharded) on the user's behalf."""
         if self.unit.state is State.SHARDED:
             self.unit.refresh()
+            refuse_meta([self.unit])
             self.unit.issue_gather(self.root.comm if self.root else self.comm)
         self.keep_gathered = True
 

@@ -9,7 +9,7 @@ import torch
 
 from ..comm import Axis, Comm
 from ..events import Ledger
-from ..shard import State
+from ..shard import State, refuse_meta
 from .agreement import check_agreement
 from .backward_end import BackwardEnd
 from .schedule import Order
@@ -73,8 +73,10 @@ class Root:
         if self._backward is not None:  # a backward raised
             self.recover()
         for hooks in self.units:
+            hooks.unit.refresh()
+        refuse_meta([hooks.unit for hooks in self.units])
+        for hooks in self.units:
             unit = hooks.unit
-            unit.refresh()
             if unit.state is not State.SHARDED and unit.stale():
                 unit.show_sharded()
                 unit.drop_small()

@@ -12,7 +12,7 @@ Gradients have a bucket and a state of their own, in `gradients.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..errors import ConfigError, message
 from ..layout import Layout, Slot, plan_flat, plan_rows
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
-from .parameter import RowShard, local_of, part_view, rows_parameter, rows_tensor, set_local
+from .parameter import RowShard, attributes_of, local_of, part_view, rows_parameter, rows_tensor, set_local
 from .scratch import Scratch
 from .staleness import stamp
 
@@ -60,6 +60,8 @@ class Member:
         """Learn the name from the root; errors speak it from now on."""
         self.qualified = name
         self.sharded.__dict__["_fullshard_name"] = name
+        if isinstance(self.sharded, FlatShard):
+            self.sharded._run = replace(self.sharded._run, name=name)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ class Bucket:
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
         self.shard = torch.zeros(layout.shard_numel, dtype=self.storage_dtype, device=self.device)
         self.members = [self._admit(draft, slot) for draft, slot in zip(drafts, layout.slots, strict=True)]
-        self.full: Scratch | None = None  # [layout.full_numel], compute dtype, while gathered
+        # The full bucket, compute dtype. `full` is gathered into; `copied` is filled from `staging`, and takes memory
+        # only once the gather is done, so that a prefetched unit holds its bytes once.
+        self.full: Scratch | None = None  # [layout.in_place_numel], from gather to free
+        self.copied: Scratch | None = None  # [layout.full_numel - layout.in_place_numel], from its end to free
         self.staging: Scratch | None = None  # [layout.staging_numel], compute dtype, while gathering
         self.small: torch.Tensor | None = None  # [world / n * shard_numel], after a reshard to n ranks
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
@@ -115,7 +120,7 @@ class Bucket:
                     local.copy_(memory[part.start : part.start + part.numel])
                 else:
                     local.copy_(original.detach().narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
-        attributes = {**original.__dict__, "_fullshard_name": slot.name}
+        attributes = {**attributes_of(original), "_fullshard_name": slot.name}
         sharded = self._sharded_parameter(local, slot, original.requires_grad, attributes)
         return Member(slot, list(draft.places), sharded, local_of(sharded))
 
@@ -154,11 +159,11 @@ class Bucket:
 
     # Gather and free.
 
-    def issue_gather(self, comm: Comm, small_axis: Axis | None) -> int:
+    def issue_gather(self, comm: Comm, small_axis: Axis | None) -> tuple[int, int]:
         """Allocate `full` and start its collectives, from the shard or from what a reshard to fewer ranks kept.
 
         Returns:
-            Bytes of staging allocated until `finish_gather`.
+            Bytes that are allocated until `free`, and bytes until `finish_gather`.
         """
         if self.full is None:
             with torch.inference_mode(False):  # what is made here must serve training later
@@ -180,34 +185,43 @@ class Bucket:
                 comm.gather(axis, out, source.narrow(0, s.shard_offset * scale, s.slice_numel * scale))
                 for out, s in zip(self._outs, self.layout.segments, strict=True)
             ]
-        return self.staging.nbytes + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
+        cast = self._cast.numel() * self._cast.element_size() if self._cast is not None else 0
+        return self.full.nbytes, self.staging.nbytes + cast
 
-    def finish_gather(self, keep_small: Axis | None) -> None:
+    def finish_gather(self, keep_small: Axis | None) -> int:
         """Wait, copy out what did not come out in place, and give the staging back.
 
         Args:
             keep_small: the axis that the unit will reshard to after forward: its slice is kept here and now.
+
+        Returns:
+            Bytes that are allocated from now until `free`, besides those of `issue_gather`.
         """
         for pending in self._pending:
             pending.wait()
         self._pending = []
         self._cast = None
+        assert self.copied is not None
+        self.copied.allocate()
         copy_all(self._copy_out_to, self._copy_out_from)
         if keep_small is not None:
             parts = [out.view(keep_small.size, -1)[keep_small.rank] for out in self._outs]
             self.small = torch.cat(parts)
         assert self.staging is not None
         self.staging.free()
+        return self.copied.nbytes
 
     def free(self) -> None:
         """Give the full bucket back. The unsharded parameters stay, without memory."""
-        assert self.full is not None
+        assert self.full is not None and self.copied is not None
         self.full.free()
+        self.copied.free()
 
     def _make_buffers(self) -> None:
         """Make `full`, `staging` and all their views, and the unsharded parameters. Once, at the first gather."""
         layout, dtype = self.layout, self.compute_dtype
-        self.full = Scratch(layout.full_numel, dtype, self.device)
+        self.full = Scratch(layout.in_place_numel, dtype, self.device)
+        self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, self.device)
         self.staging = Scratch(layout.staging_numel, dtype, self.device)
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of full or of staging
         at = 0
@@ -221,29 +235,36 @@ class Bucket:
         self._copy_out_to: list[torch.Tensor] = []
         self._copy_out_from: list[torch.Tensor] = []
         for member in self.members:
-            self._make_unsharded(member, self.full.tensor)
+            self._make_unsharded(member)
             if layout.segments[member.slot.segment].full_offset is None:
                 self._plan_copy_out(member.slot)
+        self.copied.free()
 
-    def _make_unsharded(self, member: Member, full: torch.Tensor) -> None:
+    def _home(self, slot: Slot) -> tuple[torch.Tensor, int]:
+        """The buffer that holds `slot` while the unit is gathered, and its offset there."""
+        assert self.full is not None and self.copied is not None
+        if self.layout.segments[slot.segment].full_offset is not None:
+            return self.full.tensor, slot.full_offset
+        return self.copied.tensor, slot.full_offset - self.layout.in_place_numel
+
+    def _make_unsharded(self, member: Member) -> None:
         slot = member.slot
+        buffer, offset = self._home(slot)
         # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
         # look to autograd like a change of what it saved.
-        view = full.as_strided(slot.shape, slot.stride, slot.full_offset).data
+        view = buffer.as_strided(slot.shape, slot.stride, offset).data
         if member.unsharded is None:
             member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
-            member.unsharded.__dict__.update(
-                {k: v for k, v in member.sharded.__dict__.items() if not k.startswith("_fullshard")}
-            )
+            member.unsharded.__dict__.update(attributes_of(member.sharded))
         else:
             member.unsharded.data = view
 
     def _plan_copy_out(self, slot: Slot) -> None:
-        assert self.full is not None
+        buffer, home = self._home(slot)
         staged = self._outs[slot.segment]
         for piece in self.layout.pieces(slot):
-            offset = slot.full_offset + piece.parameter_offset
-            self._copy_out_to.append(self.full.tensor.as_strided(piece.sizes, piece.parameter_strides, offset))
+            offset = home + piece.parameter_offset
+            self._copy_out_to.append(buffer.as_strided(piece.sizes, piece.parameter_strides, offset))
             at = staged.storage_offset() + piece.gathered_offset
             self._copy_out_from.append(staged.as_strided(piece.sizes, piece.gathered_strides, at))
 
@@ -266,8 +287,8 @@ class Bucket:
         ]
         rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype)
         for old, new in zip(staying, rest.members, strict=True):
-            attributes = old.sharded.__dict__
-            new.sharded.__dict__.update({k: v for k, v in attributes.items() if k not in new.sharded.__dict__})
+            new.sharded.__dict__.update(attributes_of(old.sharded))
+            new.sharded.__dict__["_fullshard_unit"] = old.sharded.__dict__.get("_fullshard_unit")
             old.sharded.__dict__["_fullshard_successor"] = new.sharded
             for place, key in new.places:
                 place[key] = new.sharded
@@ -278,7 +299,7 @@ class Bucket:
     def rehome(self, shard: torch.Tensor) -> None:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
         self.shard, self.device, self.storage_dtype = shard, shard.device, shard.dtype
-        self.full = self.staging = self.small = None
+        self.full = self.copied = self.staging = self.small = None
         for member in self.members:
             local = self.view_of(shard, member.slot)
             if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:

@@ -17,7 +17,7 @@ from ..layout import ALIGN_BYTES, Layout, ParameterSpec, plan_flat, plan_rows
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
-from .parameter import RowShard, retire, successor_of
+from .parameter import RowShard, attributes_of, retire, successor_of
 from .unit import Unit
 
 OWNER_KEY = "_fullshard_unit"
@@ -61,44 +61,92 @@ class Found:
     owner: Unit | None = None
 
 
-def own_modules(
-    module: nn.Module, is_unit: Callable[[nn.Module], bool], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and its submodules with their names, without those of other units below it."""
-    yield prefix, module
+UnitOf = Callable[[nn.Module], Unit | None]
+"""The unit that a module is (one of) the modules of, or None."""
+
+
+def walk(
+    module: nn.Module, unit_of: UnitOf, path: str = "", unit: Unit | None = None
+) -> Iterator[tuple[str, nn.Module, Unit | None]]:
+    """`module` and all below it, each with its name and the unit that runs it (None: no unit below the top does)."""
+    yield path, module, unit
     for name, child in module.named_children():
-        if not is_unit(child):
-            yield from own_modules(child, is_unit, f"{prefix}.{name}" if prefix else name)
+        yield from walk(child, unit_of, f"{path}.{name}" if path else name, unit_of(child) or unit)
 
 
-def find_parameters(
-    modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool], ignored: set[int]
-) -> list[Found]:
-    """The parameters that a unit of `modules` takes: all in them that no unit below has, and ties to those it has.
+def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int]) -> list[Found]:
+    """The parameters that a unit of `modules` takes.
+
+    These are the parameters in them that no unit has, and those that units below share with each other or with the
+    rest of `modules`: a tied weight belongs to the innermost unit around all of its uses. A parameter shared with a
+    unit outside `modules` is left to that unit, until a unit around both is made.
 
     Args:
         modules: the unit's modules.
-        is_unit: whether a module is a unit already.
+        unit_of: the unit of a module.
         ignored: ids of parameters to leave alone.
     """
     found: dict[int, Found] = {}
+    users: dict[int, set[int]] = {}  # by parameter: ids of the units that run it; 0 for the one to be made
+    inside: set[int] = set()  # ids of the units below
     seen: set[int] = set()
     for module in modules:
-        for path, owner in own_modules(module, is_unit):
+        for path, owner, unit in walk(module, unit_of):
             if id(owner) in seen:
                 continue
             seen.add(id(owner))
-            watches = type(owner).__setattr__ is not nn.Module.__setattr__
-            place: dict[str, Any] = AttributePlace(owner) if watches else owner._parameters
+            inside.add(id(unit))
             for key, registered in owner._parameters.items():
                 if registered is None or id(registered) in ignored:
                     continue
                 parameter = successor_of(registered)
-                if id(parameter) not in found:
-                    name = f"{path}.{key}" if path else key
-                    found[id(parameter)] = Found(name, parameter, owner=owner_of(parameter))
-                found[id(parameter)].places.append((place, key))
-    return list(found.values())
+                name = f"{path}.{key}" if path else key
+                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
+                users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
+                if unit is None:
+                    item.places.append((_place_of(owner), key))
+    taken = []
+    for identity, item in found.items():
+        if item.owner is None:
+            taken.append(item)
+        elif id(item.owner) not in inside:
+            item.owner.add_places(item.parameter, item.places)
+        elif users[identity] != {id(item.owner)}:
+            taken.append(item)
+    return taken
+
+
+def _place_of(owner: nn.Module) -> dict[str, Any]:
+    watches = type(owner).__setattr__ is not nn.Module.__setattr__
+    return AttributePlace(owner) if watches else owner._parameters
+
+
+def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Module], bool]) -> None:
+    """Refuse a parameter that is used outside the unit that gathers it.
+
+    Args:
+        module: the root.
+        unit_of: the unit of a module.
+        within: whether a module lies in a unit's modules.
+
+    Raises:
+        LayoutError: names the parameter and where it is used.
+    """
+    for path, user, _ in walk(module, unit_of):
+        for key, registered in user._parameters.items():
+            if registered is None:
+                continue
+            parameter = successor_of(registered)
+            unit = owner_of(parameter)
+            if unit is not None and (parameter is not registered or not within(unit, user)):
+                raise LayoutError(
+                    message(
+                        f"A weight of unit {unit.name!r} is also used outside of it, where it is not gathered.",
+                        parameter=f"{path}.{key}" if path else key,
+                        expected="one unit around all uses of a tied weight",
+                        remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
+                    )
+                )
 
 
 def check_parameters(found: Sequence[Found], axes: MeshAxes) -> None:
@@ -204,7 +252,7 @@ def _draft(item: Found) -> Draft:
         return Draft(item.name, item.parameter, item.places)
     places, full = item.owner.give_up(item.parameter)
     original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
-    original.__dict__.update({k: v for k, v in item.parameter.__dict__.items() if not k.startswith("_fullshard")})
+    original.__dict__.update(attributes_of(item.parameter))
     return Draft(item.name, original, [*places, *item.places])
 
 

@@ -33,21 +33,45 @@ class RowShard(DTensor):
     ) -> Any:
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
+                result.__class__ = RowShard  # a transpose of a weight is misused just as the weight is
+                result.__dict__["_fullshard_name"] = _name_of(args)
+            return result
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise freed_error(args, func) from error
 
 
+_VIEWS = {
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.t,
+    torch.t,
+    torch.Tensor.transpose,
+    torch.transpose,
+    torch.Tensor.permute,
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.to,
+    torch.Tensor.__getitem__,
+}
+
+
+def _name_of(args: tuple[Any, ...]) -> str | None:
+    """The name of the first sharded parameter among `args`, or None."""
+    return next((name for a in args if (name := getattr(a, "__dict__", {}).get("_fullshard_name"))), None)
+
+
 def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
     """The error for computing with a sharded parameter as if it were the whole one."""
-    names = [name for a in args if (name := getattr(a, "__dict__", {}).get("_fullshard_name"))]
     return PhaseError(
         message(
             f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
             "whose unit is not gathered now.",
-            parameter=", ".join(names) or "?",
+            parameter=_name_of(args) or "?",
             expected="a call through the unit's forward, which gathers the parameter first",
             got="a call from outside it",
             remedy="if a method other than forward uses this weight, name it with "
@@ -119,6 +143,12 @@ def rows_parameter(
     parameter.__class__ = RowShard  # type: ignore[assignment]
     parameter.__dict__.update(attributes)
     return parameter
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users set on a parameter (`p.no_decay = True`), without what Fullshard keeps there."""
+    ours = ("_local_tensor", "_run")
+    return {k: v for k, v in parameter.__dict__.items() if k not in ours and not k.startswith("_fullshard")}
 
 
 def part_view(shard: torch.Tensor, part: Part) -> torch.Tensor:

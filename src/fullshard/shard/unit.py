@@ -7,7 +7,7 @@ An illegal transition raises `PhaseError`. Gradients have their own cycle, in `g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,24 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+def refuse_meta(units: Iterable[Unit]) -> None:
+    """Raise if any of these units holds parameters without values.
+
+    Raises:
+        PhaseError: names all of them.
+    """
+    names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
+    if names:
+        raise PhaseError(
+            message(
+                "A forward was called while parameters are on the meta device and hold no values.",
+                parameter=", ".join(names),
+                remedy="call model.to_empty(device=...) and then initialise every module "
+                "(reset_parameters() or a state dict load)",
+            )
+        )
 
 
 class Unit:
@@ -83,8 +101,9 @@ class Unit:
         self.state = State.GATHERING
         small_axis = self.small_axis
         for bucket in self.buckets:
-            self._staging_bytes += bucket.issue_gather(comm, small_axis)
-        self._full_bytes = self.full_bytes
+            held, staging = bucket.issue_gather(comm, small_axis)
+            self._full_bytes += held
+            self._staging_bytes += staging
         ledger = self.ledger
         ledger.gathered += self._full_bytes
         ledger.staging += self._staging_bytes
@@ -99,10 +118,13 @@ class Unit:
         keep = self.small_axis if keep_small else None
         for bucket in self.buckets:
             kept = bucket.small is None and keep is not None
-            bucket.finish_gather(keep if kept else None)
+            held = bucket.finish_gather(keep if kept else None)
+            self._full_bytes += held
+            self.ledger.gathered += held
             if kept and bucket.small is not None:
                 self.ledger.gathered += bucket.small.numel() * bucket.small.element_size()
                 self.ledger.note()
+        self.ledger.note()
         self.ledger.staging -= self._staging_bytes
         self._staging_bytes = 0
         self.state = State.GATHERED
@@ -118,6 +140,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.free()
         self.ledger.gathered -= self._full_bytes
+        self._full_bytes = 0
         self.state = State.SHARDED
         if stream.listeners:
             self._emit("free", self.gathered_bytes)
@@ -163,7 +186,6 @@ class Unit:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
 
         Raises:
-            PhaseError: parameters are on the meta device.
             ConfigError: a parameter was replaced by something that is not its shard.
         """
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -173,15 +195,6 @@ class Unit:
                 bucket.take_over()
                 gradients.forget()
                 self._unsharded_places = None
-            if bucket.shard.is_meta:
-                raise PhaseError(
-                    message(
-                        "A forward was called while parameters are on the meta device and hold no values.",
-                        parameter=", ".join(m.name for m in bucket.members),
-                        remedy="call model.to_empty(device=...) and then initialise every module "
-                        "(reset_parameters() or a state dict load)",
-                    )
-                )
             bucket.sync_requires_grad()
             gradients.release()
 
@@ -240,6 +253,16 @@ class Unit:
         raise PhaseError(
             f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard"
         )
+
+    def add_places(self, parameter: torch.Tensor, places: Sequence[tuple[dict[str, Any], str]]) -> None:
+        """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""
+        for member in self.members:
+            if member.sharded is parameter:
+                for place in places:
+                    if place not in member.places:
+                        member.places.append(place)
+                        place[0][place[1]] = parameter
+        self._unsharded_places = None
 
     # Gradients.
 
