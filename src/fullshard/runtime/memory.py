@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..shard import FlatShard, Unit, members_of, units_of
+from ..shard import FlatShard, Unit, members_of, owner_of, units_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         optimizer: counted if given.
     """
     units = units_of(model)
-    sharded = {id(member.sharded) for _, _, member in members_of(model)}
-    plain = [p for p in model.parameters() if id(p) not in sharded]
+    plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_bytes = sum(_nbytes(p) for p in plain)
     shard_bytes = sum(_nbytes(bucket.shard) for unit in units for bucket in unit.buckets)
     gradients = sum(g.held_bytes for unit in units for g in unit.gradients)

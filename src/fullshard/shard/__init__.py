@@ -7,7 +7,7 @@ from .gradients import Gradients, GradState
 from .lookup import members_of, names_of, units_of
 from .parameter import OriginalParameter, RowShard, local_of, retire, successor_of
 from .staleness import Clock
-from .unit import State, Unit, refuse_meta
+from .unit import State, Unit, owner_of, refuse_meta
 
 __all__ = [
     "Bucket",
@@ -26,6 +26,7 @@ __all__ = [
     "members_of",
     "names_of",
     "norms",
+    "owner_of",
     "refuse_meta",
     "retire",
     "successor_of",

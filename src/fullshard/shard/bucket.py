@@ -24,7 +24,7 @@ from ..errors import ConfigError, message
 from ..layout import Layout, Slot, plan_flat, plan_rows
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
-from .parameter import RowShard, attributes_of, local_of, part_view, rows_parameter, rows_tensor, set_local
+from .parameter import OWNER_KEY, RowShard, attributes_of, local_of, part_view, rows_parameter, rows_tensor, set_local
 from .scratch import Scratch
 from .staleness import stamp
 
@@ -256,6 +256,7 @@ class Bucket:
         if member.unsharded is None:
             member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
             member.unsharded.__dict__.update(attributes_of(member.sharded))
+            member.unsharded.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
         else:
             member.unsharded.data = view
 
@@ -288,7 +289,7 @@ class Bucket:
         rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
-            new.sharded.__dict__["_fullshard_unit"] = old.sharded.__dict__.get("_fullshard_unit")
+            new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
             old.sharded.__dict__["_fullshard_successor"] = new.sharded
             for place, key in new.places:
                 place[key] = new.sharded

@@ -17,17 +17,8 @@ from ..layout import ALIGN_BYTES, Layout, ParameterSpec, plan_flat, plan_rows
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
-from .parameter import RowShard, attributes_of, retire, successor_of
-from .unit import Unit
-
-OWNER_KEY = "_fullshard_unit"
-"""Where a sharded parameter keeps a weak reference to the unit that owns it."""
-
-
-def owner_of(parameter: torch.Tensor) -> Unit | None:
-    """The unit that shards `parameter`; None if none does."""
-    reference = parameter.__dict__.get(OWNER_KEY) if isinstance(parameter, (RowShard, FlatShard)) else None
-    return reference() if reference is not None else None
+from .parameter import OWNER_KEY, attributes_of, retire, successor_of
+from .unit import Unit, owner_of
 
 
 class AttributePlace(dict[str, Any]):

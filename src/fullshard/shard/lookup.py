@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from .bucket import Bucket, Member
-from .build import owner_of
 from .gradients import Gradients
-from .unit import Unit
+from .unit import Unit, owner_of
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -13,6 +13,9 @@ from ..comm import MeshAxes
 from ..errors import ConfigError, PhaseError, message
 from ..layout import Part, Slot
 
+OWNER_KEY = "_fullshard_unit"
+"""Where a parameter, sharded or unsharded, keeps a weak reference to the unit that owns it."""
+
 
 class RowShard(DTensor):
     """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.

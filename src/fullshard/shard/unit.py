@@ -19,6 +19,7 @@ from ..events import Ledger, stream
 from .bucket import Bucket, Member, full_or_meta
 from .gradient_set import Scaling
 from .gradients import Gradients, GradState
+from .parameter import OWNER_KEY
 from .staleness import stamp
 
 
@@ -28,6 +29,12 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+def owner_of(parameter: torch.Tensor) -> Unit | None:
+    """The unit that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
+    reference = parameter.__dict__.get(OWNER_KEY)
+    return reference() if reference is not None else None
 
 
 def refuse_meta(units: Iterable[Unit]) -> None:
