@@ -87,6 +87,19 @@ def test_round_trip_is_the_identity(layout: Layout) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(layouts())
+def test_a_parameter_that_is_one_view_of_its_segment_is_read_right(layout: Layout) -> None:
+    values = {s.name: torch.arange(s.numel, dtype=torch.float32).reshape(s.shape) for s in layout.slots}
+    shards = shards_of(layout, values)
+    for slot in layout.slots:
+        strides, segment = layout.strides_in_segment(slot), layout.segments[slot.segment]
+        if strides is not None and slot.numel:
+            start, stop = segment.shard_offset, segment.shard_offset + segment.slice_numel
+            gathered = torch.cat([shard[start:stop] for shard in shards])
+            assert torch.equal(gathered.as_strided(slot.shape, strides, slot.offset), values[slot.name])
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts())
 def test_every_element_is_owned_once(layout: Layout) -> None:
     for slot in layout.slots:
         parts = [layout.part(slot, rank) for rank in range(layout.world)]

@@ -260,6 +260,19 @@ class Layout:
             pieces.append(Piece(shape, slot.stride, whole * rows * step, dense_strides(shape, slot.spec.order), at))
         return tuple(pieces)
 
+    def strides_in_segment(self, slot: Slot) -> tuple[int, ...] | None:
+        """Strides with which the whole parameter is one view of its gathered segment; None if it is not one.
+
+        It is where a rank holds at most one row: rows then follow each other at the distance of a slice.
+        """
+        dim = slot.spec.dim
+        if self.kind == "flat" or self.segments[slot.segment].full_offset is not None:
+            return slot.stride
+        if _chunk(slot, self.world) != 1 or not slot.numel:
+            return None
+        row = dense_strides(_with_extent(slot, 1), slot.spec.order)
+        return (*row[:dim], self.segments[slot.segment].slice_numel, *row[dim + 1 :])
+
 
 def _chunk(slot: Slot, world: int) -> int:
     """Rows per rank, as `torch.chunk`: ceil(extent / world), at least 1."""

@@ -70,7 +70,11 @@ class Gradients:
 
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
-        return any(m.unsharded is not None and m.unsharded.grad is not None for m in self.bucket.members)
+        for member in self.bucket.members:
+            unsharded = member.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+        return False
 
     # Collect.
 
@@ -84,23 +88,23 @@ class Gradients:
         assert self.buffer is not None
         if first:
             self.buffer.allocate()
+        members = self.bucket.members
+        grads = [member.unsharded.grad if member.unsharded is not None else None for member in members]
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         missing = False
-        for index, member in enumerate(self.bucket.members):
-            grad = member.unsharded.grad if member.unsharded is not None else None
+        for member, grad, whole, target, pieces in zip(members, grads, *self._plan, strict=True):
             if grad is None:
                 missing = True
                 continue
-            member.unsharded.grad = None  # type: ignore[union-attr]
+            member.unsharded.grad = None
             member.got_grad = True
-            whole = self._whole_targets[index]
-            if whole is not None:
-                targets.append(whole)
+            if whole:
+                targets.append(target[0])
                 sources.append(grad)
             else:
-                targets.extend(self._piece_targets[index])
-                sources.extend(_cut(grad, member, self._pieces[index]))
+                targets += target
+                sources += _cut(grad, member, pieces)
         if first:
             zero_all([self.buffer.tensor] if missing else self._padding)
             copy_all(targets, sources)
@@ -117,19 +121,21 @@ class Gradients:
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._whole_targets: list[torch.Tensor | None] = []
-        self._piece_targets: list[list[torch.Tensor]] = []
-        self._pieces: list[tuple[Piece, ...]] = []
+        # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not.
+        plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...]]] = []
         for member in self.bucket.members:
-            slot = member.slot
-            base = layout.world * layout.segments[slot.segment].shard_offset
-            pieces = layout.pieces(slot)
-            targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
-            contiguous = layout.kind == "flat" or layout.segments[slot.segment].full_offset is not None
-            whole = tensor.as_strided(slot.shape, slot.stride, base + slot.offset) if contiguous else None
-            self._whole_targets.append(whole)
-            self._piece_targets.append(targets)
-            self._pieces.append(pieces)
+            slot, segment = member.slot, layout.segments[member.slot.segment]
+            base = layout.world * segment.shard_offset
+            if layout.kind == "flat" or segment.full_offset is not None:
+                plan.append((True, [tensor.as_strided(slot.shape, slot.stride, base + slot.offset)], ()))
+            else:
+                pieces = layout.pieces(slot)
+                if (strides := layout.strides_in_segment(slot)) is not None:
+                    plan.append((True, [tensor.as_strided(slot.shape, strides, base + slot.offset)], ()))
+                    continue
+                cut = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
+                plan.append((False, cut, pieces))
+        self._plan = list(zip(*plan, strict=True))
 
     # Reduce.
 
@@ -273,7 +279,7 @@ class Gradients:
         """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
         for view in self.views:
             self._agree(view)
-        return all(member.sharded.grad is None for member in self.bucket.members)
+        return not any(member.sharded.grad is not None for member in self.bucket.members)
 
     def _agree(self, view: OptimizerView) -> None:
         """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
@@ -291,11 +297,10 @@ class Gradients:
         """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
         current = self.set
         shape_fits = current is not None and len(current.views) == len(self.views)
-        if current is None or not shape_fits or not current.reusable():
-            shard = self.bucket.shard
-            self.set = self._make_set(torch.empty_like(shard))
-        elif not current.storage.nbytes():
-            current.storage.resize_(current.nbytes)
+        if current is not None and shape_fits and not current.storage.nbytes():
+            current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
+        elif current is None or not shape_fits or not current.reusable():
+            self.set = self._make_set(torch.empty_like(self.bucket.shard))
         assert self.set is not None
         return self.set
 
