@@ -24,7 +24,17 @@ from ..errors import ConfigError, message
 from ..layout import Layout, Slot, plan_flat, plan_rows
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
-from .parameter import OWNER_KEY, RowShard, attributes_of, local_of, part_view, rows_parameter, rows_tensor, set_local
+from .parameter import (
+    OWNER_KEY,
+    RowShard,
+    attributes_of,
+    hand_over,
+    local_of,
+    part_view,
+    rows_parameter,
+    rows_tensor,
+    set_local,
+)
 from .scratch import Scratch
 from .staleness import stamp
 
@@ -333,6 +343,7 @@ class Bucket:
                 if found is not member.sharded and found is not member.unsharded:
                     self._check_replacement(member, found)
                     assert isinstance(found, nn.Parameter)
+                    hand_over(member.sharded, found)
                     member.sharded = found
         locals_now = [local_of(member.sharded) for member in self.members]
         meta = [m.name for m, local in zip(self.members, locals_now, strict=True) if local.is_meta]

@@ -154,6 +154,12 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     return {k: v for k, v in parameter.__dict__.items() if k not in ours and not k.startswith("_fullshard")}
 
 
+def hand_over(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new`, which takes `old`'s place, its owner, its name, and what users set on it."""
+    kept = {k: v for k, v in old.__dict__.items() if k.startswith("_fullshard")}
+    new.__dict__.update({**attributes_of(old), **kept})
+
+
 def part_view(shard: torch.Tensor, part: Part) -> torch.Tensor:
     """`part` of a parameter as a view of this rank's shard [shard_numel]."""
     return shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)

@@ -19,7 +19,7 @@ from ..events import Ledger, stream
 from .bucket import Bucket, Member, full_or_meta
 from .gradient_set import Scaling
 from .gradients import Gradients, GradState
-from .parameter import OWNER_KEY
+from .parameter import OWNER_KEY, hand_over
 from .staleness import stamp
 
 
@@ -223,7 +223,9 @@ class Unit:
             bucket, member = found
             if id(bucket) not in moved:
                 moved[id(bucket)] = fn(bucket.shard)
-            return bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
+            result = bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
+            hand_over(tensor, result)  # `_apply` swaps the two, attributes included
+            return result
 
         self._applied = moved
         return applied
