@@ -28,7 +28,7 @@ from .parameter import (
     OWNER_KEY,
     RowShard,
     attributes_of,
-    hand_over,
+    identity_of,
     local_of,
     part_view,
     rows_parameter,
@@ -343,7 +343,7 @@ class Bucket:
                 if found is not member.sharded and found is not member.unsharded:
                     self._check_replacement(member, found)
                     assert isinstance(found, nn.Parameter)
-                    hand_over(member.sharded, found)
+                    found.__dict__.update(identity_of(member.sharded))
                     member.sharded = found
         locals_now = [local_of(member.sharded) for member in self.members]
         meta = [m.name for m, local in zip(self.members, locals_now, strict=True) if local.is_meta]

@@ -341,8 +341,16 @@ class Gradients:
         """Make optimizer views of runs (offset, length, member indices) of the shard.
 
         Raises:
-            ConfigError: one of the parameters has a view already, whose optimizer is alive.
+            ConfigError: one of the parameters has a view already, whose optimizer is alive, or has no values yet.
         """
+        if self.bucket.shard.is_meta:
+            raise ConfigError(
+                message(
+                    "An optimizer view was asked for while parameters are on the meta device.",
+                    parameter=", ".join(member.name for member in self.bucket.members),
+                    remedy="call model.to_empty(device=...) first",
+                )
+            )
         self.views = [view for view in self.views if view.tensor is not None]
         taken = {i for view in self.views for i in view.members}
         for _, _, indices in runs:

@@ -154,10 +154,10 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     return {k: v for k, v in parameter.__dict__.items() if k not in ours and not k.startswith("_fullshard")}
 
 
-def hand_over(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give `new`, which takes `old`'s place, its owner, its name, and what users set on it."""
-    kept = {k: v for k, v in old.__dict__.items() if k.startswith("_fullshard")}
-    new.__dict__.update({**attributes_of(old), **kept})
+def identity_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What a tensor that takes `parameter`'s place must be given: its owner, its name, and what users set on it."""
+    kept = {k: v for k, v in parameter.__dict__.items() if k.startswith("_fullshard")}
+    return {**attributes_of(parameter), **kept}
 
 
 def part_view(shard: torch.Tensor, part: Part) -> torch.Tensor:

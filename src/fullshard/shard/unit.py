@@ -19,7 +19,7 @@ from ..events import Ledger, stream
 from .bucket import Bucket, Member, full_or_meta
 from .gradient_set import Scaling
 from .gradients import Gradients, GradState
-from .parameter import OWNER_KEY, hand_over
+from .parameter import OWNER_KEY, identity_of
 from .staleness import stamp
 
 
@@ -223,11 +223,11 @@ class Unit:
             bucket, member = found
             if id(bucket) not in moved:
                 moved[id(bucket)] = fn(bucket.shard)
-            result = bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
-            hand_over(tensor, result)  # `_apply` swaps the two, attributes included
-            return result
+            return bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
 
         self._applied = moved
+        # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
+        self._identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
         return applied
 
     def finish_apply(self) -> None:
@@ -235,9 +235,11 @@ class Unit:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             moved = self._applied.get(id(bucket))
             if moved is not None:
+                for member in bucket.members:
+                    member.sharded.__dict__.update(self._identities[id(member.sharded)])
                 bucket.rehome(moved)
                 gradients.forget()
-        self._applied = {}
+        self._applied, self._identities = {}, {}
         self._unsharded_places = None
 
     def give_up(self, parameter: torch.Tensor) -> tuple[list[tuple[dict[str, Any], str]], torch.Tensor]:
