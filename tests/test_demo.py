@@ -1,0 +1,189 @@
+"""examples/: the pieces of the demo by themselves, then the script as a user runs it, with a tiny model and text."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SIZES = {"layers": 2, "width": 16, "heads": 2, "context": 16, "batch": 4, "warmup": 2, "sample": 8}
+TINY = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Any]:
+    """The modules of examples/, imported as the script imports them."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import checkpoint
+        import corpus
+        import model
+        import pretrain
+        import report
+
+        yield SimpleNamespace(checkpoint=checkpoint, corpus=corpus, model=model, pretrain=pretrain, report=report)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of source files, large enough to be accepted, both parts of it."""
+    folder = tmp_path_factory.mktemp("text")
+    for index in range(400):
+        (folder / f"file_{index:03}.py").write_text(f"def function_{index}(argument):\n    return argument\n" * 10)
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "installed.py").write_text("never read")
+    return folder
+
+
+def test_text_is_split_by_path_and_installed_packages_are_left_out(demo: Any, text: Path) -> None:
+    read = demo.corpus.read_corpus(text, context=16)
+    held_out = [path for path in sorted(text.glob("*.py")) if demo.corpus.is_held_out(path.name)]
+    assert 0 < len(held_out) < 80
+    assert bytes(read.held_out.tolist()) == b"\n".join(path.read_bytes() for path in held_out)
+    assert b"never read" not in bytes(read.training.tolist())
+    assert demo.corpus.read_corpus(text, context=16).fingerprint == read.fingerprint
+
+
+def test_too_little_text_is_refused_with_the_numbers(demo: Any, tmp_path: Path) -> None:
+    with pytest.raises(demo.corpus.CorpusError, match=r"0 bytes .* at least 100,000"):
+        demo.corpus.read_corpus(tmp_path, context=16)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_global_batch_does_not_depend_on_the_world(demo: Any, world: int) -> None:
+    text = torch.arange(5000) % 251
+    offsets = demo.corpus.training_offsets(text.to(torch.uint8), 16, 8, seed=3, step=7)
+    rows = [demo.corpus.rows_of_rank(offsets, rank, world) for rank in range(world)]
+    assert torch.cat(rows).equal(offsets)
+    inputs, targets = demo.corpus.windows(text, offsets, 16, torch.device("cpu"))
+    assert inputs.shape == targets.shape == (8, 16)
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    assert not offsets.equal(demo.corpus.training_offsets(text, 16, 8, seed=3, step=8))
+
+
+def test_validation_windows_reach_the_end_of_the_text(demo: Any) -> None:
+    text = torch.zeros(100, dtype=torch.uint8)
+    offsets = demo.corpus.held_out_offsets(text, 16, 5)
+    assert offsets[0] == 0 and offsets[-1] + 16 + 1 == len(text)
+
+
+def test_model_sees_no_later_byte(demo: Any) -> None:
+    model = demo.model.GPT(demo.model.GPTConfig(layers=2, width=16, heads=2, context=12))
+    tokens = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 8] ^= 1
+    before, after = model(tokens), model(changed)
+    assert before[:, :8].equal(after[:, :8])
+    assert not before[:, 8:].equal(after[:, 8:])
+
+
+def test_starting_weights_follow_from_name_and_seed(demo: Any) -> None:
+    value = demo.model.initial_value
+    shape = torch.Size((32, 16))
+    assert value("blocks.0.mlp_in.weight", shape, 1).equal(value("blocks.0.mlp_in.weight", shape, 1))
+    assert not value("blocks.0.mlp_in.weight", shape, 1).equal(value("blocks.1.mlp_in.weight", shape, 1))
+    assert not value("blocks.0.mlp_in.weight", shape, 1).equal(value("blocks.0.mlp_in.weight", shape, 2))
+    assert value("head.weight", shape, 1).count_nonzero() == 0
+
+
+def test_learning_rate_warms_up_and_ends_at_a_tenth(demo: Any) -> None:
+    options = SimpleNamespace(steps=100, warmup=10, learning_rate=1.0)
+    rates = [demo.pretrain.learning_rate(step, options) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[10] == pytest.approx(1.0) and rates[100] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+
+
+def test_the_checkpoint_before_serves_while_a_new_one_takes_its_place(demo: Any, tmp_path: Path) -> None:
+    assert demo.checkpoint.find(tmp_path) is None
+    (tmp_path / "checkpoint.saving").mkdir()
+    assert demo.checkpoint.find(tmp_path) is None
+    (tmp_path / "checkpoint.old").mkdir()
+    assert demo.checkpoint.find(tmp_path) == tmp_path / "checkpoint.old"
+    (tmp_path / "checkpoint").mkdir()
+    assert demo.checkpoint.find(tmp_path) == tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"model": {"width": 8}}, "another model"), ({"seed": 1}, "another seed"), ({"fingerprint": 2}, "training text")],
+)
+def test_a_checkpoint_of_another_run_is_refused(demo: Any, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    record = {"model": {"width": 16}, "seed": 0, "fingerprint": 1}
+    (tmp_path / "record.json").write_text(json.dumps(record | change))
+    with pytest.raises(demo.checkpoint.CheckpointUnusable, match=words):
+        demo.checkpoint.read_record(tmp_path, demo.checkpoint.Record(**record))
+
+
+def test_a_damaged_record_is_refused(demo: Any, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"model": ')
+    with pytest.raises(demo.checkpoint.CheckpointUnusable, match="cannot read"):
+        demo.checkpoint.read_record(tmp_path, demo.checkpoint.Record({}, 0, 0))
+
+
+def test_sizes_are_readable(demo: Any) -> None:
+    sizes = [demo.report.human_bytes(count) for count in (999, 1000, 999_960, 12_345_678, 2.5e12)]
+    assert sizes == ["999 B", "1.0 kB", "1.0 MB", "12.3 MB", "2.5 TB"]
+
+
+def command(out: Path, text: Path, *extra: str, ranks: int = 0) -> list[str]:
+    """The command line of a tiny run; `ranks` of 0 is plain `python`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    script = str(EXAMPLES / "pretrain.py")
+    return [sys.executable, *launcher, script, "--device", "cpu", "--data", str(text), "--out", str(out), *TINY, *extra]
+
+
+def run(arguments: list[str], variables: dict[str, str] | None = None, expected_status: int = 0) -> str:
+    """What the command prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (variables or {})
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == expected_status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(out: Path) -> list[float]:
+    return json.loads((out / "checkpoint" / "record.json").read_text())["losses"]
+
+
+def test_demo_on_two_ranks_goes_on_on_one(tmp_path: Path, text: Path) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    said = run(command(two, text, "--steps", "6", "--save-every", "4", ranks=2))
+    assert "on 2 x cpu (gloo)" in said and "step     6/6" in said and "Validation loss:" in said
+    assert sorted(path.name for path in two.iterdir()) == ["checkpoint", "loss.png", "memory.png"]
+    run(command(one, text, "--steps", "6"))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+
+    assert "after step 6 of 8" in run(command(two, text, "--steps", "8"))  # resumed on one rank
+    assert len(losses(two)) == 8
+    assert "finished before" in run(command(two, text, "--steps", "8"))
+    run(command(two, text, "--steps", "3", "--layers", "1", "--fresh"))
+    assert len(losses(two)) == 3
+
+
+def test_demo_saves_when_interrupted(tmp_path: Path, text: Path) -> None:
+    arguments = command(tmp_path, text, "--steps", "100000", "--save-every", "100000")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+    assert process.returncode == 0 and "Interrupted after step" in said
+    assert len(losses(tmp_path)) >= 1
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, text: Path) -> None:
+    as_rank_0_of_2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    said = run(command(tmp_path, text, "--batch", "3"), as_rank_0_of_2, expected_status=2)
+    assert said.startswith("pretrain.py: --batch 3 does not divide by 2 ranks") and said.count("\n") == 1
