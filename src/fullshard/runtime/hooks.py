@@ -24,7 +24,7 @@ from torch import nn
 
 from ..comm import Comm
 from ..precision import MixedPrecisionPolicy, cast_floating
-from ..shard import State, Unit, refuse_meta
+from ..shard import State, Unit, plain_access, refuse_meta
 from ..structure import map_tensors, tensors_in
 from .root import Root
 
@@ -284,7 +284,7 @@ class UnitHooks:
         if (self.open_calls > 0 and not complete) or not unit.has_gradients():
             return
         self._arrived = 0
-        with _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only in a backward with create_graph
+        with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only with create_graph
             root.make_room(self)
             unit.collect_gradients()
             if self.requires_gradient_sync:
@@ -323,8 +323,9 @@ class UnitHooks:
         for member in self.unit.finish_reduce(root.comm, self.requires_all_reduce, self.all_reduce_hook):
             hooks = getattr(member.sharded, "_post_accumulate_grad_hooks", None)
             if hooks:
-                for hook in list(hooks.values()):
-                    hook(member.sharded)
+                with torch._C._EnableTorchFunction():
+                    for hook in list(hooks.values()):
+                        hook(member.sharded)
 
     # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
 

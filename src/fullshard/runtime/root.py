@@ -9,7 +9,7 @@ import torch
 
 from ..comm import Axis, Comm
 from ..events import Ledger
-from ..shard import State, refuse_meta
+from ..shard import State, plain_access, refuse_meta
 from .agreement import check_agreement
 from .backward_end import BackwardEnd
 from .schedule import Order
@@ -72,8 +72,9 @@ class Root:
         """A unit's forward was called from outside any pass: usually the root's."""
         if self._backward is not None:  # a backward raised
             self.recover()
-        for hooks in self.units:
-            hooks.unit.refresh()
+        with plain_access():
+            for hooks in self.units:
+                hooks.unit.refresh()
         refuse_meta([hooks.unit for hooks in self.units])
         for hooks in self.units:
             unit = hooks.unit
@@ -116,7 +117,7 @@ class Root:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         for hooks in reversed(self.units):
             hooks.end_backward()
-        with torch.no_grad():
+        with plain_access(), torch.no_grad():
             while self.reducing:
                 self.reducing.popleft().finish_reduce()
         self.backward_order.finish()

@@ -5,7 +5,7 @@ from .flat_shard import FlatShard, norms
 from .gradient_set import OptimizerView
 from .gradients import Gradients, GradState
 from .lookup import members_of, names_of, units_of
-from .parameter import OriginalParameter, RowShard, local_of, retire, successor_of
+from .parameter import OriginalParameter, RowShard, local_of, plain_access, retire, successor_of
 from .staleness import Clock
 from .unit import State, Unit, owner_of, refuse_meta
 
@@ -27,6 +27,7 @@ __all__ = [
     "names_of",
     "norms",
     "owner_of",
+    "plain_access",
     "refuse_meta",
     "retire",
     "successor_of",
