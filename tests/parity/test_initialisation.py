@@ -1,0 +1,223 @@
+"""Ways in which a model comes to be sharded: from meta, in one call, in part, from a state dict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fullshard
+from models import EXAMPLES
+from training import (
+    FP64,
+    LAYOUTS,
+    Options,
+    assert_same,
+    compare,
+    compare_tensors,
+    full_gradients,
+    full_parameters,
+    mesh_of,
+    reference,
+    shard,
+    take_step,
+    train_reference,
+    train_sharded,
+)
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def double(layout: str, **settings: object) -> Options:
+    return Options(layout=layout, dtype=torch.float64, **settings)
+
+
+def sharded(name: str, options: Options, device: str = "cpu") -> nn.Module:
+    example = EXAMPLES[name]
+    with torch.device(device):
+        model = example.make(options.dtype)
+    return shard(fullshard, model, example, options)
+
+
+def trains_like_one_process(model: nn.Module, name: str, options: Options) -> list[str]:
+    """Trains the model as it stands and an unsharded one that starts from the same whole parameters."""
+    example = EXAMPLES[name]
+    plain = example.make(options.dtype)
+    plain.load_state_dict(full_parameters(model), strict=False)
+    got = train_sharded(fullshard, example, options, model)
+    want = train_reference(example, options, dist.get_world_size(), plain)
+    return compare(got, want, FP64, "one process")
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["gpt", "odd_mlp"])
+def test_meta_then_reset_parameters(run_ranks, name, layout):
+    assert_same(run_ranks(from_meta_by_reset, name, double(layout), world=4))
+
+
+def from_meta_by_reset(name: str, options: Options) -> list[str]:
+    model = sharded(name, options, "meta")
+    problems = [f"{n} is on {p.device}, not meta" for n, p in model.named_parameters() if p.device.type != "meta"]
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters(recurse=False):
+            p.fill_(0.25)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    ranks_differ = {name: p.std().item() == 0 for name, p in full_parameters(model).items() if p.ndim > 1}
+    own = {name for name, _ in model.named_parameters(recurse=False)}
+    problems += [f"{name} was not initialised" for name, same in ranks_differ.items() if same and name not in own]
+    return problems + trains_like_one_process(model, name, options)
+
+
+@both_layouts
+@pytest.mark.parametrize("assign", [True, False], ids=["assigned", "copied"])
+def test_meta_then_state_dict(run_ranks, assign, layout):
+    assert_same(run_ranks(from_meta_by_state_dict, double(layout), assign))
+
+
+def from_meta_by_state_dict(options: Options, assign: bool) -> list[str]:
+    source = sharded("odd_mlp", options)
+    model = sharded("odd_mlp", options, "meta")
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict(), assign=assign)
+    got = train_sharded(fullshard, EXAMPLES["odd_mlp"], options, model)
+    want = reference("odd_mlp", Options(dtype=options.dtype), dist.get_world_size())
+    return compare(got, want, FP64, "one process")
+
+
+@both_layouts
+def test_state_dict_loaded_between_steps(run_ranks, layout):
+    """What is loaded after training began is what the next forward computes with."""
+    assert_same(run_ranks(loaded_between_steps, double(layout)))
+
+
+def loaded_between_steps(options: Options) -> list[str]:
+    example, source = EXAMPLES["gpt"], sharded("gpt", options)
+    model = sharded("gpt", options)
+    for assign in (False, True):
+        train_sharded(fullshard, example, options, model)
+        model.load_state_dict({name: t.clone() for name, t in source.state_dict().items()}, assign=assign)
+    got = train_sharded(fullshard, example, options, model)
+    return compare(got, reference("gpt", Options(dtype=options.dtype), dist.get_world_size()), FP64, "one process")
+
+
+@pytest.mark.parametrize("broadcast", [False, True], ids=["each_rank", "from_rank_0"])
+def test_full_state_dict_through_pytorch(run_ranks, broadcast):
+    """torch.distributed.checkpoint.state_dict distributes a whole state dict over DTensors."""
+    assert_same(run_ranks(from_full_state_dict, broadcast))
+
+
+def from_full_state_dict(broadcast: bool) -> list[str]:
+    options = double("rows")
+    whole = EXAMPLES["odd_mlp"].make(options.dtype).state_dict()
+    model = sharded("odd_mlp", options, "meta")
+    model.to_empty(device="cpu")
+    settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, whole if dist.get_rank() == 0 or not broadcast else {}, options=settings)
+    got = train_sharded(fullshard, EXAMPLES["odd_mlp"], options, model)
+    want = reference("odd_mlp", Options(dtype=options.dtype), dist.get_world_size())
+    return compare(got, want, FP64, "one process")
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+def test_one_call_shards_the_whole_model(run_ranks, name, layout):
+    assert_same(run_ranks(by_auto_wrap_policy, name, double(layout)))
+
+
+def by_auto_wrap_policy(name: str, options: Options) -> list[str]:
+    example = EXAMPLES[name]
+    model = example.make(options.dtype)
+    returned = fullshard.fully_shard(model, auto_wrap_policy="auto", layout=options.layout)
+    problems = [] if returned is model else ["fully_shard returned another module"]
+    units = {n for n, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)}
+    wanted = {"", *(f"blocks.{index}" for index in range(len(model.blocks)))}
+    if units != wanted:
+        problems.append(f"units {sorted(units)} where {sorted(wanted)} are wanted")
+    got = train_sharded(fullshard, example, options, model)
+    want = reference(name, Options(dtype=options.dtype), dist.get_world_size())
+    return problems + compare(got, want, FP64, "one process")
+
+
+@both_layouts
+def test_ignored_parameters(run_ranks, layout):
+    assert_same(run_ranks(with_ignored_parameters, double(layout)))
+
+
+def with_ignored_parameters(options: Options) -> list[str]:
+    """Ignored parameters stay as they are: plain and whole, with this rank's own gradients, as in PyTorch."""
+    example, records, problems = EXAMPLES["gpt"], {}, []
+    for library in (fullshard, torch_fsdp):
+        model = example.make(options.dtype)
+        ignored = {model.head.weight, model.blocks[0].norm1.weight}
+        keywords = {"layout": options.layout} if library is fullshard else {}
+        for unit in [*example.units(model), model]:
+            library.fully_shard(unit, ignored_params=ignored, **keywords)
+        if library is fullshard:
+            found = dict(model.named_parameters())
+            for name in ("head.weight", "blocks.0.norm1.weight"):
+                if not any(found[name] is p for p in ignored):
+                    problems.append(f"{name} was replaced, though ignored")
+        take_step(model, example, 0, [dist.get_rank()], options)
+        records[library] = full_gradients(model)
+    return problems + compare_tensors("gradient of", records[fullshard], records[torch_fsdp], FP64)
+
+
+def test_rows_are_dtensors_cut_as_chunk_does(run_ranks):
+    assert_same(run_ranks(local_chunks, "default", world=4))
+    assert_same(run_ranks(local_chunks, "hybrid", world=4))
+
+
+def local_chunks(mesh: str) -> list[str]:
+    """Names, shapes, placements and local parts of every sharded parameter; some parts are empty."""
+    model = sharded("odd_mlp", Options(mesh=mesh))
+    ways = dist.get_world_size() // (2 if mesh == "hybrid" else 1)
+    want = (Replicate(), Shard(0)) if mesh == "hybrid" else (Shard(0),)
+    problems = []
+    plain = dict(EXAMPLES["odd_mlp"].make().named_parameters())
+    if [name for name, _ in model.named_parameters()] != list(plain):
+        problems.append(f"names {[name for name, _ in model.named_parameters()]}, wanted {list(plain)}")
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor) or not isinstance(p, nn.Parameter) or tuple(p.placements) != want:
+            problems.append(f"{name} is a {type(p)} with placements {getattr(p, 'placements', None)}")
+            continue
+        chunks = list(plain[name].chunk(ways)) + [plain[name][:0]] * ways
+        local = p.to_local()
+        if p.shape != plain[name].shape or not torch.equal(local, chunks[dist.get_rank() % ways]):
+            problems.append(f"{name}: local part {tuple(local.shape)} of {tuple(p.shape)} is not its chunk")
+    return problems
+
+
+def test_flat_shards_hold_everything_once(run_ranks):
+    """Global shapes and whole tensors are exact; no rank holds more than its share of the elements."""
+    assert_same([problem for problem, _ in run_ranks(flat_shards, world=4)])
+    held = [count for _, count in run_ranks(flat_shards, world=4)]
+    total = sum(p.numel() for p in EXAMPLES["odd_mlp"].make().parameters())
+    assert total <= sum(held) <= total + 4 * 6 * 4, f"ranks hold {held} elements of {total}"
+
+
+def flat_shards() -> tuple[list[str], int]:
+    model = sharded("odd_mlp", Options(layout="flat"))
+    want = {name: p.detach() for name, p in EXAMPLES["odd_mlp"].make().named_parameters()}
+    problems = [f"{n} has shape {p.shape}" for n, p in model.named_parameters() if p.shape != want[n].shape]
+    problems += compare_tensors("whole", full_parameters(model), want, 0.0)
+    return problems, sum(view.numel() for view in fullshard.optimizer_view(model))
+
+
+@pytest.mark.parametrize("mesh", ["default", "hybrid"])
+def test_mesh_attributes_of_rows(run_ranks, mesh):
+    assert run_ranks(mesh_names, mesh, world=4) == [True] * 4
+
+
+def mesh_names(mesh: str) -> bool:
+    """Every sharded parameter's mesh is the mesh it was given, so that other code can go on with it."""
+    model = sharded("odd_mlp", Options(mesh=mesh))
+    wanted = mesh_of(mesh) or mesh_of("1d")
+    return all(p.device_mesh.shape == wanted.shape for p in model.parameters())

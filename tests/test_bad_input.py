@@ -1,0 +1,340 @@
+"""Mistakes of a user: one clear error from our tree, before any collective can hang, the model as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import fully_shard
+from fullshard.errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
+from models import EXAMPLES, WIDTH, OddMLP, Scorer, Shapes
+from training import (
+    FP64,
+    LAYOUTS,
+    OPTIMIZER,
+    Options,
+    compare_tensors,
+    full_parameters,
+    reference,
+    shard,
+    take_step,
+)
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def look_at(model: nn.Module) -> dict[str, object]:
+    """Everything of a model that a failed call could have changed."""
+    found: dict[str, object] = {}
+    for name, module in model.named_modules():
+        hooks = {key: len(value) for key, value in vars(module).items() if isinstance(value, OrderedDict)}
+        found[f"module {name}"] = type(module), sorted(vars(module)), hooks
+    for name, p in model.named_parameters():
+        found[f"parameter {name}"] = id(p), p.device, p.dtype, p.requires_grad, p._version
+    return found
+
+
+def refuses(error: type[Exception], words: list[str], model: nn.Module, call: Callable[[], object]) -> None:
+    """`call` raises exactly one of our errors, which names all `words`, and leaves `model` alone."""
+    before = look_at(model)
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert isinstance(caught.value, FullshardError)
+    assert not isinstance(caught.value, AssertionError)
+    missing = [word for word in words if word not in text]
+    assert not missing, f"the message does not say {missing}:\n{text}"
+    assert look_at(model) == before
+
+
+def test_no_process_group_and_no_mesh():
+    assert not dist.is_initialized()
+    model = OddMLP()
+    refuses(ConfigError, ["init_process_group", "mesh"], model, lambda: fully_shard(model))
+
+
+def test_mesh_of_three_dimensions(fake_world):
+    fake_world(8)
+    model, mesh = OddMLP(), init_device_mesh("cpu", (2, 2, 2))
+    refuses(ConfigError, ["mesh", "3"], model, lambda: fully_shard(model, mesh=mesh))
+
+
+def test_mesh_that_is_no_mesh(fake_world):
+    fake_world(4)
+    model = OddMLP()
+    refuses(ConfigError, ["mesh"], model, lambda: fully_shard(model, mesh=4))
+
+
+@pytest.mark.parametrize("container", ["ModuleList", "ModuleDict"])
+def test_container_without_forward(fake_world, container):
+    fake_world(4)
+    layer = nn.Linear(3, 3)
+    model = nn.ModuleList([layer]) if container == "ModuleList" else nn.ModuleDict({"layer": layer})
+    refuses(ConfigError, [container, "forward"], model, lambda: fully_shard(model))
+
+
+def test_container_without_forward_in_a_list_of_modules(fake_world):
+    fake_world(4)
+    model = nn.ModuleList([nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])])
+    refuses(ConfigError, ["ModuleList", "forward"], model, lambda: fully_shard([model[0], model[1]]))
+
+
+@both_layouts
+def test_applied_twice(fake_world, layout):
+    fake_world(4)
+    model = fully_shard(OddMLP(), layout=layout)
+    refuses(ConfigError, ["OddMLP", "once"], model, lambda: fully_shard(model, layout=layout))
+
+
+def test_applied_to_no_module(fake_world):
+    fake_world(4)
+    model = OddMLP()
+    refuses(ConfigError, ["Parameter"], model, lambda: fully_shard(model.scale))
+    refuses(ConfigError, [], model, lambda: fully_shard([]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA mesh is no mistake where there is CUDA")
+def test_parameters_on_another_device_than_the_mesh(fake_world):
+    fake_world(4)
+    model, mesh = OddMLP(), init_device_mesh("cuda", (4,))
+    refuses(ConfigError, ["cuda", "cpu"], model, lambda: fully_shard(model, mesh=mesh))
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("reshard_after_forward", 3),
+        ("reshard_after_forward", 8),
+        ("reshard_after_forward", "yes"),
+        ("prefetch", -1),
+        ("comm", "pigeon"),
+        ("auto_wrap_policy", "wrong"),
+        ("mp_policy", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_wrong_values(fake_world, argument, value, layout):
+    fake_world(4)
+    model = OddMLP()
+    refuses(
+        ConfigError,
+        [argument, str(value)],
+        model,
+        lambda: fully_shard(model, layout=layout, **{argument: value}),
+    )
+
+
+def test_wrong_layout(fake_world):
+    fake_world(4)
+    model = OddMLP()
+    refuses(
+        ConfigError,
+        ["layout", "'diagonal'", "rows", "flat"],
+        model,
+        lambda: fully_shard(model, layout="diagonal"),
+    )
+
+
+def test_scalar_parameter_in_rows(fake_world):
+    """It has no dim 0 to cut; the flat layout holds it."""
+    fake_world(4)
+    model = Shapes(scalar=True)
+    refuses(LayoutError, ["gain", "flat"], model, lambda: fully_shard(model))
+    fully_shard(model, layout="flat")
+
+
+def test_errors_are_the_builtin_kinds_too():
+    """Code written for PyTorch's errors still catches ours."""
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(LayoutError, ValueError)
+    for error in (DivergenceError, CheckpointError, PhaseError):
+        assert issubclass(error, RuntimeError)
+
+
+@both_layouts
+def test_forward_while_parameters_are_on_meta(fake_world, layout):
+    fake_world(4)
+    with torch.device("meta"):
+        model = OddMLP()
+    for layer in model.layers:
+        fully_shard(layer, layout=layout)
+    fully_shard(model, layout=layout)
+    with pytest.raises(FullshardError) as caught:
+        model(torch.ones(2, 7))
+    assert isinstance(caught.value, RuntimeError)  # as PyTorch's is
+    for word in ("meta", "scale", "layers.0.weight", "to_empty"):
+        assert word in str(caught.value)
+    model.to_empty(device="cpu")
+    model(torch.ones(2, 7))  # and now it works
+
+
+@both_layouts
+def test_one_parameter_left_on_meta_is_named(fake_world, layout):
+    fake_world(4)
+    model = OddMLP()
+    model.layers[1].bias = nn.Parameter(torch.empty(1023, device="meta"))
+    with pytest.raises(FullshardError, match=r"layers\.1\.bias") as caught:  # when sharded, or when called
+        fully_shard(model, layout=layout)
+        model(torch.ones(2, 7))
+    assert "layers.1.weight" not in str(caught.value)
+
+
+@both_layouts
+def test_method_that_was_not_registered(fake_world, layout):
+    """Called while the unit is freed, it would compute with a slice; the remedy is in the message."""
+    fake_world(4)
+    model = Scorer()
+    for block in model.blocks:
+        fully_shard(block, layout=layout)
+    fully_shard(model, layout=layout)
+    x = torch.ones(2, WIDTH)
+    model(x)
+    before = look_at(model)
+    with pytest.raises(PhaseError) as caught:
+        model.blocks[1].project(x, gain=1.0)
+    for word in ("blocks.1", "register_fsdp_forward_method"):
+        assert word in str(caught.value)
+    assert look_at(model) == before
+    fullshard.register_fsdp_forward_method(model.blocks[1], "project")
+    assert model.blocks[1].project(x, gain=1.0).shape == (2, WIDTH)
+
+
+def test_registering_a_method_that_does_not_exist(fake_world):
+    """PyTorch's raises a ValueError that names the class and the method."""
+    fake_world(4)
+    model = fully_shard(OddMLP())
+    with pytest.raises(ConfigError, match=r"OddMLP.*encode"):
+        fullshard.register_fsdp_forward_method(model, "encode")
+
+
+@both_layouts
+def test_sharded_parameter_replaced_by_a_plain_one(fake_world, layout):
+    """Noticed at the next gather and refused: it is not known which part of it this rank should hold."""
+    fake_world(4)
+    model = OddMLP()
+    for unit in [*model.layers, model]:
+        fully_shard(unit, layout=layout)
+    model(torch.ones(2, 7))
+    model.layers[2].weight = nn.Parameter(torch.zeros(3, 1023))
+    with pytest.raises(ConfigError) as caught:
+        model(torch.ones(2, 7))
+    for word in ("layers.2.weight", "expected", "remedy"):
+        assert word in str(caught.value)
+
+
+@both_layouts
+def test_state_dict_with_wrong_shapes(fake_world, layout):
+    fake_world(4)
+    model, other = OddMLP(), OddMLP()
+    other.layers[2] = nn.Linear(1023, 5)
+    for one in (model, other):
+        fully_shard(one, layout=layout)
+    state = other.state_dict()
+    before = {name: (id(p), full_local(p)) for name, p in model.named_parameters()}
+    with pytest.raises(FullshardError) as caught:
+        model.load_state_dict(state)
+    assert isinstance(caught.value, RuntimeError)  # as PyTorch's is
+    for word in ("layers.2.weight", "(3, 1023)", "(5, 1023)"):
+        assert word in str(caught.value).replace("[", "(").replace("]", ")")
+    for name, p in model.named_parameters():
+        assert id(p) == before[name][0]
+        assert torch.equal(full_local(p), before[name][1]), f"{name} was loaded, though the whole was refused"
+
+
+def full_local(p: torch.Tensor) -> torch.Tensor:
+    """This rank's own numbers of a sharded parameter, copied."""
+    return (p.to_local() if hasattr(p, "to_local") else p._local_tensor).detach().clone()
+
+
+class Renamed(nn.Module):
+    """The second layer, but that its weight has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait = nn.Parameter(torch.zeros(1023, 13))
+        self.bias = nn.Parameter(torch.zeros(1023))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.wait, self.bias)
+
+
+def different(kind: str) -> nn.Module:
+    """A model that rank 1 builds differently."""
+    model = OddMLP()
+    if dist.get_rank() == 1:
+        if kind == "name":
+            model.layers[1] = Renamed()
+        elif kind == "shape":
+            model.layers[1], model.layers[2] = nn.Linear(13, 1021), nn.Linear(1021, 3)
+        elif kind == "dtype":
+            model.layers[1].bias = nn.Parameter(model.layers[1].bias.detach().double())
+        elif kind == "count":
+            model.extra = nn.Parameter(torch.ones(3))
+        elif kind == "frozen":
+            model.layers[1].bias.requires_grad_(False)
+    return model
+
+
+def train_differently(kind: str, layout: str) -> tuple[str, str]:
+    """Type and text of the error that this rank got from its first forward."""
+    model = different(kind)
+    for layer in model.layers:
+        fully_shard(layer, layout=layout)
+    fully_shard(model, layout=layout)
+    try:
+        model(torch.ones(2, 7))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("name", ["layers.1.weight", "layers.1.wait"]),
+        ("shape", ["layers.1.weight", "1023", "1021"]),
+        ("dtype", ["layers.1.bias", "float32", "float64"]),
+        ("count", ["extra"]),
+        ("frozen", ["layers.1.bias"]),
+    ],
+)
+def test_ranks_with_different_parameters(run_ranks, kind, words, layout):
+    """Every rank gets the error, with the first difference and both ranks in it."""
+    for error, text in run_ranks(train_differently, kind, layout, timeout=20):
+        assert error == "DivergenceError", text
+        missing = [word for word in [*words, "rank 0", "rank 1"] if word not in text]
+        assert not missing, f"the message does not say {missing}:\n{text}"
+
+
+def optimizer_first(layout: str) -> list[str]:
+    """An optimizer built before sharding: the right numbers, or an error at its first step."""
+    example, options = EXAMPLES["odd_mlp"], Options(layout=layout, dtype=torch.float64)
+    model = example.make(options.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    shard(fullshard, model, example, options)
+    try:
+        for step in range(options.steps):
+            take_step(model, example, step, [dist.get_rank()], options)
+            optimizer.step()
+            optimizer.zero_grad()
+    except FullshardError as error:
+        said = all(word in str(error) for word in ("optimizer", "after", "fully_shard"))
+        return [] if said else [f"the message does not say what to do:\n{error}"]
+    want = reference("odd_mlp", Options(dtype=options.dtype), dist.get_world_size()).parameters
+    return compare_tensors("trained", full_parameters(model), want, FP64)
+
+
+@both_layouts
+def test_optimizer_built_before_sharding(run_ranks, layout):
+    """PyTorch's fully_shard trains nothing here and says nothing."""
+    for problems in run_ranks(optimizer_first, layout):
+        assert not problems, "\n".join(problems)
