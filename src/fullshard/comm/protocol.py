@@ -57,6 +57,7 @@ class Comm(Protocol):
     """
 
     kind: str
+    communicates: bool  # False where nothing leaves the process, so that ranks cannot be compared
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending: ...
 
@@ -80,6 +81,7 @@ class NullComm:
     """
 
     kind = "null"
+    communicates = False
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
         out.narrow(0, axis.rank * shard.numel(), shard.numel()).copy_(shard)
@@ -118,6 +120,7 @@ class RecordingComm:
     def __init__(self, inner: Comm) -> None:
         self.inner = inner
         self.kind = f"recording({inner.kind})"
+        self.communicates = inner.communicates
         self.calls: list[Call] = []
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:

@@ -39,6 +39,7 @@ class TorchComm:
     """
 
     kind = "torch"
+    communicates = True
 
     def __init__(self, *, local_shortcut: bool = True) -> None:
         self.local_shortcut = local_shortcut

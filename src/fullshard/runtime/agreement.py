@@ -21,7 +21,7 @@ def check_agreement(lines: Sequence[str], axes: Iterable[Axis], comm: Comm, devi
     Raises:
         DivergenceError: names both ranks and the first line that differs.
     """
-    if comm.kind == "null":
+    if not comm.communicates:
         return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)

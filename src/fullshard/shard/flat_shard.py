@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..comm import Axis, TorchComm
 from ..errors import LayoutError, PhaseError, message
 from ..layout import Slot, dense_strides, rectangles
+from .parameter import assign_data
 
 aten = torch.ops.aten
+_data: Any = torch.Tensor.data  # the descriptor
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,15 @@ class FlatShard(torch.Tensor):
         )
         self._local_tensor, self._run = local, run
         return self
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As `Tensor.data`. Assigning a FlatShard of the same run writes its values into the shard."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assign_data(self, value, isinstance(value, FlatShard) and value._run.same_as(self._run))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self._run.bounds(self._run.axis.rank)
