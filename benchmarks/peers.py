@@ -1,0 +1,169 @@
+"""The implementations that are compared, and how each wraps the same model: one unit per block, and the root.
+
+    plain         the model as it is
+    ddp           DistributedDataParallel around the whole
+    fsdp2         torch.distributed.fsdp.fully_shard on every block, then on the root
+    fsdp1-flat    FullyShardedDataParallel, use_orig_params=False (its default)
+    fsdp1-orig    FullyShardedDataParallel, use_orig_params=True
+    rows, flat    fullshard.fully_shard with that layout, on every block, then on the root
+    rows+view, flat+view    the same, optimizer over `optimizer_view(model)`
+
+PyTorch's own are black boxes here, at their defaults; every peer gets the same fused AdamW.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+TORCH_PEERS = ("fsdp2", "fsdp1-flat", "fsdp1-orig")
+OUR_PEERS = ("rows", "flat")
+VIEW = "+view"
+
+
+def fullshard_missing() -> str | None:
+    """Why Fullshard's peers cannot run, or None if they can."""
+    try:
+        module = importlib.import_module("fullshard")
+        _ = module.fully_shard, module.optimizer_view
+    except Exception as error:
+        return f"fullshard is not usable here: {type(error).__name__}: {error}"
+    return None
+
+
+def choose(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of `names` that can run here, and those of Fullshard's that cannot."""
+    missing = fullshard_missing()
+    ours = [name for name in names if missing and name.startswith(OUR_PEERS)]
+    if ours:
+        print(f"skipped {', '.join(ours)}: {missing}", flush=True)
+    return [name for name in names if name not in ours], ours
+
+
+def fake_world(size: int, device: str = "cpu") -> DeviceMesh:
+    """This process as rank 0 of `size`, with collectives that return at once; results are meaningless."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return init_device_mesh(device, (size,))
+
+
+def wrap(
+    peer: str,
+    model: nn.Module,
+    block: type[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    local_shortcut: bool = True,
+) -> nn.Module:
+    """`model` sharded by `peer`: every instance of `block` is a unit, and the root is one.
+
+    Args:
+        param_dtype: compute and reduce in it (mixed precision); None computes in the parameters' own dtype.
+        param_init_fn: FSDP1 only: how it fills a unit that is on meta.
+        local_shortcut: Fullshard only: whether one rank alone copies where others would communicate.
+    """
+    name = peer.removesuffix(VIEW)
+    if name == "plain":
+        return model
+    if name == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if name.startswith("fsdp1-"):
+        return _wrap_fsdp1(
+            model,
+            block,
+            mesh,
+            use_orig_params=name == "fsdp1-orig",
+            param_dtype=param_dtype,
+            param_init_fn=param_init_fn,
+        )
+    fully_shard, policy, options = _functional(name)
+    if name in OUR_PEERS and not local_shortcut:
+        options["comm"] = importlib.import_module("fullshard").TorchComm(local_shortcut=False)
+    if param_dtype is not None:
+        options["mp_policy"] = policy(param_dtype=param_dtype, reduce_dtype=param_dtype)
+    for module in list(model.modules()):
+        if isinstance(module, block):
+            fully_shard(module, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def _functional(name: str) -> tuple[Callable[..., Any], type, dict[str, Any]]:
+    """`fully_shard`, its mixed precision policy and its layout option, from PyTorch or from Fullshard."""
+    source = importlib.import_module("torch.distributed.fsdp" if name == "fsdp2" else "fullshard")
+    return source.fully_shard, source.MixedPrecisionPolicy, {} if name == "fsdp2" else {"layout": name}
+
+
+def _wrap_fsdp1(
+    model: nn.Module,
+    block: type[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    use_orig_params: bool,
+    param_dtype: torch.dtype | None,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> nn.Module:
+    """FSDP1 at its defaults; it takes a CPU only if `device_id` says so."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    precision = None if param_dtype is None else MixedPrecision(param_dtype=param_dtype, reduce_dtype=param_dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(
+            model,
+            process_group=mesh.get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({block}),
+            use_orig_params=use_orig_params,
+            mixed_precision=precision,
+            param_init_fn=param_init_fn,
+            device_id=device,
+        )
+
+
+def adamw(peer: str, model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """Fused AdamW on what `peer` gives its optimizer: `model.parameters()`, or the view's plain tensors."""
+    parameters: Any = model.parameters()
+    if peer.endswith(VIEW):
+        parameters = importlib.import_module("fullshard").optimizer_view(model)
+    return torch.optim.AdamW(parameters, lr=1e-3, **{"fused": True, **options})
+
+
+def interleaved(names: Sequence[str], rounds: int, budget: float = math.inf, least: int = 1) -> Iterator[str]:
+    """`names` in a new order each round, so that none always follows the same one; the same on all ranks.
+
+    Args:
+        budget: seconds after which no further round is begun, once `least` rounds are done. Clocks differ between
+            ranks: only a benchmark of one process may set it.
+    """
+    order, shuffle, start = list(names), random.Random(0), time.perf_counter()
+    for count in range(rounds):
+        if count >= least and time.perf_counter() - start > budget:
+            return
+        shuffle.shuffle(order)
+        yield from order
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """PyTorch's deprecation and CPU warnings, the same at every step, kept out of the report."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
