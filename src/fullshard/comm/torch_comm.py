@@ -13,18 +13,12 @@ on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
+from .direct import all_gather, exchange, reduce_scatter
 from .mesh import Axis
 from .protocol import DONE, Costs, Pending
-
-# torch 2.13 renames these two and warns about the old names; 2.11 knows only the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Measured with gloo over loopback, and typical of NCCL inside a node; see Costs.
 _CPU_COSTS = Costs(latency=300e-6, copy_bandwidth=4e9)
@@ -48,7 +42,7 @@ class TorchComm:
         if axis.size == 1 and self.local_shortcut:
             out.copy_(shard)
             return DONE
-        return _all_gather(out, shard, group=axis.group, async_op=True)
+        return all_gather(out, shard, axis.group)
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
@@ -56,8 +50,7 @@ class TorchComm:
             return DONE
         if axis.backend == "gloo":
             return _Exchange(axis, out, buffer, mean)
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        return _reduce_scatter(out, buffer, op=op, group=axis.group, async_op=True)
+        return reduce_scatter(out, buffer, axis.group, mean)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
@@ -88,7 +81,10 @@ class _Exchange:
     def __init__(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
         self.out, self.mean, self.world = out, mean, axis.size
         self.received: torch.Tensor | None = torch.empty_like(buffer)
-        self.work = dist.all_to_all_single(self.received, buffer, group=axis.group, async_op=True)
+        self.work = exchange(self.received, buffer, axis.group)
+
+    def is_completed(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> None:
         if self.received is None:

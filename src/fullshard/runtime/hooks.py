@@ -262,6 +262,7 @@ class UnitHooks:
                     unit.issue_gather(root.comm)
                 unit.finish_gather()
             unit.show_unsharded()
+        root.finish_completed()
         upcoming = root.backward_order.visit(self.index, self.prefetch_depth)
         if self.backward_prefetch is not None:
             upcoming = tuple(hooks.index for hooks in self.backward_prefetch)

@@ -129,6 +129,12 @@ class Root:
         while self.reducing and (len(self.reducing) >= hooks.max_reducing or hooks in self.reducing):
             self.reducing.popleft().finish_reduce()
 
+    def finish_completed(self) -> None:
+        """Deliver reductions that are done, so that their buffers are not held while more is gathered."""
+        while self.reducing and self.reducing[0].unit.reduce_is_completed():
+            with plain_access(), torch.no_grad():
+                self.reducing.popleft().finish_reduce()
+
     def enqueue_reduce(self, hooks: UnitHooks) -> None:
         """Start reducing the gradients that a unit collected."""
         hooks.unit.issue_reduce(self.comm, hooks.divide_factor, hooks.force_sum)

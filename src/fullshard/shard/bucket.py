@@ -180,7 +180,8 @@ class Bucket:
                 self._make_buffers()
         assert self.full is not None and self.staging is not None
         self.full.allocate()
-        self.staging.allocate()
+        if self.staging.nbytes:
+            self.staging.allocate()
         axis, source = self.axes.shard, self.shard
         self.gathered_at = stamp(source)
         if self.small is not None and small_axis is not None:
@@ -211,14 +212,15 @@ class Bucket:
             pending.wait()
         self._pending = []
         self._cast = None
-        assert self.copied is not None
-        self.copied.allocate()
-        copy_all(self._copy_out_to, self._copy_out_from)
+        assert self.copied is not None and self.staging is not None
+        if self.copied.nbytes:
+            self.copied.allocate()
+            copy_all(self._copy_out_to, self._copy_out_from)
         if keep_small is not None:
             parts = [out.view(keep_small.size, -1)[keep_small.rank] for out in self._outs]
             self.small = torch.cat(parts)
-        assert self.staging is not None
-        self.staging.free()
+        if self.staging.nbytes:
+            self.staging.free()
         return self.copied.nbytes
 
     def free(self) -> None:

@@ -22,6 +22,9 @@ plain_access = torch._C.DisableTorchFunctionSubclass
 
 _plain_call = torch._C._disabled_torch_function_impl
 _grad: Any = torch.Tensor.grad  # the descriptors
+read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+"""`tensor.grad` within `plain_access`, without the property below."""
+write_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 _data: Any = torch.Tensor.data
 
 

@@ -306,6 +306,10 @@ class Unit:
         if stream.listeners:
             self._emit("reduce", nbytes)
 
+    def reduce_is_completed(self) -> bool:
+        """Whether `finish_reduce` would neither wait nor communicate."""
+        return all(g.is_completed() and g.bucket.axes.replicate is None for g in self.gradients)
+
     def finish_reduce(self, comm: Comm, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None) -> list[Member]:
         """Wait, reduce over the replicate axis if there is one, and deliver into `.grad`.
 
