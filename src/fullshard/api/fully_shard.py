@@ -155,8 +155,6 @@ def _make_unit(
         _move_buffers(module, settings.axes.device)
         module.__dict__[HOOKS_KEY] = hooks
         module.__class__ = _unit_class(type(module))
-        module.register_forward_pre_hook(hooks.before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hooks.after_forward, prepend=False, always_call=True)
         module.register_state_dict_pre_hook(before_state_dict)
         module.register_load_state_dict_pre_hook(before_load)
 

@@ -52,6 +52,11 @@ class FSDPModule:
     The methods of this class steer the unit. Those with `recurse` act on all units below as well.
     """
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
+        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
+        return hooks.run(self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
+
     def _hooks(self) -> UnitHooks:
         found = hooks_of(self)  # type: ignore[arg-type]
         if found is None:
@@ -249,13 +254,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     hooks = module._hooks()
 
     def forward_method(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.before_forward(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            hooks.after_forward(module, args, None)
-            raise
-        return hooks.after_forward(module, args, output)
+        return hooks.run(module, method, args, kwargs)
 
     forward_method.__name__ = method_name
     object.__setattr__(module, method_name, forward_method)

@@ -120,9 +120,19 @@ class UnitHooks:
 
     # Forward.
 
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
+        try:
+            args, kwargs = self.before_forward(module, args, kwargs)
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self.after_forward(module, None)
+            raise
+        return self.after_forward(module, output)
+
     @_outside_compile
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook (with keyword arguments)."""
+        """Gather, and watch the inputs; returns them, cast and watched."""
         root = self.root
         if root is None:
             root = self._find_root()
@@ -187,8 +197,8 @@ class UnitHooks:
         return args, kwargs
 
     @_outside_compile
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook; also called, with None, when the forward raised."""
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        """Watch the output, and free; `output` is None if the forward raised. Returns it, cast."""
         root = self.root
         if root is None or not self._running:
             return output

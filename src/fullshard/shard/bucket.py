@@ -326,10 +326,11 @@ class Bucket:
     def replaced(self) -> bool:
         """Whether a sharded parameter or its storage is not the one this bucket made. About 0.2 us a parameter."""
         for member in self.members:
-            if member.sharded._local_tensor is not member.local:  # type: ignore[attr-defined]
+            sharded = member.sharded
+            if sharded._local_tensor is not member.local:  # type: ignore[attr-defined]
                 return True
             for parameters, key in member.places:
-                if parameters.get(key) is not member.sharded:
+                if parameters.get(key) is not sharded:
                     return True
         return False
 

@@ -106,7 +106,11 @@ class Gradients:
                 targets += target
                 sources += _cut(grad, member, pieces)
         if first:
-            zero_all([self.buffer.tensor] if missing else self._padding)
+            if missing or self._padded_segments:
+                zero_all([self.buffer.tensor] if missing else self._padding)
+            else:
+                targets += self._padding
+                sources += self._zeros
             copy_all(targets, sources)
         else:
             add_all(targets, sources)
@@ -121,6 +125,8 @@ class Gradients:
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
+        self._padded_segments = layout.kind == "rows" and bool(self._padding)  # named whole: zeroed before the copies
+        self._zeros = [] if self._padded_segments else [torch.zeros_like(p) for p in self._padding]
         # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not.
         plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...]]] = []
         for member in self.bucket.members:
