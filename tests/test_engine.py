@@ -183,3 +183,34 @@ def test_user_hooks_see_torch_functions_enabled(fake_world) -> None:
     model.weight.register_post_accumulate_grad_hook(hook)
     model(torch.randn(2, 4)).sum().backward()
     assert len(seen) == 1 and "weight" in seen[0]
+
+
+@both_layouts
+@pytest.mark.parametrize("how", ["kept", "unshard", "small"])
+def test_gathered_parameters_follow_the_optimizer(run_ranks, layout: str, how: str) -> None:
+    """Whatever stays gathered over an optimizer step, fused or not, is gathered anew and never used stale."""
+    for plain, kept in run_ranks(losses_with_kept_parameters, layout, how, world=4):
+        assert kept == plain
+
+
+def losses_with_kept_parameters(layout: str, how: str) -> tuple[list[float], list[float]]:
+    losses = []
+    for special in (False, True):
+        settings = {"reshard_after_forward": 2} if how == "small" and special else {}
+        model = sharded(small(), layout, **settings)
+        if how == "kept" and special:
+            model.set_reshard_after_backward(False)
+        optimizer = torch.optim.SGD(fullshard.optimizer_view(model), lr=0.1, fused=True)
+        losses.append([])
+        for step in range(4):
+            if how == "unshard" and special:
+                model[0].unshard()
+            loss = model(batch(step)).pow(2).mean()
+            if step == 0 or how != "small":
+                loss.backward()
+            optimizer.step()  # for "small" with the gradients of the first step, and graphs that are never used
+            losses[-1].append(loss.item())
+            if how == "unshard" and special:
+                model[0].unshard()  # gathered before the next step changes it
+            optimizer.step()
+    return losses[0], losses[1]

@@ -108,7 +108,7 @@ class UnitHooks:
         self.keep_gathered = False  # the user called unshard(), or asked not to reshard after backward
         self._ran: set[int] = set()  # ids of modules of a grouped unit that ran since it was last freed
         self._running = 0  # of this unit's modules, how many are inside their forward now
-        self._counting = False  # whether arriving gradients are counted, for calls without a watched input
+        self._counted: nn.Parameter | None = None  # the last parameter whose arriving gradients are counted
         self._arrived = 0
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
         self.second_backward = False  # the graph of this backward is kept, to be differentiated again
@@ -341,18 +341,18 @@ class UnitHooks:
     # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
 
     def _count_gradients(self) -> None:
-        if self._counting:
+        counted = [m.unsharded for m in self.unit.members if m.unsharded is not None and m.unsharded.requires_grad]
+        if not counted or counted[-1] is self._counted:
             return
-        self._counting = True
+        self._counted = counted[-1]
         arrived = weakref.WeakMethod(self._arrived_one)  # the parameter must not keep its own unit alive
 
         def hook(parameter: torch.Tensor) -> None:
             if (method := arrived()) is not None:
                 method(parameter)
 
-        for member in self.unit.members:
-            if member.unsharded is not None and member.unsharded.requires_grad:
-                member.unsharded.register_post_accumulate_grad_hook(hook)
+        for parameter in counted:
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def _arrived_one(self, parameter: torch.Tensor) -> None:
         root = self.root
@@ -375,6 +375,7 @@ class UnitHooks:
 
     def unshard(self) -> None:
         """Start gathering (if it is sharded) on the user's behalf."""
+        self.unit.drop_stale()
         if self.unit.state is State.SHARDED:
             self.unit.refresh()
             refuse_meta([self.unit])

@@ -77,11 +77,7 @@ class Root:
                 hooks.unit.refresh()
         refuse_meta([hooks.unit for hooks in self.units])
         for hooks in self.units:
-            unit = hooks.unit
-            if unit.state is not State.SHARDED and unit.stale():
-                unit.show_sharded()
-                unit.drop_small()
-                unit.free()
+            hooks.unit.drop_stale()
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()

@@ -153,8 +153,19 @@ class Unit:
             self._emit("free", self.gathered_bytes)
 
     def stale(self) -> bool:
-        """Whether the shards changed (an optimizer step, a load) since they were gathered."""
-        return any(bucket.gathered_at != stamp(bucket.shard) for bucket in self.buckets)
+        """Whether what is gathered is not what the shards hold now (after an optimizer step, or a load)."""
+        held = self.state is not State.SHARDED
+        return any(
+            (held or bucket.small is not None) and bucket.gathered_at != stamp(bucket.shard) for bucket in self.buckets
+        )
+
+    def drop_stale(self) -> None:
+        """Release gathered parameters, whole or in part, that the shards no longer agree with."""
+        if self.stale():
+            self.show_sharded()
+            self.drop_small()
+            if self.state is not State.SHARDED:
+                self.free()
 
     def drop_small(self) -> None:
         """Release what a reshard to a smaller group kept."""
