@@ -262,6 +262,8 @@ def test_storages_at_each_event(seen, layout):
 @both_layouts
 def test_memory_does_not_grow_with_steps(run_ranks, layout):
     for first, last in run_ranks(memory_after_steps, layout):
+        # How long a reduction is in flight is up to the machine, so the highest point so far may still rise a little.
+        assert last.pop("peak_transient") <= first.pop("peak_transient") + 2 * BLOCK_BYTES + LARGE
         assert first == last
 
 
