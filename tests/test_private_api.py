@@ -110,3 +110,12 @@ def test_an_optimizer_step_changes_the_version_of_the_shard() -> None:
         before = shard._version
         torch.optim.AdamW([view], **kwargs).step()
         assert shard._version > before, kwargs
+
+
+def test_backends_of_a_group_can_be_asked_for_memory(fake_world) -> None:
+    fake_world(2)
+    import torch.distributed as dist
+
+    assert hasattr(dist.ProcessGroup, "_get_backend"), "comm/group_memory.py refuses memory from any process group"
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert hasattr(backend, "supports_tensor_alloc") and hasattr(backend, "allocate_tensor")

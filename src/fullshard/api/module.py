@@ -8,12 +8,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ..comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ..errors import ConfigError, PhaseError, message
 from ..runtime import UnitHooks
 from ..shard import Unit
 
 HOOKS_KEY = "_fullshard_hooks"
 """Where a unit's module keeps its hooks, in its `__dict__`."""
+FORWARD_METHODS_KEY = "_fullshard_forward_methods"
+"""Where a module keeps what was given to `register_fsdp_forward_method`, in its `__dict__`: the methods by name."""
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:
@@ -166,6 +169,110 @@ class FSDPModule:
         for hooks in self._units():
             hooks.all_reduce_hook = hook
 
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit with `comm`, in memory that `comm` allocates; not recursive.
+
+        Args:
+            comm: called as `comm(output_tensor, input_tensor, group, async_op=True)`, returns a work or None; its
+                `allocate(size, *, dtype, device)` makes the output, which is then copied where the unit keeps it.
+        """
+        self._check_callable(comm, "all-gather")
+        hooks = self._hooks()
+        hooks.comm = custom(hooks.comm, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients over the shard axis with `comm`, from memory it allocates; not recursive.
+
+        Args:
+            comm: called as `comm(output_tensor, input_tensor, group, op, async_op=True)`, returns a work or None;
+                its `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
+        """
+        self._check_callable(comm, "reduce-scatter")
+        hooks = self._hooks()
+        hooks.comm = custom(hooks.comm, reduce_scatter=comm)
+
+    def _check_callable(self, comm: Any, what: str) -> None:
+        if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+            raise ConfigError(
+                message(
+                    f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).",
+                    got=repr(comm),
+                )
+            )
+        if self._hooks().uses_group_memory:
+            raise ConfigError(
+                f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
+                "call the latter with False first"
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Communicate through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
+
+        Raises:
+            ConfigError: the backend has no such memory (gloo has none), or custom collectives are set.
+        """
+        found = list(self._units())
+        if enable:
+            memories = []
+            for hooks in found:
+                if isinstance(hooks.comm, CustomComm) and not hooks.uses_group_memory and hooks.comm.replaces:
+                    raise ConfigError("memory from the process group and custom collectives exclude each other")
+                axes = [bucket.axes for bucket in hooks.unit.buckets]
+                memories.append(GroupMemory(axes[0].shard, axes[0].device) if axes else None)
+            for hooks, memory in zip(found, memories, strict=True):
+                if memory is not None:
+                    hooks.comm = custom(hooks.comm, all_gather=memory.gather(), reduce_scatter=memory.reduce())
+                    hooks.uses_group_memory = True
+            return
+        for hooks in found:
+            if hooks.uses_group_memory:
+                hooks.comm = custom(hooks.comm, all_gather=None, reduce_scatter=None)
+                hooks.uses_group_memory = False
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Would gather through symmetric memory. Fullshard has no such path, on any backend, and says so.
+
+        Raises:
+            ConfigError: always; it names the backend of the unit's process group.
+        """
+        used = {bucket.axes.shard.backend for hooks in self._units() for bucket in hooks.unit.buckets}
+        raise ConfigError(
+            message(
+                f"Symmetric memory ({backend}) cannot be used for this model's communication.",
+                got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
+                remedy="leave the call out: gathers already go straight into the unit's own memory; or, on NCCL, try "
+                "set_allocate_memory_from_process_group_for_comm(True)",
+            )
+        )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group of its own (True), so that reductions and gathers can share the wire.
+
+        One group is made for each set of ranks, collectively: call it on every rank.
+        """
+        for hooks in self._units(recurse):
+            groups: dict[tuple[int, ...], Any] = {}
+            if enable:
+                for bucket in hooks.unit.buckets:
+                    groups |= separate_group(bucket.axes.shard)
+            hooks.comm = custom(hooks.comm, reduce_groups=groups)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the next forward's gathers wait for `event`, recorded after the optimizer step. For the root.
+
+        Fullshard's gathers follow the current stream already, so nothing is lost without it; a step run on another
+        stream needs it. The event serves once.
+
+        Raises:
+            ConfigError: not an event; or this is not the root.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise ConfigError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
+        hooks = self._hooks()
+        if hooks.root is not None and not hooks.is_top:
+            raise ConfigError(f"set_post_optim_event is for the root unit; {hooks.unit.name!r} is below it")
+        hooks.post_optim_event = event
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` in place of the number of data-parallel ranks."""
         if not factor > 0:
@@ -203,13 +310,10 @@ class FSDPModule:
         self._hooks().unshard_in_backward = unshard_in_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise PhaseError(
-            message(
-                f"{type(self).__name__} is sharded and cannot be deep-copied yet.",
-                expected="copy.deepcopy before fully_shard",
-                remedy="deep-copy the model first and shard both copies, or build it anew and load the state dict",
-            )
-        )
+        """A copy with shards of its own, on the same mesh; see `api/copying.py`. For averages of weights (EMA)."""
+        from .copying import deepcopy_module  # which imports this module
+
+        return deepcopy_module(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""
@@ -258,3 +362,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     forward_method.__name__ = method_name
     object.__setattr__(module, method_name, forward_method)
+    module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[method_name] = method

@@ -1,6 +1,8 @@
 """Communication: the protocol, its kinds, and mesh axes."""
 
 from ..errors import ConfigError
+from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
+from .group_memory import GroupMemory
 from .mesh import Axis, MeshAxes, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
 from .torch_comm import TorchComm
@@ -22,16 +24,22 @@ def make_comm(kind: "str | Comm") -> Comm:
 
 
 __all__ = [
+    "AllGather",
     "Axis",
     "Call",
     "Comm",
     "Costs",
+    "CustomComm",
+    "GroupMemory",
     "MeshAxes",
     "NullComm",
     "Pending",
     "RecordingComm",
+    "ReduceScatter",
     "TorchComm",
+    "custom",
     "make_comm",
     "resolve_mesh",
+    "separate_group",
     "subdivide",
 ]

@@ -71,7 +71,7 @@ class UnitHooks:
     Args:
         unit: what is held.
         modules: the modules whose forwards are this unit's; usually one.
-        comm: collectives, until a root is known.
+        comm: collectives.
         policy: mixed precision.
         reshard_after_forward: free after forward; None: True unless this is the root.
     """
@@ -97,6 +97,8 @@ class UnitHooks:
         self.is_last_backward = True
         self.max_reducing = 1
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.uses_group_memory = False
+        self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
         self.prefetch_depth = prefetch
         self.forward_prefetch: tuple[UnitHooks, ...] | None = None
         self.backward_prefetch: tuple[UnitHooks, ...] | None = None
@@ -161,7 +163,7 @@ class UnitHooks:
         unit = self.unit
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
-                unit.issue_gather(root.comm)
+                unit.issue_gather(self.comm)
             unit.finish_gather(keep_small=root.pass_grad and not recomputing)
         unit.show_unsharded()
         order = root.backward_order if recomputing else root.forward_order
@@ -274,7 +276,7 @@ class UnitHooks:
         if self.unshard_in_backward:
             if unit.state is not State.GATHERED:
                 if unit.state is State.SHARDED:
-                    unit.issue_gather(root.comm)
+                    unit.issue_gather(self.comm)
                 unit.finish_gather()
             unit.show_unsharded()
         root.finish_completed()
@@ -336,7 +338,7 @@ class UnitHooks:
         """Wait for this unit's reduction, deliver the gradients, and run the hooks users put on parameters."""
         root = self.root
         assert root is not None
-        for member in self.unit.finish_reduce(root.comm, self.requires_all_reduce, self.all_reduce_hook):
+        for member in self.unit.finish_reduce(self.comm, self.requires_all_reduce, self.all_reduce_hook):
             hooks = getattr(member.sharded, "_post_accumulate_grad_hooks", None)
             if hooks:
                 with torch._C._EnableTorchFunction():
@@ -384,7 +386,7 @@ class UnitHooks:
         if self.unit.state is State.SHARDED:
             self.unit.refresh()
             refuse_meta([self.unit])
-            self.unit.issue_gather(self.root.comm if self.root else self.comm)
+            self.unit.issue_gather(self.comm)
         self.keep_gathered = True
 
     def wait_unshard(self) -> None:

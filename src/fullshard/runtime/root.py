@@ -27,7 +27,7 @@ class Root:
     Args:
         top: hooks of the unit whose forward was called first.
         units: hooks of all units under it, `top` included, in module order.
-        comm: collectives.
+        comm: collectives that compare ranks; units bring their own.
     """
 
     def __init__(self, top: UnitHooks, units: list[UnitHooks], comm: Comm) -> None:
@@ -72,6 +72,9 @@ class Root:
         """A unit's forward was called from outside any pass: usually the root's."""
         if self._backward is not None:  # a backward raised
             self.recover()
+        if top.post_optim_event is not None:
+            event, top.post_optim_event = top.post_optim_event, None
+            event.wait()
         with plain_access():
             for hooks in self.units:
                 hooks.unit.refresh()
@@ -133,7 +136,7 @@ class Root:
 
     def enqueue_reduce(self, hooks: UnitHooks) -> None:
         """Start reducing the gradients that a unit collected."""
-        hooks.unit.issue_reduce(self.comm, hooks.divide_factor, hooks.force_sum)
+        hooks.unit.issue_reduce(hooks.comm, hooks.divide_factor, hooks.force_sum)
         self.reducing.append(hooks)
 
     def dissolve(self) -> None:
@@ -149,7 +152,7 @@ class Root:
         for index in indices:
             hooks = self.units[index]
             if hooks.unit.state is State.SHARDED and (hooks.unshard_in_backward or not backward):
-                hooks.unit.issue_gather(self.comm)
+                hooks.unit.issue_gather(hooks.comm)
 
     def recover(self) -> None:
         """Bring every unit back to where a step begins, after an exception broke one off.

@@ -1,6 +1,7 @@
 """What is held: shards, gathered buckets, gradients. Owns every long-lived tensor."""
 
 from .bucket import Bucket, Draft, Member
+from .clone import clone_unit, place_clone
 from .flat_shard import FlatShard, norms
 from .gradient_set import OptimizerView
 from .gradients import Gradients, GradState
@@ -22,11 +23,13 @@ __all__ = [
     "RowShard",
     "State",
     "Unit",
+    "clone_unit",
     "local_of",
     "members_of",
     "names_of",
     "norms",
     "owner_of",
+    "place_clone",
     "plain_access",
     "refuse_meta",
     "retire",

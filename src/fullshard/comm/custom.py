@@ -1,0 +1,182 @@
+"""Collectives of the user's own, and reductions over a group of their own, in front of another kind of `Comm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, message
+from .mesh import Axis
+from .protocol import DONE, Comm, Costs, Pending
+
+
+class _Allocates(Protocol):
+    """The part that `AllGather` and `ReduceScatter` share, as `torch.distributed.fsdp` documents it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` that the collective communicates from or into."""
+
+
+class AllGather(_Allocates, Protocol):
+    """A user's all-gather, for `FSDPModule.set_custom_all_gather`."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather input [S] of every rank of `group` into output [world * S]; returns a work to wait for, or None."""
+
+
+class ReduceScatter(_Allocates, Protocol):
+    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce this rank's slice of every input [world * S] into output [S]; returns a work, or None."""
+
+
+class CustomComm:
+    """Another kind of `Comm`, with some of its collectives replaced.
+
+    A user's collective communicates through memory of its own `allocate`, which costs one copy out of (gather) or into
+    (reduce) that memory; that is not counted by the ledger.
+
+    Args:
+        inner: what serves everything else.
+        all_gather, reduce_scatter: the user's; None leaves `inner`'s.
+        reduce_groups: for a shard axis, by its ranks, another group of the same ranks for its reductions.
+    """
+
+    def __init__(
+        self,
+        inner: Comm,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.inner, self.all_gather, self.reduce_scatter = inner, all_gather, reduce_scatter
+        self.reduce_groups = reduce_groups or {}
+        self.kind, self.communicates = inner.kind, inner.communicates
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a collective of the user's is used."""
+        return self.all_gather is not None or self.reduce_scatter is not None
+
+    def changed(self, **changes: Any) -> Comm:
+        """This with other replacements; `inner` itself if none are left."""
+        kept = {k: getattr(self, k) for k in ("all_gather", "reduce_scatter", "reduce_groups")} | changes
+        return CustomComm(self.inner, **kept) if any(kept.values()) else self.inner
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        if self.all_gather is None:
+            return self.inner.gather(axis, out, shard)
+        buffer = self._allocate(self.all_gather, out)
+        work = self.all_gather(buffer, shard, axis.group, async_op=True)
+        return _CopiedOut(work, out, buffer)
+
+    def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
+        if self.reduce_scatter is None:
+            return self.inner.reduce(self._reduce_axis(axis), out, buffer, mean)
+        staged = self._allocate(self.reduce_scatter, buffer).copy_(buffer)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        group = self._reduce_axis(axis).group
+        return _Holding(self.reduce_scatter(out, staged, group, op, async_op=True), staged)
+
+    def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
+        return self.inner.all_reduce(axis, tensor, mean)
+
+    def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
+        return self.inner.broadcast(axis, tensor, source)
+
+    def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
+        if self.reduce_scatter is None:
+            return self.inner.scratch_bytes(axis, buffer)
+        return buffer.numel() * buffer.element_size()
+
+    def costs(self, axis: Axis) -> Costs:
+        return self.inner.costs(axis)
+
+    def _reduce_axis(self, axis: Axis) -> Axis:
+        if not self.reduce_groups:
+            return axis
+        group = self.reduce_groups.get(_ranks(axis))
+        return axis if group is None else replace(axis, group=group)
+
+    @staticmethod
+    def _allocate(collective: _Allocates, like: torch.Tensor) -> torch.Tensor:
+        buffer = collective.allocate(like.shape, dtype=like.dtype, device=like.device)
+        expected = (tuple(like.shape), like.dtype, like.device)
+        got = (tuple(buffer.shape), buffer.dtype, buffer.device) if isinstance(buffer, torch.Tensor) else buffer
+        if got != expected:
+            raise ConfigError(
+                message(
+                    f"allocate() of the custom collective {type(collective).__name__} returned another tensor than "
+                    "it was asked for.",
+                    expected=f"{expected}",
+                    got=f"{got}",
+                    remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
+                )
+            )
+        return buffer
+
+
+class _Holding:
+    """A user's collective in flight. Holds its buffer until the wait."""
+
+    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
+        self.work: Any = work or DONE
+        self.buffer: torch.Tensor | None = buffer
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer = None
+
+
+class _CopiedOut(_Holding):
+    """A gather into the user's memory, copied out at the wait."""
+
+    def __init__(self, work: Any, out: torch.Tensor, buffer: torch.Tensor) -> None:
+        super().__init__(work, buffer)
+        self.out = out
+
+    def wait(self) -> None:
+        buffer = self.buffer
+        super().wait()
+        if buffer is not None:
+            self.out.copy_(buffer)
+
+
+def custom(comm: Comm, **changes: Any) -> Comm:
+    """`comm` with the user's collectives or groups in front of it; see `CustomComm`."""
+    return (comm if isinstance(comm, CustomComm) else CustomComm(comm)).changed(**changes)
+
+
+_separate: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
+
+
+def separate_group(axis: Axis) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A second group of an axis' ranks, one for each set of ranks; collective over them at the first call."""
+    ranks = _ranks(axis)
+    world, found = _separate.get(ranks, (None, None))
+    if found is None or world is not dist.group.WORLD:  # made for process groups that were destroyed since
+        found = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(found, dist.ProcessGroup)
+        _separate[ranks] = (dist.group.WORLD, found)
+    return {ranks: found}
+
+
+def _ranks(axis: Axis) -> tuple[int, ...]:
+    return axis.ranks or tuple(dist.get_process_group_ranks(axis.group))

@@ -1,0 +1,86 @@
+"""Communication buffers in the memory that a process group's backend allocates itself.
+
+Private torch API: `ProcessGroup._get_backend`, to reach the backend's `supports_tensor_alloc` and `allocate_tensor`.
+The public alternative is `torch.distributed`'s default memory, which is what is used unless the user asks for this.
+`tests/test_private_api.py` says when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, message
+from .direct import all_gather, reduce_scatter
+from .mesh import Axis
+
+
+class GroupMemory:
+    """A gather and a reduce-scatter (`comm.custom.AllGather`, `ReduceScatter`) through memory of the backend's own.
+
+    Args:
+        axis: whose group communicates.
+        device: of the buffers.
+
+    Raises:
+        ConfigError: the backend has no such memory.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        backend: Any = None
+        if axis.backend != "fake" and hasattr(axis.group, "_get_backend"):
+            backend = axis.group._get_backend(device)
+        if backend is None or not getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
+            raise ConfigError(
+                message(
+                    f"The {axis.backend} backend allocates no memory of its own for communication.",
+                    expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
+                    got=f"{axis.backend} on {device}",
+                    remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
+                )
+            )
+        self.backend = backend
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` in the backend's memory."""
+        numel = 1
+        for length in size:
+            numel *= length
+        buffer: torch.Tensor = self.backend.allocate_tensor(numel, dtype=dtype, device=device)
+        return buffer.view(tuple(size))
+
+    def gather(self) -> _Gather:
+        """The all-gather."""
+        return _Gather(self)
+
+    def reduce(self) -> _Reduce:
+        """The reduce-scatter."""
+        return _Reduce(self)
+
+
+class _Gather:
+    def __init__(self, memory: GroupMemory) -> None:
+        self.allocate = memory.allocate
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        return all_gather(output_tensor, input_tensor, group)
+
+
+class _Reduce:
+    def __init__(self, memory: GroupMemory) -> None:
+        self.allocate = memory.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        return reduce_scatter(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)

@@ -1,0 +1,99 @@
+"""Copying a unit: the same plan and mesh, shards of its own. What `copy.deepcopy` of a sharded model is made of.
+
+In two steps, because a deep copy meets a module's parameters before it has made the module: first the new sharded
+parameters, put into deepcopy's memo in place of the old ones; then, when all modules are copied, their places.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PhaseError, message
+from .bucket import Bucket, Member
+from .gradients import GradState
+from .parameter import OWNER_KEY, identity_of, local_of, plain_access, read_grad, write_grad
+from .unit import Unit
+
+
+def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """A unit with shards, and gradients if there are any, equal to `unit`'s; not registered on any module yet.
+
+    Args:
+        unit: in any state; what is gathered is not copied.
+        memo: of `copy.deepcopy`; gets the new parameter for each old one, sharded or unsharded.
+
+    Raises:
+        PhaseError: gradients accumulated without sync, or in flight, are held that a copy would lose.
+    """
+    for gradients in unit.gradients:
+        if gradients.state is not GradState.NONE or gradients.partial is not None or gradients.waiting():
+            raise PhaseError(
+                message(
+                    f"Unit {unit.name or '(root)'!r} cannot be copied now: it holds gradients not yet reduced.",
+                    parameter=", ".join(member.name for member in gradients.bucket.members),
+                    rank=unit.rank,
+                    remedy="copy the model after the backward that reduces them (set_requires_gradient_sync(True)), "
+                    "or after optimizer.zero_grad() and before the next backward",
+                )
+            )
+    with torch.no_grad(), plain_access():
+        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.reduce_dtype, unit.name)
+    for ours, theirs in zip(new.gradients, unit.gradients, strict=True):
+        ours.own_reduce_dtype, ours.fill_unused = theirs.own_reduce_dtype, theirs.fill_unused
+    new.rank, new.small_axis = unit.rank, unit.small_axis
+    for member in new.members:
+        member.sharded.__dict__[OWNER_KEY] = weakref.ref(new)
+    return new
+
+
+def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
+    new = copy.copy(bucket)
+    new.shard = bucket.shard.clone()
+    new.full = new.copied = new.staging = new.small = None
+    new._cast, new._pending, new.gathered_at = None, [], (-1, -1)
+    new.members = [_clone_member(new, member, memo) for member in bucket.members]
+    return new
+
+
+def _clone_member(bucket: Bucket, member: Member, memo: dict[int, Any]) -> Member:
+    old = member.sharded
+    local = bucket.view_of(bucket.shard, member.slot)
+    sharded = bucket._sharded_parameter(local, member.slot, old.requires_grad, identity_of(old))
+    grad = read_grad(old)
+    if grad is not None:
+        write_grad(sharded, bucket.tensor_of(local_of(grad).clone(), member.slot))
+    for replaced in (old, member.unsharded):
+        if replaced is not None:
+            memo[id(replaced)] = sharded
+    return Member(member.slot, [], sharded, local_of(sharded), qualified=member.qualified)
+
+
+def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
+    """Tell a copied unit where its parameters are registered, now that the modules are copied too.
+
+    Args:
+        new, old: the copy and what it is a copy of.
+        modules: by the id of an old module's `_parameters`, the new module.
+
+    Raises:
+        PhaseError: the old unit's parameters are registered outside of what was copied (tied weights).
+    """
+    for ours, theirs in zip(new.members, old.members, strict=True):
+        for parameters, key in theirs.places:
+            module = modules.get(id(parameters))
+            if module is None:
+                raise PhaseError(
+                    message(
+                        "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
+                        parameter=theirs.name,
+                        rank=old.rank,
+                        remedy="deep-copy the whole model",
+                    )
+                )
+            ours.places.append((module._parameters, key))
+            module._parameters[key] = ours.sharded

@@ -1,0 +1,244 @@
+"""Methods that change how a unit communicates: the user's collectives, groups, memory, and order of waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import fullshard
+from fullshard import fully_shard
+from models import EXAMPLES
+from training import LAYOUTS, Options, full_gradients, shard
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+class Counted:
+    """What a user's collectives have in common: memory of their own, and a count of calls."""
+
+    def __init__(self, asynchronous: bool = True) -> None:
+        self.calls: list[tuple[int, int]] = []  # (input elements, ranks)
+        self.allocated: list[int] = []
+        self.asynchronous = asynchronous
+
+    def allocate(self, size, *, dtype, device):
+        tensor = torch.full(tuple(size), 7, dtype=dtype, device=device)
+        self.allocated.append(tensor.data_ptr())
+        return tensor
+
+    def note(self, tensor, group):
+        self.calls.append((tensor.numel(), group.size()))
+
+
+class MyGather(Counted):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.note(input_tensor, group)
+        assert output_tensor.data_ptr() in self.allocated
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        if self.asynchronous:
+            return work
+        work.wait()
+        return None
+
+
+class MyReduce(Counted):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.note(output_tensor, group)
+        assert input_tensor.data_ptr() in self.allocated
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if self.asynchronous:
+            return work
+        work.wait()
+        return None
+
+
+def gradients_of(library, name: str, options: Options, prepare=None) -> dict[str, torch.Tensor]:
+    example = EXAMPLES[name]
+    model = shard(library, example.make(), example, options)
+    if prepare is not None:
+        prepare(model)
+    inputs, targets = example.batch(0, dist.get_rank())
+    for _ in range(2):
+        model.zero_grad()
+        example.loss_of(model(inputs), targets).backward()
+    return full_gradients(model)
+
+
+def close(got, want) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-7)
+
+
+@both_layouts
+@pytest.mark.parametrize("mesh", ["default", "hybrid"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_custom_collectives(run_ranks, layout, mesh, asynchronous):
+    world = 4 if mesh == "hybrid" else 2
+    for gathers, reduces in run_ranks(with_custom_collectives, layout, mesh, asynchronous, world=world):
+        assert len(gathers) >= 4  # two steps of forward and backward
+        assert len(reduces) == 2
+        assert {ranks for _, ranks in gathers + reduces} == {2}
+
+
+def with_custom_collectives(layout: str, mesh: str, asynchronous: bool):
+    options = Options(layout=layout, mesh=mesh)
+    gather, reduce = MyGather(asynchronous), MyReduce(asynchronous)
+
+    def use(model: nn.Module) -> None:
+        model.blocks[0].set_custom_all_gather(gather)  # of this unit alone, as in PyTorch
+        model.blocks[0].set_custom_reduce_scatter(reduce)
+
+    close(gradients_of(fullshard, "gpt", options, use), gradients_of(fullshard, "gpt", options))
+    return gather.calls, reduce.calls
+
+
+def test_custom_collectives_as_pytorch_calls_them(run_ranks):
+    """The same object serves PyTorch's fully_shard: same calls, same numbers."""
+    for ours, theirs in run_ranks(as_pytorch_calls_them):
+        assert ours == theirs
+
+
+def as_pytorch_calls_them():
+    counts = []
+    for library in (fullshard, torch_fsdp):
+        gather, reduce = MyGather(), MyReduce()
+
+        def use(model: nn.Module, gather=gather, reduce=reduce) -> None:
+            model.blocks[0].set_custom_all_gather(gather)
+            model.blocks[0].set_custom_reduce_scatter(reduce)
+
+        counts.append((gradients_of(library, "gpt", Options(), use), len(gather.calls), len(reduce.calls)))
+    close(counts[0][0], counts[1][0])
+    return counts[0][1:], counts[1][1:]
+
+
+def test_custom_collective_that_allocates_wrongly(fake_world):
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4))
+    gather = MyGather()
+    gather.allocate = lambda size, *, dtype, device: torch.empty(3)
+    model.set_custom_all_gather(gather)
+    with pytest.raises(fullshard.ConfigError, match=r"allocate\(\) of the custom collective MyGather"):
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("method", ["set_custom_all_gather", "set_custom_reduce_scatter"])
+def test_what_is_no_collective(fake_world, method):
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(fullshard.ConfigError, match="callable"):
+        getattr(model, method)(lambda *a: None)  # no allocate
+
+
+@both_layouts
+def test_separate_reduce_scatter_group(run_ranks, layout):
+    for separate, shared, again in run_ranks(groups_of_reductions, layout):
+        assert separate != shared
+        assert again == shared
+
+
+def groups_of_reductions(layout: str):
+    """The group that each reduction of the first block uses: as the custom reduction is told."""
+    seen = []
+
+    def run(enable: bool | None) -> dict[str, torch.Tensor]:
+        reduce = MyReduce()
+        reduce.note = lambda tensor, group: seen.append(group.group_name)
+
+        def use(model: nn.Module) -> None:
+            if enable is not None:
+                model.set_separate_reduce_scatter_group(True)
+                model.set_separate_reduce_scatter_group(enable)
+            model.blocks[0].set_custom_reduce_scatter(reduce)
+
+        return gradients_of(fullshard, "gpt", Options(layout=layout), use)
+
+    first, second, third = run(True), run(None), run(False)
+    close(first, second)
+    close(second, third)
+    assert len(set(seen[0:2])) == 1  # one group, made once
+    return seen[0], seen[2], seen[4]
+
+
+def test_post_optim_event_is_waited_for_once(fake_world):
+    fake_world(2)
+
+    class Event:
+        waits = 0
+
+        def wait(self, stream=None) -> None:
+            self.waits += 1
+
+    event = Event()
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model.set_post_optim_event(event)
+    assert event.waits == 0
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        assert event.waits == 1
+    with pytest.raises(fullshard.ConfigError, match="root"):
+        model[0].set_post_optim_event(event)
+    with pytest.raises(fullshard.ConfigError, match=r"torch\.Event"):
+        model.set_post_optim_event(3)
+
+
+def test_memory_that_gloo_does_not_have(run_ranks):
+    for text in run_ranks(ask_gloo_for_memory):
+        assert "gloo" in text and "allocates no memory of its own" in text
+
+
+def ask_gloo_for_memory() -> str:
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_allocate_memory_from_process_group_for_comm(False)  # nothing to undo
+    with pytest.raises(fullshard.ConfigError) as caught:
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model(torch.ones(1, 4)).sum().backward()  # and nothing has changed
+    return str(caught.value)
+
+
+class FakeBackend:
+    """A backend with memory of its own, as NCCL's is with NVLink SHARP."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+
+    def supports_tensor_alloc(self, device) -> bool:
+        return True
+
+    def allocate_tensor(self, numel, *, dtype, device):
+        self.allocated += 1
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def test_memory_of_the_group_is_used_where_there_is_some(run_ranks):
+    assert all(run_ranks(with_memory_of_the_group))
+
+
+def with_memory_of_the_group() -> bool:
+    backend = FakeBackend()
+
+    def use(model: nn.Module) -> None:
+        before = dist.ProcessGroup._get_backend
+        dist.ProcessGroup._get_backend = lambda self, device: backend
+        try:
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        finally:
+            dist.ProcessGroup._get_backend = before
+        with pytest.raises(fullshard.ConfigError, match="exclude"):
+            model.blocks[0].set_custom_all_gather(MyGather())
+
+    close(gradients_of(fullshard, "gpt", Options(), use), gradients_of(fullshard, "gpt", Options()))
+    return backend.allocated > 4
+
+
+def test_symmetric_memory_is_refused_by_name(fake_world):
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(fullshard.ConfigError, match="fake"):
+        model.set_symm_mem_for_comm()
