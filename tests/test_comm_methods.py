@@ -227,7 +227,8 @@ def with_memory_of_the_group() -> bool:
         before = dist.ProcessGroup._get_backend
         dist.ProcessGroup._get_backend = lambda self, device: backend
         try:
-            model.set_allocate_memory_from_process_group_for_comm(True)
+            for unit in (*model.blocks, model):
+                unit.set_allocate_memory_from_process_group_for_comm(True)
         finally:
             dist.ProcessGroup._get_backend = before
         with pytest.raises(fullshard.ConfigError, match="exclude"):

@@ -73,16 +73,20 @@ def penalty_error(layout: str) -> float:
     return worst
 
 
+BREAKS = {"before": 0, "after": 0, "wrapped_before": 0, "wrapped_after": 2, "whole": 4}  # graph breaks, as documented
+
+
 @both_layouts
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_blocks_give_the_same_numbers_without_breaks(run_ranks, layout: str, when: str) -> None:
-    for plain, compiled, breaks, graphs in run_ranks(compiled_losses, layout, when, timeout=120):
+@pytest.mark.parametrize("when", BREAKS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_give_the_same_numbers(run_ranks, layout: str, when: str, backend: str) -> None:
+    for plain, compiled, breaks, graphs in run_ranks(compiled_losses, layout, when, backend, timeout=240):
         assert compiled == pytest.approx(plain, rel=1e-5)
-        assert breaks == 0
+        assert breaks == BREAKS[when]
         assert graphs == 3  # one per block and none in later steps
 
 
-def compiled_losses(layout: str, when: str) -> tuple[list[float], list[float], int, int]:
+def compiled_losses(layout: str, when: str, backend: str) -> tuple[list[float], list[float], int, int]:
     torch._dynamo.reset()
     counters.clear()
     losses = []
@@ -90,17 +94,24 @@ def compiled_losses(layout: str, when: str) -> tuple[list[float], list[float], i
         torch.manual_seed(0)
         blocks = [Layer(5, 7), Layer(7, 7), Layer(7, 3)]
         model = nn.Sequential(*blocks)
-        for block in blocks:
+        for index, block in enumerate(blocks):
             if compiles and when == "before":
-                block.compile(backend="aot_eager")
+                block.compile(backend=backend)
+            if compiles and when == "wrapped_before":
+                block = model[index] = torch.compile(block, backend=backend)
             fullshard.fully_shard(block, layout=layout)
             if compiles and when == "after":
-                block.compile(backend="aot_eager")
+                block.compile(backend=backend)
+            if compiles and when == "wrapped_after":
+                model[index] = torch.compile(block, backend=backend)
         fullshard.fully_shard(model, layout=layout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiles and when == "whole":
+            model = torch.compile(model, backend=backend)
         losses.append([])
         for step in range(4):
-            loss = model(batch(step)).pow(2).mean()
+            with torch.compiler.set_stance("fail_on_recompile" if step >= 2 else "default"):
+                loss = model(batch(step)).pow(2).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -107,7 +107,8 @@ def _check_arguments(
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
-        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        without = type(module).forward is nn.Module.forward and "forward" not in module.__dict__
+        if without or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigError(
                 message(
                     f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
@@ -154,7 +155,7 @@ def _make_unit(
     for module in modules:
         _move_buffers(module, settings.axes.device)
         module.__dict__[HOOKS_KEY] = hooks
-        module.__class__ = _unit_class(type(module))
+        object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
         module.register_state_dict_pre_hook(before_state_dict)
         module.register_load_state_dict_pre_hook(before_load)
 

@@ -162,12 +162,13 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(reduced)` with each reduced slice [shard_numel], after any all-reduce, before it becomes `.grad`.
 
+        Not recursive, as PyTorch's: call it on each unit.
+
         Args:
             hook: may change the tensor in place (to reduce it further by its own communication, say).
             stream: accepted for PyTorch's signature; the hook runs on the compute stream, in program order.
         """
-        for hooks in self._units():
-            hooks.all_reduce_hook = hook
+        self._hooks().all_reduce_hook = hook
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit with `comm`, in memory that `comm` allocates; not recursive.
@@ -206,28 +207,27 @@ class FSDPModule:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Communicate through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
+        """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
+
+        Not recursive.
 
         Raises:
             ConfigError: the backend has no such memory (gloo has none), or custom collectives are set.
         """
-        found = list(self._units())
-        if enable:
-            memories = []
-            for hooks in found:
-                if isinstance(hooks.comm, CustomComm) and not hooks.uses_group_memory and hooks.comm.replaces:
-                    raise ConfigError("memory from the process group and custom collectives exclude each other")
-                axes = [bucket.axes for bucket in hooks.unit.buckets]
-                memories.append(GroupMemory(axes[0].shard, axes[0].device) if axes else None)
-            for hooks, memory in zip(found, memories, strict=True):
-                if memory is not None:
-                    hooks.comm = custom(hooks.comm, all_gather=memory.gather(), reduce_scatter=memory.reduce())
-                    hooks.uses_group_memory = True
-            return
-        for hooks in found:
+        hooks = self._hooks()
+        if not enable:
             if hooks.uses_group_memory:
                 hooks.comm = custom(hooks.comm, all_gather=None, reduce_scatter=None)
                 hooks.uses_group_memory = False
+            return
+        if hooks.uses_group_memory or not hooks.unit.buckets:
+            return
+        if isinstance(hooks.comm, CustomComm) and hooks.comm.replaces:
+            raise ConfigError("memory from the process group and custom collectives exclude each other")
+        axes = hooks.unit.buckets[0].axes
+        memory = GroupMemory(axes.shard, axes.device)
+        hooks.comm = custom(hooks.comm, all_gather=memory.gather(), reduce_scatter=memory.reduce())
+        hooks.uses_group_memory = True
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Would gather through symmetric memory. Fullshard has no such path, on any backend, and says so.
@@ -284,9 +284,11 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use sums in all reductions and scale separately, in place of the backend's averaging."""
-        for hooks in self._units():
-            hooks.force_sum = enable
+        """Use sums in this unit's reductions and scale separately, in place of the backend's averaging.
+
+        Not recursive, as PyTorch's: call it on each unit.
+        """
+        self._hooks().force_sum = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that this rank did not use a gradient (of the other ranks', or zeros) in place of None.

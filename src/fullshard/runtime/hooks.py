@@ -124,18 +124,15 @@ class UnitHooks:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
-        if torch.compiler.is_compiling():
-            before, after = self.before_forward_outside_compile, self.after_forward_outside_compile
-        else:  # not through the functions that keep Dynamo out: they cost 3 us a call
-            before, after = self.before_forward, self.after_forward
         try:
-            args, kwargs = before(module, args, kwargs)
+            args, kwargs = self.before_forward(module, args, kwargs)
             output = forward(*args, **kwargs)
         except BaseException:
-            after(module, None)
+            self.after_forward(module, None)
             raise
-        return after(module, output)
+        return self.after_forward(module, output)
 
+    @_outside_compile
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
         root = self.root
@@ -201,6 +198,7 @@ class UnitHooks:
             self._count_gradients()
         return args, kwargs
 
+    @_outside_compile
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Watch the output, and free; `output` is None if the forward raised. Returns it, cast."""
         root = self.root
@@ -221,9 +219,6 @@ class UnitHooks:
         else:
             self._after_pass(root, module)
         return output
-
-    before_forward_outside_compile = _outside_compile(before_forward)
-    after_forward_outside_compile = _outside_compile(after_forward)
 
     def _watch_outputs(self, output: Any, call: Call) -> None:
         hook = call.before_backward

@@ -97,7 +97,8 @@ class Unit:
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     def _emit(self, verb: str, nbytes: int) -> None:
-        stream.emit(verb, self.name, nbytes, self.rank, self.ledger.live)
+        if self.buckets:  # a root whose parameters are all in units below does nothing worth telling
+            stream.emit(verb, self.name, nbytes, self.rank, self.ledger.live)
 
     # Gather and free.
 

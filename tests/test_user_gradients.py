@@ -1,0 +1,225 @@
+"""What users do with gradients and dtypes: optimizers inside backward, hooks, anomaly detection, casts of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import fully_shard
+from models import EXAMPLES
+from training import LAYOUTS, Options, full_parameters, shard
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def steps(model: nn.Module, example, after, count: int = 3) -> dict[str, Tensor]:
+    for index in range(count):
+        example.loss(model, example.batch(index, dist.get_rank())).backward()
+        after()
+    return full_parameters(model)
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    return True
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["gpt", "tied_across", "odd_mlp"])
+def test_optimizer_in_backward(run_ranks, name, layout):
+    assert all(run_ranks(optimizer_in_backward, name, layout))
+
+
+def optimizer_in_backward(name: str, layout: str) -> bool:
+    """An optimizer for each parameter, stepped by its post-accumulate hook: as one optimizer after backward."""
+    example = EXAMPLES[name]
+    plain, hooked = (shard(fullshard, example.make(), example, Options(layout=layout)) for _ in range(2))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+
+    def after() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    each = {p: torch.optim.AdamW([p], lr=1e-2) for p in hooked.parameters()}
+    calls = []
+
+    def now(parameter: Tensor) -> None:
+        calls.append(parameter)
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for parameter in each:
+        parameter.register_post_accumulate_grad_hook(now)
+    want, got = steps(plain, example, after), steps(hooked, example, lambda: None)
+    assert len(calls) == 3 * len(each)
+    assert all(p.grad is None for p in hooked.parameters())
+    return same(got, want)
+
+
+@both_layouts
+def test_detect_anomaly(run_ranks, layout):
+    assert all(run_ranks(anomaly, layout))
+
+
+def anomaly(layout: str) -> bool:
+    example = EXAMPLES["gpt"]
+    model, checked = (shard(fullshard, example.make(), example, Options(layout=layout)) for _ in range(2))
+
+    def go(m: nn.Module) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        return steps(m, example, lambda: (optimizer.step(), optimizer.zero_grad()))
+
+    want = go(model)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        got = go(checked)
+        with torch.no_grad():
+            next(iter(checked.parameters())).fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="nan"):
+            example.loss(checked, example.batch(0, dist.get_rank())).backward()
+    return same(got, want)
+
+
+@dataclass
+class Result:
+    """What `Talkative` returns."""
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    text: str
+
+
+class Talkative(nn.Module):
+    """Returns a tensor with gradients, one without, integers and a string, in a dataclass or a dict."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> object:
+        logits = self.outer(self.inner(x))
+        parts = {"loss": logits.square().mean(), "logits": logits.detach(), "labels": logits.argmax(-1), "text": "ok"}
+        return Result(**parts) if self.kind == "dataclass" else parts
+
+
+@both_layouts
+@pytest.mark.parametrize("kind", ["dataclass", "dict"])
+def test_backward_through_structured_outputs(run_ranks, kind, layout):
+    assert all(run_ranks(structured, kind, layout))
+
+
+def structured(kind: str, layout: str) -> bool:
+    model, whole = Talkative(kind), Talkative(kind)
+    fully_shard(model.inner, layout=layout)
+    fully_shard(model, layout=layout)
+    x = torch.arange(8.0).view(2, 4)
+    for m in (model, whole):
+        out = m(x)
+        loss, labels = (out.loss, out.labels) if kind == "dataclass" else (out["loss"], out["labels"])
+        assert labels.dtype == torch.int64 and not labels.requires_grad
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    return True
+
+
+@both_layouts
+def test_outputs_without_gradients(run_ranks, layout):
+    assert all(run_ranks(without_gradients, layout))
+
+
+def without_gradients(layout: str) -> bool:
+    """A unit whose output nobody can differentiate leaves nothing gathered, and later steps are right."""
+    torch.manual_seed(0)
+    chooser, body = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chooser, self.body = chooser, body
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x * (1.0 + self.chooser(x).argmax()))
+
+    model = Chooses()
+    fully_shard(model.chooser, layout=layout)
+    fully_shard(model.body, layout=layout)
+    fully_shard(model, layout=layout)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.chooser.weight.grad is None
+        assert model.body.weight.grad is not None
+        use = fullshard.memory_use(model)
+        assert (use.gathered, use.reducing) == (0, 0)
+    return True
+
+
+CASTS = {
+    "double": (lambda m: m.double(), torch.float64),
+    "to": (lambda m: m.to(torch.float64), torch.float64),
+    "half_and_back": (lambda m: m.half().float(), torch.float32),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("when", ["before the first step", "after it"])
+def test_casts_of_a_sharded_model(run_ranks, cast, when, layout):
+    """As the same cast of a sharded model before it was sharded (values go through the same dtypes)."""
+    assert all(run_ranks(casts, cast, when, layout))
+
+
+def casts(cast: str, when: str, layout: str) -> bool:
+    function, dtype = CASTS[cast]
+    example = EXAMPLES["odd_mlp"]
+    model = shard(fullshard, example.make(), example, Options(layout=layout))
+    if when == "after it":
+        example.loss(model, example.batch(0, dist.get_rank())).backward()
+        model.zero_grad()
+    result = function(model)
+    assert result is model
+    other = shard(fullshard, function(example.make()), example, Options(layout=layout))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+    def train(m: nn.Module) -> dict[str, Tensor]:
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        for index in range(2):
+            inputs, targets = example.batch(index, dist.get_rank(), dtype)
+            example.loss_of(m(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(m)
+
+    return same(train(model), train(other))
+
+
+@both_layouts
+def test_cast_takes_gradients_along(fake_world, layout):
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4), layout=layout)
+    model(torch.ones(1, 4)).sum().backward()
+    before = [p.grad.to_local() if layout == "rows" else p.grad._local_tensor for p in model.parameters()]
+    model.double()
+    after = [p.grad.to_local() if layout == "rows" else p.grad._local_tensor for p in model.parameters()]
+    assert [g.dtype for g in after] == [torch.float64] * 2
+    assert all(torch.equal(a, b.double()) for a, b in zip(after, before, strict=True))
+
+
+def test_moving_to_another_device_than_the_mesh_is_refused(fake_world):
+    fake_world(2)
+    model = fully_shard(nn.Linear(4, 4))
+    model.to("meta")
+    with pytest.raises(fullshard.FullshardError, match="meta"):
+        model(torch.ones(1, 4))
