@@ -338,3 +338,43 @@ def test_optimizer_built_before_sharding(run_ranks, layout):
     """PyTorch's fully_shard trains nothing here and says nothing."""
     for problems in run_ranks(optimizer_first, layout):
         assert not problems, "\n".join(problems)
+
+
+class Chooses(nn.Module):
+    """Runs its layers in an order of the rank's own."""
+
+    def __init__(self, orders: list[list[int]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.orders = orders
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.orders[dist.get_rank()]:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        ([[0, 1, 2], [0, 2, 1]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.2'"]),
+        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has come to the end"]),
+        ([[1, 2], [0, 1, 2]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.0'"]),
+    ],
+    ids=["swapped", "one left out", "one more"],
+)
+@both_layouts
+def test_ranks_that_run_units_in_different_orders(run_ranks, orders, words, layout):
+    for text in run_ranks(run_in_order, orders, layout):
+        for word in words:
+            assert word in text
+
+
+def run_in_order(orders: list[list[int]], layout: str) -> str:
+    model = Chooses(orders)
+    for layer in model.layers:
+        fully_shard(layer, layout=layout)
+    fully_shard(model, layout=layout)
+    with pytest.raises(fullshard.DivergenceError) as caught:
+        model(torch.ones(1, 4))
+    return str(caught.value)

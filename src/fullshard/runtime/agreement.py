@@ -1,4 +1,4 @@
-"""Whether all ranks are about to train the same thing; asked once, before the first gather could hang.
+"""Whether all ranks train the same thing: asked once, before the first gather could hang, and along the first pass.
 
 Every rank describes its units, parameters, shapes, dtypes and layouts in lines of text. Digests of 32 bytes are
 compared over every axis; only if they differ are the texts exchanged, to name the first line that does.
@@ -67,3 +67,41 @@ def _difference(first: list[str], second: list[str], rank_a: int, rank_b: int) -
         f"  First difference: line {at + 1} of {max(len(first), len(second))}.\n"
         "  remedy:    build the same model, with the same dtypes and the same fully_shard calls, on every rank"
     )
+
+
+END = -1  # in place of a unit's index: the pass is over
+
+
+def check_order(index: int, names: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
+    """Raise on every rank if the ranks of an axis are about to gather different units. Collective over each axis.
+
+    Without this, gathers of equal sizes would swap two units' parameters and say nothing, and others would hang.
+
+    Args:
+        index: of the unit in `names`; `END` when the pass is over.
+
+    Raises:
+        DivergenceError: names two ranks and what each is about to run.
+    """
+    mine = torch.tensor([index], dtype=torch.int64, device=device)
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        found = torch.empty(axis.size, dtype=torch.int64, device=device)
+        comm.gather(axis, found, mine).wait()
+        indices = found.tolist()
+        other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
+        if other is None:
+            continue
+
+        def told(at: int, indices: list[int] = indices) -> str:
+            unit = indices[at]
+            return "has come to the end of its forward" if unit == END else f"runs unit {names[unit] or '(root)'!r}"
+
+        raise DivergenceError(
+            "ranks run their units in different orders (checked along the first forward).\n"
+            f"  rank {axis.ranks[0]} {told(0)}\n"
+            f"  rank {axis.ranks[other]} {told(other)}\n"
+            "  remedy:    let every rank run the same units in the same order: where a rank has nothing to compute in "
+            "one, call it all the same and multiply its result by zero"
+        )

@@ -128,6 +128,8 @@ class UnitHooks:
             args, kwargs = self.before_forward(module, args, kwargs)
             output = forward(*args, **kwargs)
         except BaseException:
+            if self.root is not None:
+                self.root.checks_order = False  # the other ranks are elsewhere
             self.after_forward(module, None)
             raise
         return self.after_forward(module, output)
@@ -158,6 +160,8 @@ class UnitHooks:
 
     def _gather_for_forward(self, root: Root, recomputing: bool) -> None:
         unit = self.unit
+        if root.checks_order and not recomputing:
+            root.check_order(self)
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
                 unit.issue_gather(self.comm)

@@ -10,7 +10,7 @@ import torch
 from ..comm import Axis, Comm
 from ..events import Ledger
 from ..shard import State, plain_access, refuse_meta
-from .agreement import check_agreement
+from .agreement import END, check_agreement, check_order
 from .backward_end import BackwardEnd
 from .schedule import Order
 
@@ -35,6 +35,7 @@ class Root:
         self.ledger = Ledger()
         self.pass_top: UnitHooks | None = None  # whose forward began the pass that runs now
         self.pass_grad = False  # whether that pass builds a graph
+        self.checks_order = False  # whether the pass is the first of its kind, and compared with the other ranks'
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
@@ -84,9 +85,25 @@ class Root:
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
+        self.checks_order = self.comm.communicates and not self.forward_order.known
+
+    def check_order(self, hooks: UnitHooks | None) -> None:
+        """Compare which unit is about to run with the other ranks; None: the pass is over.
+
+        Raises:
+            DivergenceError: another rank is about to run another one.
+        """
+        buckets = [b for h in ([hooks] if hooks else self.units) for b in h.unit.buckets]
+        if buckets:
+            axes = buckets[0].axes
+            index, names = hooks.index if hooks else END, [h.unit.name for h in self.units]
+            check_order(index, names, [a for a in (axes.shard, axes.replicate) if a], self.comm, axes.device)
 
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
+        if self.checks_order:
+            self.check_order(None)
+            self.checks_order = False
         self.forward_order.finish()
         if self.pass_grad:
             self.backward_order.suggest(self.forward_order.known[::-1])
