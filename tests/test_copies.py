@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fullshard
 from fullshard import fully_shard
 from models import EXAMPLES
-from training import LAYOUTS, Options, full_parameters, shard
+from training import LAYOUTS, Options, full_gradients, full_parameters, shard
 
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -51,6 +51,11 @@ def equal_and_independent(name: str, layout: str) -> bool:
         assert theirs[parameter_name] is not parameter
         assert theirs[parameter_name].grad is not parameter.grad or parameter.grad is None
     same(full_parameters(model), full_parameters(twin))
+    kept = full_gradients(model)
+    same(kept, full_gradients(copy.deepcopy(model)))
+    for parameter in copy.deepcopy(model).parameters():
+        parameter.grad.zero_()
+    same(kept, full_gradients(model))  # the copy's gradients are its own
     before = full_parameters(model)
     other.step()
     same(before, full_parameters(model))  # the copy's step left the model alone
