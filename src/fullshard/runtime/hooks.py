@@ -27,6 +27,7 @@ from ..precision import MixedPrecisionPolicy, cast_floating
 from ..shard import State, Unit, plain_access, refuse_meta
 from ..structure import map_tensors, tensors_in
 from .root import Root
+from .tensor_hooks import on_gradient
 
 _no_grad = torch.no_grad
 _NOTHING = nullcontext()
@@ -189,7 +190,7 @@ class UnitHooks:
                 return tensor
             watched = True
             view = tensor.view_as(tensor)
-            view.register_hook(hook)
+            on_gradient(view, hook)
             return view
 
         if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
@@ -228,11 +229,11 @@ class UnitHooks:
         hook = call.before_backward
         if type(output) is torch.Tensor:
             if output.requires_grad:
-                output.register_hook(hook)
+                on_gradient(output, hook)
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(hook)
+                on_gradient(tensor, hook)
 
     def _after_pass(self, root: Root, module: nn.Module) -> None:
         unit = self.unit

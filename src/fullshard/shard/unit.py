@@ -156,9 +156,10 @@ class Unit:
     def stale(self) -> bool:
         """Whether what is gathered is not what the shards hold now (after an optimizer step, or a load)."""
         held = self.state is not State.SHARDED
-        return any(
-            (held or bucket.small is not None) and bucket.gathered_at != stamp(bucket.shard) for bucket in self.buckets
-        )
+        for bucket in self.buckets:
+            if (held or bucket.small is not None) and bucket.gathered_at != stamp(bucket.shard):
+                return True
+        return False
 
     def drop_stale(self) -> None:
         """Release gathered parameters, whole or in part, that the shards no longer agree with."""
