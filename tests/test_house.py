@@ -53,6 +53,7 @@ EXPORTS = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 

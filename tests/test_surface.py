@@ -41,7 +41,7 @@ def test_functions_begin_with_pytorchs_parameters(name):
         assert kind is inspect.Parameter.KEYWORD_ONLY, parameter
 
 
-PROGRAM = '''
+PROGRAM = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,7 +109,7 @@ for step in range(3):
     optimizer.zero_grad()
     result.append((loss.item(), norm.full_tensor().item()))
 result.append({{name: value.full_tensor() for name, value in model.state_dict().items()}})
-'''
+"""
 
 
 def run_program(library: str) -> list:

@@ -10,7 +10,7 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 
 from .api.describe import describe
 from .api.fully_shard import fully_shard
-from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from .comm import Comm, NullComm, RecordingComm, TorchComm
 from .errors import (
@@ -59,4 +59,5 @@ __all__ = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

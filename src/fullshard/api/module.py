@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -328,20 +329,54 @@ class FSDPModule:
         return result
 
 
-def _units_of(modules: Sequence[FSDPModule]) -> tuple[UnitHooks, ...]:
+def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tuple[UnitHooks, ...]:
     found = []
     for module in modules:
         hooks = hooks_of(module) if isinstance(module, nn.Module) else None
         if hooks is None:
             raise ConfigError(
                 message(
-                    "Only units can be prefetched.",
+                    f"Only units can {what}.",
                     expected="modules that fully_shard was applied to",
                     got=type(module).__name__,
                 )
             )
         found.append(hooks)
     return tuple(found)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the chunks of a pipeline) communicate as one.
+
+    Their reductions in flight are bounded together (`set_reduce_scatter_max_input_buffers`), so that their buffers
+    are not held side by side. Collectives run in program order on the backend's own stream either way. May be called
+    before the first forward or between steps.
+
+    Raises:
+        ConfigError: one of them is no unit, or is below another root.
+    """
+    hooks = list(_units_of(modules, "share a communication context"))
+    for one, module in zip(hooks, modules, strict=True):
+        if one.root is not None and not one.is_top:
+            raise ConfigError(
+                message(
+                    "share_comm_ctx takes roots, whose forward is called from outside.",
+                    got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
+                    remedy="pass the root modules alone: what is below them comes along",
+                )
+            )
+    if not hooks:
+        return
+    first = hooks[0]
+    reducing: deque[UnitHooks] = deque()
+    if first.root is not None:
+        reducing = first.root.reducing
+    elif first.shared_reducing is not None:
+        reducing = first.shared_reducing
+    for one in hooks:
+        one.shared_reducing = reducing
+        if one.root is not None:
+            one.root.share_reducing(reducing)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

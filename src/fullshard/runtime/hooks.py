@@ -15,6 +15,7 @@ result is the same.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -103,6 +104,7 @@ class UnitHooks:
         self.prefetch_depth = prefetch
         self.forward_prefetch: tuple[UnitHooks, ...] | None = None
         self.backward_prefetch: tuple[UnitHooks, ...] | None = None
+        self.shared_reducing: deque[UnitHooks] | None = None  # of roots that share one communication context
         self.root: Root | None = None
         self.find_root: Callable[[UnitHooks], Root] | None = None
         self.index = -1

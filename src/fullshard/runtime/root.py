@@ -22,7 +22,8 @@ class Root:
     """The context of one root unit and all units below it. Made at the first forward.
 
     Owns no tensors. `reducing` holds units whose reduction is in flight; they are finished in order, the oldest when
-    a newer one is issued, all at the end of backward.
+    a newer one is issued, all at the end of backward. Roots that share it (`share_comm_ctx`) bound their reductions
+    in flight together.
 
     Args:
         top: hooks of the unit whose forward was called first.
@@ -39,7 +40,7 @@ class Root:
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
-        self.reducing: deque[UnitHooks] = deque()
+        self.reducing: deque[UnitHooks] = top.shared_reducing if top.shared_reducing is not None else deque()
         self.recomputed: UnitHooks | None = None
         self._backward: BackwardEnd | None = None
         for index, hooks in enumerate(units):
@@ -140,6 +141,14 @@ class Root:
         self.recomputed = None
         self._backward = None
 
+    def share_reducing(self, reducing: deque[UnitHooks]) -> None:
+        """Use `reducing` from now on, together with other roots."""
+        if reducing is not self.reducing:
+            with plain_access(), torch.no_grad():
+                while self.reducing:
+                    self.reducing.popleft().finish_reduce()
+            self.reducing = reducing
+
     def make_room(self, hooks: UnitHooks) -> None:
         """Finish reductions in flight until one more may be, and until `hooks` has none."""
         while self.reducing and (len(self.reducing) >= hooks.max_reducing or hooks in self.reducing):
@@ -176,7 +185,8 @@ class Root:
 
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
-        self.reducing.clear()
+        for hooks in [hooks for hooks in self.reducing if hooks.root is self]:  # not those of roots that share it
+            self.reducing.remove(hooks)
         for hooks in self.units:
             hooks.reset()
         for order in (*self.orders.values(), self.backward_order):

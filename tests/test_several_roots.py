@@ -1,0 +1,159 @@
+"""Several roots in one program: pipeline chunks that share a communication context, interleaved in every way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import fully_shard, share_comm_ctx
+from test_method_effects import NeverSaysDone
+from training import LAYOUTS
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+CHUNKS, WIDTH = 2, 4
+
+
+def chunk(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def sharded_chunks(layout: str, shared: str, **settings: object) -> list[nn.Module]:
+    chunks = [chunk(index) for index in range(CHUNKS)]
+    for model in chunks:
+        for layer in model:
+            fully_shard(layer, layout=layout, **settings)
+        fully_shard(model, layout=layout, **settings)
+    if shared == "before":
+        share_comm_ctx(chunks)
+    return chunks
+
+
+def inputs(micro: int, rank: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def one_after_the_other(chunks: list[nn.Module], batch) -> Tensor:
+    loss = chunks[1](chunks[0](batch(0))).square().mean()
+    loss.backward()
+    return loss
+
+
+def two_micro_batches(chunks: list[nn.Module], batch) -> Tensor:
+    """Forwards A A B B, backwards B A B A: each chunk is cut from the other's graph, as in a pipeline."""
+    between = [chunks[0](batch(micro)) for micro in range(2)]
+    cut = [tensor.detach().requires_grad_() for tensor in between]
+    losses = [chunks[1](tensor).square().mean() for tensor in cut]
+    for tensor, leaf, loss in zip(between, cut, losses, strict=True):
+        loss.backward()
+        tensor.backward(leaf.grad)
+    return losses[0] + losses[1]
+
+
+def interleaved(chunks: list[nn.Module], batch) -> Tensor:
+    """Forward A0 B0 A1, backward B0, forward B1, backward A0 B1 A1."""
+    first = chunks[0](batch(0))
+    cut = first.detach().requires_grad_()
+    loss = chunks[1](cut).square().mean()
+    second = chunks[0](batch(1))
+    loss.backward()
+    other = second.detach().requires_grad_()
+    last = chunks[1](other).square().mean()
+    first.backward(cut.grad)
+    last.backward()
+    second.backward(other.grad)
+    return loss + last
+
+
+SCHEDULES = {f.__name__: f for f in (one_after_the_other, two_micro_batches, interleaved)}
+
+
+@both_layouts
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shared", ["never", "before", "between"])
+def test_numbers_of_interleaved_roots(run_ranks, schedule, shared, layout):
+    assert all(run_ranks(as_one_process, schedule, shared, layout))
+
+
+def as_one_process(schedule: str, shared: str, layout: str) -> bool:
+    chunks, whole = sharded_chunks(layout, shared), [chunk(index) for index in range(CHUNKS)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        if step == 1 and shared == "between":
+            share_comm_ctx(chunks)
+        SCHEDULES[schedule](chunks, lambda micro, step=step: inputs(micro + 5 * step, rank))
+        for other in range(world):  # the mean over ranks
+            SCHEDULES[schedule](whole, lambda micro, step=step, other=other: inputs(micro + 5 * step, other))
+        for mine, theirs in zip(chunks, whole, strict=True):
+            for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad / world, rtol=1e-5, atol=1e-7)
+            mine.zero_grad()
+            theirs.zero_grad()
+            assert fullshard.memory_use(mine).gathered == 0
+    return True
+
+
+class HoldsOn(torch.autograd.Function):
+    """Runs the other chunk's backward within this one's: both have reductions in flight."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        ctx.other = other
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.other[0].backward()
+        return grad, None
+
+
+@pytest.mark.parametrize(("shared", "most"), [("never", 2), ("before", 1)])
+def test_reductions_in_flight_are_bounded_together(fake_world, shared, most):
+    fake_world(4)
+    chunks = sharded_chunks("rows", shared, comm=NeverSaysDone(fullshard.TorchComm()))
+    x = torch.ones(1, WIDTH)
+
+    def nested() -> None:
+        other = chunks[1](x).sum()
+        first = chunks[0]
+        handle = first[0].register_forward_hook(lambda m, a, out: HoldsOn.apply(out, [other]))
+        loss = first(x).sum()
+        handle.remove()
+        loss.backward()
+
+    nested()
+    flying, highest = 0, 0
+    with fullshard.record_events() as events:
+        nested()
+    for event in events:
+        flying += {"reduce": 1, "reduced": -1}.get(event.verb, 0)
+        highest = max(highest, flying)
+    assert (flying, highest) == (0, most)
+
+
+def test_sharing_leaves_the_others_reductions_to_them(fake_world):
+    """A root that recovers drops its own reductions in flight, not those of a root it shares with."""
+    fake_world(2)
+    chunks = sharded_chunks("rows", "before")
+    for model in chunks:
+        model(torch.ones(1, WIDTH)).sum().backward()
+    first, second = (model._hooks().root for model in chunks)
+    assert first.reducing is second.reducing
+    first.reducing.append(second.top)
+    first.recover()
+    assert list(first.reducing) == [second.top]
+    first.reducing.clear()
+
+
+def test_what_cannot_share(fake_world):
+    fake_world(2)
+    model = sharded_chunks("rows", "never")[0]
+    with pytest.raises(fullshard.ConfigError, match="share a communication context"):
+        share_comm_ctx([model, nn.Linear(2, 2)])
+    model(torch.ones(1, WIDTH))
+    with pytest.raises(fullshard.ConfigError, match="takes roots"):
+        share_comm_ctx([model[0], model])
+    share_comm_ctx([])
