@@ -118,3 +118,81 @@ def dtypes_under_each_policy(layout: str) -> tuple[dict[str, list[object]], dict
         for library in (fullshard, torch_fsdp)
     )
     return ours, theirs
+
+
+class Normed(nn.Module):
+    """A block whose norm is a unit of its own, in fp32, while the rest computes in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("scale", torch.full((8,), 1.0 + 2.0**-10))
+        self.heard: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        hidden = self.up(normed.to(self.up.weight.dtype))
+        self.heard = [x.dtype, self.norm.weight.dtype, normed.dtype, self.up.weight.dtype, hidden.dtype]
+        return x + self.down(torch.relu(hidden)) * self.scale.to(x.dtype)
+
+
+def normed_model(library: types.ModuleType, layout: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Normed(), Normed(), nn.Linear(8, 3))
+    keywords = {"layout": layout} if library is fullshard else {}
+    low = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    full = library.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
+    last = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for block in model[:2]:
+        library.fully_shard(block.norm, mp_policy=full, **keywords)
+        library.fully_shard(block, mp_policy=low, **keywords)
+    library.fully_shard(model[2], mp_policy=last, **keywords)
+    return library.fully_shard(model, **keywords)
+
+
+@both_layouts
+def test_norms_in_fp32_within_blocks_in_bf16(run_ranks, layout):
+    for ours, theirs in run_ranks(both_normed, layout):
+        assert ours[0] == theirs[0]
+        assert ours[1] == theirs[1]  # losses, to the last bit: the same dtypes at every operation
+        for mine, other in zip(ours[2], theirs[2], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def both_normed(layout: str) -> list[object]:
+    results = []
+    for library in (fullshard, torch_fsdp):
+        model = normed_model(library, layout)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+        out = model(x)
+        loss = out.square().mean()
+        loss.backward()
+        dtypes = [*model[0].heard, *model[1].heard, out.dtype, model[0].scale.dtype]
+        gradients = [p.grad.full_tensor() for p in model.parameters()]
+        dtypes += [gradient.dtype for gradient in gradients]
+        results.append((dtypes, loss.item(), gradients))
+    return results
+
+
+@both_layouts
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_without_sync_are_added_up_in_the_dtype_of_the_reduction(run_ranks, reduce_dtype, layout):
+    """1, and eight times 2**-9: bf16 has 8 bits, so there each addition of 2**-9 to 1 is lost, and fp32 loses none."""
+    expected = 1.0 + 8 * 2.0**-9 if reduce_dtype == torch.float32 else 1.0
+    for got in run_ranks(small_gradients_after_a_large_one, reduce_dtype, layout):
+        assert got == (expected, torch.float32)
+
+
+def small_gradients_after_a_large_one(reduce_dtype: torch.dtype, layout: str) -> tuple[float, torch.dtype]:
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = fullshard.fully_shard(nn.Linear(4, 4, bias=False), mp_policy=policy, layout=layout)
+    model.set_requires_gradient_sync(False)
+    sizes = [1.0, *[2.0**-9] * 8]
+    for index, size in enumerate(sizes):
+        if index == len(sizes) - 1:
+            model.set_requires_gradient_sync(True)
+        model(torch.full((1, 4), size)).sum().backward()
+    grad = model.weight.grad
+    whole = grad.full_tensor()
+    assert (whole == whole[0, 0]).all()
+    return whole[0, 0].item(), grad.dtype
