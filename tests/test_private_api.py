@@ -140,3 +140,14 @@ def test_hooks_on_tensors_join_those_of_the_user() -> None:
     tensor_hooks.on_gradient(leaf, lambda grad: seen.append("leaf"))
     leaf.sum().backward()
     assert seen[-1] == "leaf"
+
+
+def test_meshes_tell_their_root_and_strided_shards_exist() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from fullshard.comm import root_mesh
+
+    assert root_mesh.HAS_ROOT, "comm/root_mesh.py refuses tensor-parallel parameters"
+    assert hasattr(DeviceMesh, "_get_root_mesh")
+    assert _StridedShard(0, split_factor=2).dim == 0, "shard/tensor_parallel.py cannot say how rows are split twice"

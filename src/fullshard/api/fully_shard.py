@@ -147,7 +147,7 @@ def _make_unit(
 ) -> None:
     """Shard what is left in `modules` and hook them."""
     found = find_parameters(modules, unit_of, ignored)
-    check_parameters(found, settings.axes)
+    check_parameters(found, settings.axes, settings.layout)
     unit = build_unit(found, settings)
     reshard, unit.small_axis = keep
     hooks = UnitHooks(unit, modules, settings.comm, settings.policy, reshard, prefetch)

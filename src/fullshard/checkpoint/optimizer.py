@@ -203,12 +203,12 @@ def _assemble(entry: _Entry, by_name: dict[str, Any]) -> dict[str, Any]:
                         )
                     )
                 continue
-            if tuple(value.shape) != member.slot.shape:
+            if value.shape != member.sharded.shape:
                 raise CheckpointError(
                     message(
                         f"State {key!r} has another shape than its parameter.",
                         parameter=name,
-                        expected=member.slot.shape,
+                        expected=tuple(member.sharded.shape),
                         got=tuple(value.shape),
                     )
                 )

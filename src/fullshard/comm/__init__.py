@@ -5,6 +5,7 @@ from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .mesh import Axis, MeshAxes, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
+from .root_mesh import joined
 from .torch_comm import TorchComm
 
 
@@ -38,6 +39,7 @@ __all__ = [
     "ReduceScatter",
     "TorchComm",
     "custom",
+    "joined",
     "make_comm",
     "resolve_mesh",
     "separate_group",

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from ..errors import ConfigError
 from ..shard import FlatShard
@@ -102,6 +101,6 @@ def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
         return [
             mesh.get_group(dim)
             for dim, placement in enumerate(grad.placements)
-            if isinstance(placement, Shard) and mesh.size(dim) > 1
+            if not placement.is_replicate() and mesh.size(dim) > 1
         ]
     return []

@@ -37,6 +37,7 @@ from .parameter import (
 )
 from .scratch import Scratch
 from .staleness import stamp
+from .tensor_parallel import TensorParallel, local_part
 
 Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
@@ -81,6 +82,7 @@ class Draft:
     name: str
     original: nn.Parameter
     places: list[Place]
+    parallel: TensorParallel | None = None  # if the original is a DTensor already
 
 
 class Bucket:
@@ -107,6 +109,7 @@ class Bucket:
         self.own_compute_dtype = compute_dtype
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
         self.shard = torch.zeros(layout.shard_numel, dtype=self.storage_dtype, device=self.device)
+        self.parallel = {draft.name: draft.parallel for draft in drafts if draft.parallel is not None}
         self.members = [self._admit(draft, slot) for draft, slot in zip(drafts, layout.slots, strict=True)]
         # The full bucket, compute dtype. `full` is gathered into; `copied` is filled from `staging`, and takes memory
         # only once the gather is done, so that a prefetched unit holds its bytes once.
@@ -129,7 +132,7 @@ class Bucket:
                     memory = original.detach().permute(slot.spec.order).reshape(-1)
                     local.copy_(memory[part.start : part.start + part.numel])
                 else:
-                    local.copy_(original.detach().narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
+                    local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
         attributes = {**attributes_of(original), "_fullshard_name": slot.name}
         sharded = self._sharded_parameter(local, slot, original.requires_grad, attributes)
         return Member(slot, list(draft.places), sharded, local_of(sharded))
@@ -141,14 +144,15 @@ class Bucket:
             parameter = nn.Parameter(self.tensor_of(local, slot), requires_grad=requires_grad)
             parameter.__dict__.update(attributes)
             return parameter
-        return rows_parameter(local, slot, self.axes, requires_grad, attributes)
+        return rows_parameter(self.tensor_of(local, slot), requires_grad, attributes)
 
     def tensor_of(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
         """`local`, shaped as this rank's part of `slot`, as a tensor of the whole parameter (not a Parameter)."""
         if self.layout.kind == "flat":
             slice_numel = self.layout.segments[slot.segment].slice_numel
             return FlatShard(local, Run.of(slot, slice_numel, self.axes.shard))
-        return rows_tensor(local, slot, self.axes)
+        parallel = self.parallel.get(slot.name)
+        return rows_tensor(local, slot, self.axes) if parallel is None else parallel.sharded(local)
 
     def view_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
         """This rank's part of `slot` in any buffer laid out as the shard."""
@@ -265,10 +269,14 @@ class Bucket:
         # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
         # look to autograd like a change of what it saved.
         view = buffer.as_strided(slot.shape, slot.stride, offset).data
+        if slot.name in self.parallel:
+            view = self.parallel[slot.name].unsharded(view)
         if member.unsharded is None:
             member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
             member.unsharded.__dict__.update(attributes_of(member.sharded))
             member.unsharded.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
+        elif slot.name in self.parallel:
+            set_local(member.unsharded, local_of(view))
         else:
             member.unsharded.data = view
 
@@ -371,7 +379,7 @@ class Bucket:
     def _check_replacement(self, member: Member, found: Any) -> None:
         expected: Any = member.sharded
         kind = FlatShard if self.layout.kind == "flat" else DTensor
-        if isinstance(found, kind) and tuple(found.shape) == member.slot.shape:
+        if isinstance(found, kind) and found.shape == expected.shape:
             if isinstance(found, FlatShard):
                 same = found._run.same_as(expected._run)
             else:
@@ -383,7 +391,7 @@ class Bucket:
                 "A sharded parameter was replaced by something that is not its shard.",
                 parameter=member.name,
                 rank=self.axes.global_rank,
-                expected=f"{type(expected).__name__} of shape {member.slot.shape}",
+                expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
                 got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
                 remedy="change values in place (copy_, load_state_dict without assign=True), "
                 "or assign a tensor with the same placements",

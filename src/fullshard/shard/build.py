@@ -18,6 +18,7 @@ from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
+from .tensor_parallel import TensorParallel, local_part
 from .unit import Unit, owner_of
 
 
@@ -140,30 +141,40 @@ def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Mo
                 )
 
 
-def check_parameters(found: Sequence[Found], axes: MeshAxes) -> None:
+def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str) -> None:
     """Refuse what cannot be sharded, before anything changes.
 
     Raises:
-        ConfigError: a parameter on another device, a foreign DTensor.
-        LayoutError: two parameters that share memory without being the same object.
+        ConfigError: a parameter on another device, a DTensor in another layout than rows.
+        LayoutError: two parameters that share memory without being the same object, a tensor-parallel tie.
     """
     by_address: dict[int, str] = {}
     for item in found:
         parameter = item.parameter
         if item.owner is not None:
+            if any(m.sharded is parameter and m.slot.name in b.parallel for b in item.owner.buckets for m in b.members):
+                raise LayoutError(
+                    message(
+                        "A tensor-parallel parameter is tied between units.",
+                        parameter=item.name,
+                        remedy="let one fully_shard call take all modules that use it: shard the module around them, "
+                        "or a list of them, before any of them by itself",
+                    )
+                )
             continue
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and layout != "rows":
             raise ConfigError(
                 message(
-                    "fully_shard was given a parameter that is a DTensor already (tensor parallelism); "
-                    "Fullshard does not support that yet.",
+                    "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
                     parameter=item.name,
-                    remedy="apply fully_shard to plain parameters, or pass this one in ignored_params",
+                    expected='layout="rows", whose sharded parameters say how they are split twice',
+                    got=f'layout="{layout}"',
+                    remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
                 )
             )
         check_device(item.name, parameter.device, axes.device)
-        if parameter.numel() and not parameter.is_meta:
-            other = by_address.setdefault(parameter.data_ptr(), item.name)
+        if local_part(parameter).numel() and not parameter.is_meta:
+            other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
             if other != item.name:
                 raise LayoutError(
                     message(
@@ -218,14 +229,14 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         parameter = item.parameter
         key = (parameter.dtype, parameter.requires_grad, parameter.is_meta)
         classes.setdefault(key, []).append(item)
-    planned = [(items, _plan(items, settings)) for items in classes.values()]
+    planned = [(items, _plan(items, settings), _parallel(items, settings)) for items in classes.values()]
     buckets = []
-    for items, layout in planned:
-        drafts = [_draft(item) for item in items]
+    for items, layout, parallel in planned:
+        drafts = [_draft(item, parallel.get(item.name)) for item in items]
         buckets.append(Bucket(drafts, layout, settings.axes, _compute_dtype(items[0].parameter, settings.policy)))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
-    for (items, _), bucket in zip(planned, buckets, strict=True):
+    for (items, *_), bucket in zip(planned, buckets, strict=True):
         for item, member in zip(items, bucket.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
             for place, attribute in member.places:
@@ -237,10 +248,20 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     return unit
 
 
-def _draft(item: Found) -> Draft:
+def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, TensorParallel]:
+    """How those of `items` that are DTensors already are split, by name."""
+    found = {}
+    for item in items:
+        if item.owner is None and isinstance(item.parameter, DTensor):
+            dim = _spec(item, settings).dim
+            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim)
+    return found
+
+
+def _draft(item: Found, parallel: TensorParallel | None) -> Draft:
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
-        return Draft(item.name, item.parameter, item.places)
+        return Draft(item.name, item.parameter, item.places, parallel)
     places, full = item.owner.give_up(item.parameter)
     original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
     original.__dict__.update(attributes_of(item.parameter))
@@ -276,6 +297,8 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
                 got=f'{placement!r} with layout="{settings.layout}"',
             )
         )
+    if item.owner is None and isinstance(parameter, DTensor):
+        parameter = local_part(parameter)
     shape = tuple(parameter.shape)
     dim = placement.dim % max(len(shape), 1) if placement is not None else 0
     return ParameterSpec(item.name, shape, memory_order(parameter), dim)

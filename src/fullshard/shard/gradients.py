@@ -90,6 +90,11 @@ class Gradients:
             self.buffer.allocate()
         members = self.bucket.members
         grads = [member.unsharded.grad if member.unsharded is not None else None for member in members]
+        if parallel := self.bucket.parallel:
+            grads = [
+                parallel[m.slot.name].local_gradient(g) if g is not None and m.slot.name in parallel else g
+                for m, g in zip(members, grads, strict=True)
+            ]
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         missing = False

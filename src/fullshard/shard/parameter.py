@@ -137,7 +137,9 @@ class OriginalParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = next((a.__dict__.get("_fullshard_name") for a in args if type(a) is OriginalParameter), None)
+        name = next(
+            (a.__dict__.get("_fullshard_name") for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None
+        )
         raise ConfigError(
             message(
                 "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
@@ -149,14 +151,26 @@ class OriginalParameter(nn.Parameter):
         )
 
 
+class OriginalDTensor(DTensor):
+    """As `OriginalParameter`, for a parameter that was a DTensor (tensor parallelism)."""
+
+    __slots__: list[str] = []
+    __torch_function__ = OriginalParameter.__torch_function__
+
+
 def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
     """Free `original`'s values and make every further use of the object raise.
 
     `successor_of` still tells what took its place.
     """
     original.grad = None
-    original.data = torch.empty(0, dtype=original.dtype, device=original.device)
-    original.__class__ = OriginalParameter
+    nothing = torch.empty(0, dtype=original.dtype, device=original.device)
+    if isinstance(original, DTensor):
+        set_local(original, nothing)
+        original.__class__ = OriginalDTensor  # type: ignore[assignment]
+    else:
+        original.data = nothing
+        original.__class__ = OriginalParameter
     original.__dict__["_fullshard_name"] = name
     original.__dict__["_fullshard_successor"] = successor
 
@@ -177,11 +191,9 @@ def rows_tensor(local: torch.Tensor, slot: Slot, axes: MeshAxes) -> DTensor:
     )
 
 
-def rows_parameter(
-    local: torch.Tensor, slot: Slot, axes: MeshAxes, requires_grad: bool, attributes: dict[str, Any]
-) -> nn.Parameter:
-    """A trainable (or frozen) `RowShard` over `local`, with the original parameter's own attributes."""
-    parameter = nn.Parameter(rows_tensor(local, slot, axes), requires_grad=requires_grad)
+def rows_parameter(tensor: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
+    """A trainable (or frozen) `RowShard` of the DTensor `tensor`, with the original parameter's own attributes."""
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     parameter.__class__ = RowShard  # type: ignore[assignment]
     parameter.__dict__.update(attributes)
     return parameter

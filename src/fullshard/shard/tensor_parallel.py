@@ -1,0 +1,98 @@
+"""Parameters that are DTensors before they are sharded: what each rank has of them is sharded once more.
+
+Tensor parallelism splits a parameter over the ranks that compute one batch together; data parallelism splits each such
+part over the ranks that compute different batches. The engine sees the local part only: it plans, gathers, frees and
+reduces it as any other tensor. At the border it is a DTensor again: over the mesh of both for optimizers and
+checkpoints, over the tensor-parallel mesh for the module.
+
+Where both split the same dim, the data-parallel split is the inner one, though its mesh dim is the outer one; torch
+calls that `_StridedShard`, a private placement for which there is no public alternative. `tests/test_private_api.py`
+says when it goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ..comm import MeshAxes, joined
+from ..errors import ConfigError, message
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """How a parameter was split before.
+
+    Attributes:
+        mesh, placements: of the parameter as the module computes with it.
+        outer, outer_placements: of the sharded parameter: data-parallel dims first.
+        shape, stride: of the whole parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    outer: DeviceMesh
+    outer_placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: DTensor, name: str, axes: MeshAxes, dim: int) -> TensorParallel:
+        """The description of `parameter`, to be sharded on `dim` over `axes`.
+
+        Raises:
+            ConfigError: a placement that is not Shard or Replicate, or a mesh that does not go with `axes`.
+        """
+        mesh, placements = parameter.device_mesh, parameter.placements
+        for placement in placements:
+            if not isinstance(placement, (Shard, Replicate)):
+                raise ConfigError(
+                    message(
+                        "A tensor-parallel parameter has a placement that cannot be sharded further.",
+                        parameter=name,
+                        expected="Shard or Replicate",
+                        got=placement,
+                        remedy="redistribute it first",
+                    )
+                )
+        splits = 1
+        for index, placement in enumerate(placements):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                splits *= mesh.size(index)
+        inner: Placement = Shard(dim) if splits == 1 else _StridedShard(dim, split_factor=splits)
+        ours = (inner,) if axes.replicate is None else (Replicate(), inner)
+        outer = joined(axes.mesh, mesh, name)
+        return cls(mesh, placements, outer, (*ours, *placements), parameter.shape, parameter.stride())
+
+    def sharded(self, local: torch.Tensor) -> DTensor:
+        """This rank's rows of its part, as a DTensor of the whole parameter over both meshes."""
+        return DTensor.from_local(
+            local, self.outer, self.outer_placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def unsharded(self, local: torch.Tensor) -> DTensor:
+        """This rank's part, as the DTensor that the module computes with."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def local_gradient(self, gradient: Any) -> torch.Tensor:
+        """The gradient of this rank's part; sums over the tensor-parallel ranks where autograd left that open."""
+        if not isinstance(gradient, DTensor):
+            found: torch.Tensor = gradient
+            return found
+        if gradient.placements != self.placements:
+            gradient = gradient.redistribute(self.mesh, self.placements)
+        return gradient._local_tensor
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter that may be a DTensor already."""
+    found: Any = parameter.detach()
+    local: torch.Tensor = found._local_tensor if isinstance(found, DTensor) else found
+    return local

@@ -1,0 +1,275 @@
+"""Parameters that tensor parallelism made DTensors, sharded once more: numbers, placements, norms, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fullshard
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """A norm and two layers, of sizes that four ranks share evenly or not."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 6, hidden: int = 10, classes: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tensor_parallel(model: Model, mesh: DeviceMesh, sequence: bool) -> Model:
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        split = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+        parallelize_module(model.blocks[0], mesh, split)
+    plan = {"head": ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate())}
+    return parallelize_module(model, mesh, plan)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def meshes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    """The data-parallel mesh and the tensor-parallel one."""
+    names = ("replicate", "dp", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh[names[:-1]], mesh["tp"]
+
+
+def parallel_model(library, shape: tuple[int, ...], sequence: bool = False, hidden: int = 10) -> Model:
+    dp, tp = meshes(shape)
+    model = tensor_parallel(Model(hidden=hidden), tp, sequence)
+    for unit in [*model.blocks, model]:
+        library.fully_shard(unit, mesh=dp)
+    return model
+
+
+def data_rank(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Which batch this rank computes, and of how many."""
+    return dist.get_rank() // shape[-1], dist.get_world_size() // shape[-1]
+
+
+def train(model: nn.Module, inputs, clip) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    norms = []
+    for step in range(STEPS):
+        x = inputs(step)
+        out = model(x)
+        loss = (out * out).mean() if isinstance(out, DTensor) else out.square().mean()
+        loss.backward()
+        norm = clip(model.parameters(), 0.05)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def close(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=rtol, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    (
+        "shape",
+        "hidden",
+    ),  # torch's own tensor parallelism wants `hidden` to divide by tp; what is left of it need not by dp
+    [((2, 2), 12), ((2, 2), 10), ((2, 2), 6), ((4, 1), 10), ((1, 4), 12), ((2, 1, 2), 10), ((1, 2, 2), 6)],
+    ids=str,
+)
+def test_as_one_process(run_ranks, shape, hidden):
+    assert all(run_ranks(against_one_process, shape, hidden, world=4))
+
+
+def against_one_process(shape: tuple[int, ...], hidden: int) -> bool:
+    rank, ranks = data_rank(shape)
+    norms, got = train(
+        parallel_model(fullshard, shape, hidden=hidden), lambda s: batch(s, rank), fullshard.clip_grad_norm_
+    )
+    everything = train(
+        Model(hidden=hidden), lambda s: torch.cat([batch(s, r) for r in range(ranks)]), nn.utils.clip_grad_norm_
+    )
+    assert norms == pytest.approx(everything[0], rel=1e-5)
+    close(got, everything[1])
+    return True
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_as_pytorch(run_ranks, sequence):
+    assert all(run_ranks(against_pytorch, sequence, world=4))
+
+
+def against_pytorch(sequence: bool) -> bool:
+    rank, _ = data_rank((2, 2))
+    results = []
+    for library in (fullshard, torch_fsdp):
+        model = parallel_model(library, (2, 2), sequence)
+        placements = {n: (p.placements, p.device_mesh.mesh_dim_names, p.shape) for n, p in model.named_parameters()}
+        locals_ = {n: p.to_local().detach().clone() for n, p in model.named_parameters()}
+        results.append((placements, locals_, train(model, lambda s: batch(s, rank), fullshard.clip_grad_norm_)))
+    ours, theirs = results
+    assert ours[0] == theirs[0]
+    close(ours[1], theirs[1])
+    assert ours[2][0] == pytest.approx(theirs[2][0], rel=1e-5)
+    close(ours[2][1], theirs[2][1])
+    return True
+
+
+def test_what_modules_see(run_ranks):
+    assert all(run_ranks(seen_inside, world=4))
+
+
+def seen_inside() -> bool:
+    """In forward the parameter is the tensor-parallel DTensor, the same object in every step; after it, the sharded."""
+    model = parallel_model(fullshard, (2, 2))
+    seen = []
+    model.blocks[0].up.register_forward_pre_hook(lambda m, a: seen.append(m.weight))
+    for step in range(2):
+        model(batch(step, 0)).sum().backward()
+    assert seen[0] is seen[1]
+    assert (seen[0].placements, seen[0].device_mesh.mesh_dim_names) == ((Shard(0),), ("tp",))
+    weight = model.blocks[0].up.weight
+    assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert torch.equal(whole(weight), Model().blocks[0].up.weight)
+    down = model.blocks[0].down.weight
+    assert down.placements == (Shard(0), Shard(1))
+    assert down.to_local().shape == (3, 5)
+    twin = copy.deepcopy(model)
+    assert torch.equal(whole(twin.blocks[0].up.weight), whole(weight))
+    twin(batch(0, 0)).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("after", [(4, 1), (1, 4), (2,)], ids=str)
+def test_checkpoints_go_to_other_meshes(run_ranks, tmp_path, after):
+    """Saved on 2 x 2, with AdamW's state; loaded on other meshes of four ranks, and on two ranks without tp."""
+    path = str(tmp_path / "saved")
+    want = run_ranks(save_trained, path, world=4)[0]
+    for got in run_ranks(load_trained, path, after, world=4 if len(after) == 2 else 2):
+        for mine, theirs in zip(got, want, strict=True):
+            close(mine, theirs, rtol=0.0)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {"model": model.state_dict(), "optimizer": fullshard.optimizer_state_dict(model, optimizer)}
+
+
+def wholes(state: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    moments = {f"{n}.{k}": whole(v) for n, s in state["optimizer"]["state"].items() for k, v in s.items()}
+    return {n: whole(v) for n, v in state["model"].items()}, moments
+
+
+def save_trained(path: str):
+    rank, _ = data_rank((2, 2))
+    model = parallel_model(fullshard, (2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(batch(0, rank)).square().mean().backward()
+    optimizer.step()
+    state = state_of(model, optimizer)
+    dcp.save(state, checkpoint_id=path)
+    return wholes(state)
+
+
+def load_trained(path: str, shape: tuple[int, ...]):
+    if len(shape) == 2:
+        model = parallel_model(fullshard, shape)
+    else:
+        model = Model()
+        for unit in [*model.blocks, model]:
+            fullshard.fully_shard(unit, layout="flat")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    fullshard.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return wholes(state_of(model, optimizer))
+
+
+def test_whole_tensors_load(run_ranks):
+    assert all(run_ranks(load_whole, world=4))
+
+
+def load_whole() -> bool:
+    model, other = parallel_model(fullshard, (2, 2)), Model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(1))
+    model.load_state_dict(other.state_dict())
+    close({n: whole(p) for n, p in model.named_parameters()}, dict(other.named_parameters()), rtol=0.0)
+    return True
+
+
+def test_what_is_refused(run_ranks):
+    assert all(run_ranks(refused, world=4))
+
+
+def refused() -> bool:
+    dp, tp = meshes((2, 2))
+    for settings, words in (
+        ({"mesh": dp, "layout": "flat"}, 'layout="rows"'),
+        ({}, "mesh"),  # one axis over all ranks, not sliced from the mesh of the parameters
+        ({"mesh": tp}, "a dim in both"),
+    ):
+        model = tensor_parallel(Model(), tp, sequence=False)
+        with pytest.raises(fullshard.ConfigError, match="DTensor already") as caught:
+            fullshard.fully_shard(model.blocks[0], **settings)
+        assert words in str(caught.value) and "up.weight" in str(caught.value)
+        model(batch(0, 0))  # nothing has changed
+    model = parallel_model(fullshard, (2, 2))
+    gone = tensor_parallel(Model(), tp, sequence=False)
+    weight = gone.blocks[0].up.weight
+    fullshard.fully_shard(gone, mesh=dp)
+    with pytest.raises(fullshard.ConfigError, match="was replaced"):
+        weight + 1
+    return True
