@@ -30,6 +30,7 @@ EXPORTS = [
     "Comm",
     "ConfigError",
     "DivergenceError",
+    "DataParallelMeshDims",
     "Event",
     "FSDPModule",
     "FlatShard",

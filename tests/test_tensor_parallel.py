@@ -273,3 +273,95 @@ def refused() -> bool:
     with pytest.raises(fullshard.ConfigError, match="was replaced"):
         weight + 1
     return True
+
+
+# One mesh of all kinds of parallelism, and the names of its data-parallel dims.
+
+SPMD = {
+    "shard": ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+    "hybrid": ((2, 1, 2), ("pods", "dp", "tp"), {"shard": "dp", "replicate": "pods"}),
+    "flattened": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+    "nothing else": ((2, 2), ("pods", "dp"), {"shard": "dp", "replicate": "pods"}),
+}
+
+
+def spmd_model(mesh: DeviceMesh, data: tuple[str, ...]) -> nn.Sequential:
+    """Layers whose parameters are DTensors on the whole mesh: the first split by columns, the second by rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 3))
+    for layer, dims in ((model[0], {"weight": 0, "bias": 0}), (model[2], {"weight": 1})):
+        for name, p in list(layer.named_parameters()):
+            split = Shard(dims[name]) if name in dims else Replicate()
+            placements = [Replicate() if dim in data else split for dim in mesh.mesh_dim_names]
+            local = p.detach()
+            for dim, placement in zip(mesh.mesh_dim_names, placements, strict=True):
+                if isinstance(placement, Shard):
+                    local = local.chunk(mesh[dim].size(), placement.dim)[mesh.get_local_rank(dim)]
+            split_up = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False)
+            setattr(layer, name, nn.Parameter(split_up))
+    return model
+
+
+@pytest.mark.parametrize("name", SPMD)
+def test_dp_mesh_dims_as_pytorch(run_ranks, name):
+    assert all(run_ranks(spmd_against_pytorch, name, world=4))
+
+
+def spmd_against_pytorch(name: str) -> bool:
+    shape, names, dims = SPMD[name]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = tuple(n for n in names if n != "tp")
+    results = []
+    for library in (fullshard, torch_fsdp):
+        model = spmd_model(mesh, data)
+        settings = {"mesh": mesh, "dp_mesh_dims": library.DataParallelMeshDims(**dims)}
+        library.fully_shard(model[0], **settings)
+        library.fully_shard(model, **settings)
+        seen: list[tuple[object, ...]] = []
+        model[0].register_forward_pre_hook(
+            lambda m, a, seen=seen: seen.append((m.weight.placements, m.weight.device_mesh.mesh_dim_names))
+        )
+        places = {n: (p.placements, p.device_mesh.mesh_dim_names) for n, p in model.named_parameters()}
+        replicas = dist.get_rank() // (shape[-1] if names[-1] == "tp" else 1)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(replicas))
+        inputs = [Shard(0) if n in data else Replicate() for n in names]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            out = model(DTensor.from_local(x, mesh, inputs, run_check=False)).redistribute(mesh, inputs).to_local()
+            out.square().mean().backward()
+            gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((places, seen[0], gradients, {n: whole(p) for n, p in model.named_parameters()}))
+    ours, theirs = results
+    assert ours[0] == theirs[0]
+    assert ours[1] == theirs[1]
+    close(ours[2], theirs[2])
+    close(ours[3], theirs[3])
+    return True
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ({"shard": "ep"}, "'ep'"),
+        ({}, "each once"),
+        ({"shard": "dp", "replicate": "dp"}, "each once"),
+        ({"replicate": "dp"}, "nothing to shard on"),
+        ({"shard": "tp"}, "Replicate\\(\\) on 'tp'"),
+    ],
+    ids=str,
+)
+def test_dp_mesh_dims_that_do_not_fit(run_ranks, dims, words):
+    assert all(run_ranks(spmd_refused, dims, words, world=4))
+
+
+def spmd_refused(dims: dict[str, str], words: str) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = spmd_model(mesh, ("dp",))
+    with pytest.raises(fullshard.ConfigError, match=words):
+        fullshard.fully_shard(model, mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(**dims))
+    with pytest.raises(fullshard.ConfigError, match="mesh="):
+        fullshard.fully_shard(model, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="dp"))
+    assert type(model[0].weight) is DTensor
+    return True

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Comm, MeshAxes, make_comm, resolve_mesh, subdivide
+from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
 from ..errors import ConfigError, PhaseError, message
 from ..offload import OffloadPolicy
 from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
-from ..shard import refuse_meta
+from ..shard import SpmdMesh, refuse_meta
 from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
 from . import optimizer_guard
 from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
@@ -39,7 +39,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str = "rows",
     auto_wrap_policy: Any = None,
     prefetch: int = 1,
@@ -61,7 +61,8 @@ def fully_shard(
         mp_policy: dtypes of gathers, reductions and outputs.
         offload_policy: only `OffloadPolicy()`, no offloading, for now.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
+            may be DTensors on that mesh, whole on its data-parallel dims.
         layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
             (parameters back to back, cut anywhere: no copies, next to no padding; sharded parameters are
             `FlatShard`s).
@@ -81,11 +82,14 @@ def fully_shard(
         LayoutError: a parameter that the layout cannot hold.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_arguments(modules, offload_policy, dp_mesh_dims, layout, prefetch)
+    _check_arguments(modules, offload_policy, layout, prefetch)
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
+    spmd = None
+    if dp_mesh_dims is not None:
+        mesh, spmd = _data_parallel_part(mesh, dp_mesh_dims)
     axes, kind = resolve_mesh(mesh), make_comm(comm)
-    settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn)
+    settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn, spmd)
     keep = _check_reshard(reshard_after_forward, axes)
     ignored = {id(parameter) for parameter in ignored_params or ()}
     if auto_wrap_policy is not None:
@@ -99,9 +103,7 @@ def fully_shard(
     return module
 
 
-def _check_arguments(
-    modules: Sequence[Any], offload_policy: OffloadPolicy, dp_mesh_dims: Any, layout: str, prefetch: int
-) -> None:
+def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: str, prefetch: int) -> None:
     if not modules:
         raise ConfigError("fully_shard was given an empty list of modules")
     for module in modules:
@@ -125,12 +127,27 @@ def _check_arguments(
             )
     if type(offload_policy) is not OffloadPolicy:
         raise ConfigError(f"{type(offload_policy).__name__} is not supported yet; only OffloadPolicy() is")
-    if dp_mesh_dims is not None:
-        raise ConfigError("dp_mesh_dims is not supported yet; pass the data-parallel part of the mesh as mesh=")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}")
+
+
+def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, SpmdMesh]:
+    """The data-parallel mesh in `mesh`, and which dims of `mesh` it is made of."""
+    names = [getattr(dims, field, None) for field in ("shard", "replicate")]  # PyTorch's own class serves as well
+    if mesh is None or not isinstance(mesh, DeviceMesh) or not hasattr(dims, "shard"):
+        raise ConfigError(
+            message(
+                "dp_mesh_dims says which dims of mesh= are data-parallel.",
+                expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
+                got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
+            )
+        )
+    ours = DataParallelMeshDims(*names)
+    found = data_parallel_mesh(mesh, ours)
+    taken = {*ours.shard_names, *ours.replicate_names}
+    return found, SpmdMesh(mesh, tuple(i for i, name in enumerate(mesh.mesh_dim_names or ()) if name in taken))
 
 
 def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:

@@ -6,6 +6,7 @@ from .group_memory import GroupMemory
 from .mesh import Axis, MeshAxes, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
 from .root_mesh import joined
+from .spmd import DataParallelMeshDims, data_parallel_mesh
 from .torch_comm import TorchComm
 
 
@@ -31,6 +32,7 @@ __all__ = [
     "Comm",
     "Costs",
     "CustomComm",
+    "DataParallelMeshDims",
     "GroupMemory",
     "MeshAxes",
     "NullComm",
@@ -39,6 +41,7 @@ __all__ = [
     "ReduceScatter",
     "TorchComm",
     "custom",
+    "data_parallel_mesh",
     "joined",
     "make_comm",
     "resolve_mesh",

@@ -8,6 +8,7 @@ from .gradients import Gradients, GradState
 from .lookup import members_of, names_of, units_of
 from .parameter import OriginalParameter, RowShard, local_of, plain_access, retire, successor_of
 from .staleness import Clock
+from .tensor_parallel import SpmdMesh
 from .unit import State, Unit, owner_of, refuse_meta
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OptimizerView",
     "OriginalParameter",
     "RowShard",
+    "SpmdMesh",
     "State",
     "Unit",
     "clone_unit",

@@ -18,7 +18,7 @@ from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
-from .tensor_parallel import TensorParallel, local_part
+from .tensor_parallel import SpmdMesh, TensorParallel, local_part
 from .unit import Unit, owner_of
 
 
@@ -214,6 +214,7 @@ class BuildSettings:
     policy: MixedPrecisionPolicy
     layout: str
     placement: Callable[[nn.Parameter], Any] | None = None
+    spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
 
 
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
@@ -254,7 +255,7 @@ def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, Tens
     for item in items:
         if item.owner is None and isinstance(item.parameter, DTensor):
             dim = _spec(item, settings).dim
-            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim)
+            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd)
     return found
 
 

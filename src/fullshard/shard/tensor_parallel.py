@@ -25,6 +25,32 @@ from ..errors import ConfigError, message
 
 
 @dataclass(frozen=True, eq=False)
+class SpmdMesh:
+    """A mesh of all kinds of parallelism, and the indices of its data-parallel dims."""
+
+    mesh: DeviceMesh
+    data_dims: tuple[int, ...]
+
+    def check(self, placements: tuple[Placement, ...], name: str) -> None:
+        """Raise unless a parameter with these placements is whole on every data-parallel dim.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        for index in self.data_dims:
+            if not placements[index].is_replicate():
+                raise ConfigError(
+                    message(
+                        "A parameter is split on a data-parallel dim of the mesh already.",
+                        parameter=name,
+                        expected=f"Replicate() on {(self.mesh.mesh_dim_names or ())[index]!r}",
+                        got=placements[index],
+                        remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
+                    )
+                )
+
+
+@dataclass(frozen=True, eq=False)
 class TensorParallel:
     """How a parameter was split before.
 
@@ -40,10 +66,14 @@ class TensorParallel:
     outer_placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    data_dims: tuple[int, ...] = ()  # of `mesh`, on which the parameter is whole and gradients are to be reduced
 
     @classmethod
-    def of(cls, parameter: DTensor, name: str, axes: MeshAxes, dim: int) -> TensorParallel:
+    def of(cls, parameter: DTensor, name: str, axes: MeshAxes, dim: int, spmd: SpmdMesh | None) -> TensorParallel:
         """The description of `parameter`, to be sharded on `dim` over `axes`.
+
+        Args:
+            spmd: the mesh of all kinds of parallelism, if `fully_shard` was given one (`dp_mesh_dims`).
 
         Raises:
             ConfigError: a placement that is not Shard or Replicate, or a mesh that does not go with `axes`.
@@ -60,14 +90,25 @@ class TensorParallel:
                         remedy="redistribute it first",
                     )
                 )
+        data_dims: tuple[int, ...] = ()
+        if spmd is not None and mesh == spmd.mesh:
+            data_dims = spmd.data_dims
+            spmd.check(placements, name)
+        kept = [index for index in range(mesh.ndim) if index not in data_dims]
         splits = 1
-        for index, placement in enumerate(placements):
+        for index in kept:
+            placement = placements[index]
             if isinstance(placement, Shard) and placement.dim == dim:
                 splits *= mesh.size(index)
         inner: Placement = Shard(dim) if splits == 1 else _StridedShard(dim, split_factor=splits)
         ours = (inner,) if axes.replicate is None else (Replicate(), inner)
-        outer = joined(axes.mesh, mesh, name)
-        return cls(mesh, placements, outer, (*ours, *placements), parameter.shape, parameter.stride())
+        outer = axes.mesh
+        if not data_dims:
+            outer = joined(axes.mesh, mesh, name)
+        elif kept:
+            outer = joined(axes.mesh, mesh[tuple((mesh.mesh_dim_names or ())[index] for index in kept)], name)
+        placed = (*ours, *(placements[index] for index in kept))
+        return cls(mesh, placements, outer, placed, parameter.shape, parameter.stride(), data_dims)
 
     def sharded(self, local: torch.Tensor) -> DTensor:
         """This rank's rows of its part, as a DTensor of the whole parameter over both meshes."""
@@ -86,8 +127,12 @@ class TensorParallel:
         if not isinstance(gradient, DTensor):
             found: torch.Tensor = gradient
             return found
-        if gradient.placements != self.placements:
-            gradient = gradient.redistribute(self.mesh, self.placements)
+        wanted = tuple(
+            gradient.placements[index] if index in self.data_dims else placement  # what FSDP is about to reduce
+            for index, placement in enumerate(self.placements)
+        )
+        if gradient.placements != wanted:
+            gradient = gradient.redistribute(self.mesh, wanted)
         return gradient._local_tensor
 
 
