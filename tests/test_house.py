@@ -43,6 +43,7 @@ EXPORTS = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "ShardPlacementResult",
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",

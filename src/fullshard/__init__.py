@@ -12,7 +12,7 @@ from .api.describe import describe
 from .api.fully_shard import fully_shard
 from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
-from .comm import Comm, DataParallelMeshDims, NullComm, RecordingComm, TorchComm
+from .comm import Comm, DataParallelMeshDims, NullComm, RecordingComm, ShardPlacementResult, TorchComm
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -49,6 +49,7 @@ __all__ = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "ShardPlacementResult",
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",

@@ -57,7 +57,9 @@ def fully_shard(
         reshard_after_forward: True frees the unit after forward and gathers again in backward; False keeps it; an
             int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
             ranks; None is True, except False for the root.
-        shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly.
+        shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly, or a
+            `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
+            after forward, also if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
         offload_policy: only `OffloadPolicy()`, no offloading, for now.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
@@ -167,6 +169,8 @@ def _make_unit(
     check_parameters(found, settings.axes, settings.layout)
     unit = build_unit(found, settings)
     reshard, unit.small_axis = keep
+    if any(bucket.axes is not settings.axes for bucket in unit.buckets):
+        unit.small_axis = None  # parameters with a mesh of their own are freed whole
     hooks = UnitHooks(unit, modules, settings.comm, settings.policy, reshard, prefetch)
     hooks.find_root = find_root
     for module in modules:

@@ -3,7 +3,7 @@
 from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
-from .mesh import Axis, MeshAxes, resolve_mesh, subdivide
+from .mesh import Axis, MeshAxes, ShardPlacementResult, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
 from .root_mesh import joined
 from .spmd import DataParallelMeshDims, data_parallel_mesh
@@ -39,6 +39,7 @@ __all__ = [
     "Pending",
     "RecordingComm",
     "ReduceScatter",
+    "ShardPlacementResult",
     "TorchComm",
     "custom",
     "data_parallel_mesh",

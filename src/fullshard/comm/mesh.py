@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,20 @@ class MeshAxes:
     def world(self) -> int:
         """Ranks that each hold different data: shard times replicate."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a `shard_placement_fn` may return: a placement, and a mesh of the parameter's own (an expert's, say).
+
+    Attributes:
+        placement: `torch.distributed.tensor.Shard`, or None for `Shard(0)`.
+        mesh: 1-D (shard) or 2-D (replicate, shard), as `fully_shard`'s; None for `fully_shard`'s own. Gradients are
+            averaged over the ranks of this mesh.
+    """
+
+    placement: Any = None
+    mesh: DeviceMesh | None = None
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:

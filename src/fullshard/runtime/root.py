@@ -96,7 +96,7 @@ class Root:
         """
         buckets = [b for h in ([hooks] if hooks else self.units) for b in h.unit.buckets]
         if buckets:
-            axes = buckets[0].axes
+            axes = max((b.axes for b in buckets), key=lambda axes: axes.world)
             index, names = hooks.index if hooks else END, [h.unit.name for h in self.units]
             check_order(index, names, [a for a in (axes.shard, axes.replicate) if a], self.comm, axes.device)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..comm import Comm, MeshAxes
+from ..comm import Comm, MeshAxes, resolve_mesh
 from ..errors import ConfigError, LayoutError, message
 from ..layout import ALIGN_BYTES, Layout, ParameterSpec, plan_flat, plan_rows
 from ..precision import MixedPrecisionPolicy
@@ -45,12 +46,15 @@ class Found:
         parameter: the object.
         places: where it is registered.
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
+        placement, axes: what `shard_placement_fn` chose for it, once it was asked.
     """
 
     name: str
     parameter: Any
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     owner: Unit | None = None
+    placement: Shard | None = None  # what `shard_placement_fn` chose
+    axes: MeshAxes | None = None
 
 
 UnitOf = Callable[[nn.Module], Unit | None]
@@ -226,15 +230,20 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         LayoutError: a parameter that the layout cannot hold.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
+    meshes: dict[DeviceMesh, MeshAxes] = {settings.axes.mesh: settings.axes}
     for item in found:
         parameter = item.parameter
-        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta)
+        item.placement, item.axes = choose_placement(item, settings, meshes)
+        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta, id(item.axes))
         classes.setdefault(key, []).append(item)
-    planned = [(items, _plan(items, settings), _parallel(items, settings)) for items in classes.values()]
+    planned = []
+    for items in classes.values():
+        own = replace(settings, axes=items[0].axes or settings.axes)
+        planned.append((items, _plan(items, own), _parallel(items, own), own.axes))
     buckets = []
-    for items, layout, parallel in planned:
+    for items, layout, parallel, axes in planned:
         drafts = [_draft(item, parallel.get(item.name)) for item in items]
-        buckets.append(Bucket(drafts, layout, settings.axes, _compute_dtype(items[0].parameter, settings.policy)))
+        buckets.append(Bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy)))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):
@@ -286,18 +295,52 @@ def _plan(items: Sequence[Found], settings: BuildSettings) -> Layout:
     return plan_rows(specs, world, align, alone)
 
 
-def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
-    parameter = item.parameter
-    placement = settings.placement(parameter) if settings.placement is not None else None
+def choose_placement(
+    item: Found, settings: BuildSettings, meshes: dict[DeviceMesh, MeshAxes]
+) -> tuple[Shard | None, MeshAxes]:
+    """What `shard_placement_fn` says of a parameter: a placement (None: the default) and the axes of its mesh.
+
+    Args:
+        meshes: those met so far, so that parameters of one mesh share a bucket; gains new ones.
+
+    Raises:
+        ConfigError: it says something that cannot be used.
+    """
+    chosen = settings.placement(item.parameter) if settings.placement is not None else None
+    placement, mesh = chosen, None
+    if chosen is not None and hasattr(
+        chosen, "placement"
+    ):  # ShardPlacementResult, ours or PyTorch's, whose mesh is in a `mesh_info`
+        placement, mesh = chosen.placement, getattr(chosen, "mesh", None)
+        mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
     if placement is not None and (not isinstance(placement, Shard) or settings.layout != "rows"):
         raise ConfigError(
             message(
                 "shard_placement_fn returned a placement that cannot be used.",
                 parameter=item.name,
-                expected='None or torch.distributed.tensor.Shard, with layout="rows"',
+                expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
                 got=f'{placement!r} with layout="{settings.layout}"',
             )
         )
+    if mesh is None:
+        return placement, settings.axes
+    if mesh not in meshes:
+        axes = resolve_mesh(mesh)
+        if axes.device != settings.axes.device:
+            raise ConfigError(
+                message(
+                    "shard_placement_fn returned a mesh on another device.",
+                    parameter=item.name,
+                    expected=settings.axes.device,
+                    got=axes.device,
+                )
+            )
+        meshes[mesh] = axes
+    return placement, meshes[mesh]
+
+
+def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
+    parameter, placement = item.parameter, item.placement
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)
     shape = tuple(parameter.shape)
