@@ -25,6 +25,7 @@ FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.t
 PURE = ("layout", "runtime/schedule.py")
 
 EXPORTS = [
+    "Blocks",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",

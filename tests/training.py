@@ -28,6 +28,7 @@ PRECISIONS = {  # param_dtype, reduce_dtype
 }
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 LAYOUTS = ("rows", "flat")
+PACKED = (fullshard.Blocks("row"), fullshard.Blocks(5), "owner")  # flat to the engine, cut at granules only
 BatchOf = Callable[[int], Batch]  # the step's batch of that number
 Scenario = Callable[[nn.Module, Example, BatchOf], Tensor]  # leaves gradients, returns the loss
 FP32 = 1e-6  # relative difference of norms, per tensor
@@ -38,7 +39,7 @@ FP64 = 1e-13
 class Options:
     """How a model is sharded and stepped. Hashable, so that records can be kept."""
 
-    layout: str = "rows"
+    layout: str | fullshard.Blocks = "rows"
     reshard: bool | int | None = None
     mesh: str = "default"  # "default": all ranks; "hybrid": 2 replicas of world / 2
     prefetch: int = 1  # units ahead; of Fullshard only

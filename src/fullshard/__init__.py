@@ -22,6 +22,7 @@ from .errors import (
     PhaseError,
 )
 from .events import Event, record_events
+from .layout import Blocks
 from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim import clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
@@ -31,6 +32,7 @@ from .shard import FlatShard, RowShard
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blocks",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import LayoutError
-from fullshard.layout import Layout, ParameterSpec, Slot, plan_flat, plan_rows, rectangles
+from fullshard.layout import (
+    Blocks,
+    Layout,
+    ParameterSpec,
+    Slot,
+    plan_blocks,
+    plan_flat,
+    plan_owner,
+    plan_rows,
+    rectangles,
+)
 
 WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 64, 100, 1023, 1024]))
 ALIGNS = st.sampled_from([1, 2, 4, 8, 16])
@@ -30,7 +40,15 @@ def parameters(draw: st.DrawFn, scalars: bool, low: int = 0) -> list[ParameterSp
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     world, align = draw(WORLDS), draw(ALIGNS)
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["flat", "rows", "blocks", "owner"]))
+    if kind in ("blocks", "owner"):
+        specs = draw(parameters(scalars=True))
+        if kind == "owner":
+            return plan_owner(specs, world, align)
+        blocks = Blocks(draw(st.one_of(st.just("row"), st.integers(1, 40))))
+        granules = [blocks.of(spec.shape, spec.order) for spec in specs]
+        return plan_blocks(specs, granules, world, align, draw(st.sampled_from([1, 20, 1 << 40])), "blocks")
+    if kind == "flat":
         return plan_flat(draw(parameters(scalars=True)), world, align)
     return plan_rows(draw(parameters(scalars=False)), world, align, draw(st.sampled_from([1, 20, 1 << 40])))
 

@@ -26,7 +26,7 @@ def describe(model: nn.Module) -> str:
             rows.append(
                 (
                     path or "(root)",
-                    layout.kind,
+                    layout.name,
                     f"{len(layout.slots)}",
                     f"{layout.parameter_numel:,}",
                     f"{bucket.full_bytes / 2**20:.2f}",

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
 from ..errors import ConfigError, PhaseError, message
+from ..layout import Blocks
 from ..offload import OffloadPolicy
 from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
@@ -25,7 +26,7 @@ from .wrap import modules_to_wrap
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
-LAYOUTS = ("rows", "flat")
+LAYOUTS = ("rows", "flat", "owner")
 
 _classes: dict[type, type] = {}  # a module class -> the class it becomes
 
@@ -40,7 +41,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    layout: str = "rows",
+    layout: str | Blocks = "rows",
     auto_wrap_policy: Any = None,
     prefetch: int = 1,
     comm: str | Comm = "torch",
@@ -67,7 +68,8 @@ def fully_shard(
             may be DTensors on that mesh, whole on its data-parallel dims.
         layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
             (parameters back to back, cut anywhere: no copies, next to no padding; sharded parameters are
-            `FlatShard`s).
+            `FlatShard`s). `Blocks(granule)` is flat, but cuts parameters only between granules (rows, quantisation
+            blocks); "owner" never cuts one: each is whole on one rank.
         auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and says so
             in the log; a set of module classes; or one of PyTorch's policy callables. None: no more than one unit.
         prefetch: how many units ahead are gathered; 0 turns prefetching off. At most `prefetch + 1` units that are
@@ -105,7 +107,7 @@ def fully_shard(
     return module
 
 
-def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: str, prefetch: int) -> None:
+def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
     if not modules:
         raise ConfigError("fully_shard was given an empty list of modules")
     for module in modules:
@@ -129,8 +131,8 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
             )
     if type(offload_policy) is not OffloadPolicy:
         raise ConfigError(f"{type(offload_policy).__name__} is not supported yet; only OffloadPolicy() is")
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if not isinstance(layout, Blocks) and layout not in LAYOUTS:
+        raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}")
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}")
 

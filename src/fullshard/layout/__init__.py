@@ -1,11 +1,13 @@
 """Pure plans of where parameters lie and which rank owns what."""
 
 from .kinds import plan_flat, plan_rows
+from .pack import Blocks, least_slice, plan_blocks, plan_owner
 from .plan import ALIGN_BYTES, Layout, ParameterSpec, Part, Piece, Segment, Slot, dense_strides, round_up
 from .rectangles import Rectangle, rectangles
 
 __all__ = [
     "ALIGN_BYTES",
+    "Blocks",
     "Layout",
     "ParameterSpec",
     "Part",
@@ -14,7 +16,10 @@ __all__ = [
     "Segment",
     "Slot",
     "dense_strides",
+    "least_slice",
+    "plan_blocks",
     "plan_flat",
+    "plan_owner",
     "plan_rows",
     "rectangles",
     "round_up",

@@ -156,6 +156,9 @@ class Layout:
         slots: one per parameter, in the order the parameters were given.
         segments: one per collective.
         full_numel: length of the full bucket.
+        label: what users call it, where that is not the kind: layouts that differ from flat only in where parameters
+            lie ("owner", "blocks(row)") are flat to the engine.
+        note: what the planner decided that users may want to know; empty if nothing.
 
     Raises:
         LayoutError: if two parameters overlap or one lies outside its segment.
@@ -167,6 +170,8 @@ class Layout:
     slots: tuple[Slot, ...]
     segments: tuple[Segment, ...]
     full_numel: int
+    label: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
@@ -178,6 +183,11 @@ class Layout:
         for slot in self.slots:
             if slot.full_offset % self.align:
                 raise LayoutError(f"parameter {slot.name} begins at {slot.full_offset}, not a multiple of {self.align}")
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return self.label or self.kind
 
     @cached_property
     def shard_numel(self) -> int:
@@ -217,7 +227,7 @@ class Layout:
             numel = self.world * segment.slice_numel
             if self.kind == "flat":
                 at = 0
-                for slot in slots:
+                for slot in sorted(slots, key=lambda slot: (slot.offset, slot.numel)):
                     runs.append((base + at, slot.offset - at))
                     at = slot.offset + slot.numel
                 runs.append((base + at, numel - at))

@@ -62,7 +62,7 @@ class Root:
                     grad = "trainable" if member.sharded.requires_grad else "frozen"
                     lines.append(
                         f"{member.name}: shape {member.slot.shape}, {dtype}, computed in {compute}, {grad}, "
-                        f"unit {hooks.unit.name or '(root)'!r}, layout {bucket.layout.kind}"
+                        f"unit {hooks.unit.name or '(root)'!r}, layout {bucket.layout.name}"
                     )
         if device is not None:
             found: list[Axis] = list(axes.values())

@@ -11,7 +11,7 @@ Gradients have a bucket and a state of their own, in `gradients.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import Axis, Comm, MeshAxes, Pending
 from ..errors import ConfigError, message
-from ..layout import Layout, Slot, plan_flat, plan_rows
+from ..layout import Layout, ParameterSpec, Slot
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
 from .parameter import (
@@ -97,13 +97,19 @@ class Bucket:
         layout: the plan.
         axes: the mesh.
         compute_dtype: dtype of `full`; None for the storage dtype.
+        plan: makes the layout of any of these parameters.
     """
 
     def __init__(
-        self, drafts: Sequence[Draft], layout: Layout, axes: MeshAxes, compute_dtype: torch.dtype | None
+        self,
+        drafts: Sequence[Draft],
+        layout: Layout,
+        axes: MeshAxes,
+        compute_dtype: torch.dtype | None,
+        plan: Callable[[Sequence[ParameterSpec]], Layout],
     ) -> None:
         first = drafts[0].original
-        self.layout, self.axes = layout, axes
+        self.layout, self.axes, self.plan = layout, axes, plan
         self.device = first.device if first.is_meta else axes.device
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
@@ -294,19 +300,13 @@ class Bucket:
         staying = [member for member in self.members if member is not leaving]
         if not staying:
             return None
-        specs = [member.slot.spec for member in staying]
-        world, align = self.layout.world, self.layout.align
-        if self.layout.kind == "flat":
-            layout = plan_flat(specs, world, align)
-        else:
-            alone = [s for s in self.layout.slots if self.layout.segments[s.segment].full_offset is not None]
-            layout = plan_rows(specs, world, align, min((slot.numel for slot in alone), default=1 << 62))
+        layout = self.plan([member.slot.spec for member in staying])
         # Runs of a flat layout move when a parameter leaves: the values pass through whole tensors.
         drafts = [
             Draft(m.name, nn.Parameter(full_or_meta(m.sharded), requires_grad=m.sharded.requires_grad), m.places)
             for m in staying
         ]
-        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype)
+        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype, self.plan)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm, MeshAxes, resolve_mesh
 from ..errors import ConfigError, LayoutError, message
-from ..layout import ALIGN_BYTES, Layout, ParameterSpec, plan_flat, plan_rows
+from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
 from .tensor_parallel import SpmdMesh, TensorParallel, local_part
 from .unit import Unit, owner_of
+
+logger = logging.getLogger("fullshard")
 
 
 class AttributePlace(dict[str, Any]):
@@ -145,7 +149,7 @@ def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Mo
                 )
 
 
-def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str) -> None:
+def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks) -> None:
     """Refuse what cannot be sharded, before anything changes.
 
     Raises:
@@ -172,7 +176,7 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str) -> Non
                     "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
                     parameter=item.name,
                     expected='layout="rows", whose sharded parameters say how they are split twice',
-                    got=f'layout="{layout}"',
+                    got=f"layout={layout!r}",
                     remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
                 )
             )
@@ -216,7 +220,7 @@ class BuildSettings:
     axes: MeshAxes
     comm: Comm
     policy: MixedPrecisionPolicy
-    layout: str
+    layout: str | Blocks
     placement: Callable[[nn.Parameter], Any] | None = None
     spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
 
@@ -239,11 +243,15 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     planned = []
     for items in classes.values():
         own = replace(settings, axes=items[0].axes or settings.axes)
-        planned.append((items, _plan(items, own), _parallel(items, own), own.axes))
+        plan = partial(_plan, first=items[0].parameter, settings=own)
+        layout = plan([_spec(item, own) for item in items])
+        if layout.note:
+            logger.info("%s: %s", layout.name, layout.note)
+        planned.append((items, layout, _parallel(items, own), own.axes, plan))
     buckets = []
-    for items, layout, parallel, axes in planned:
+    for items, layout, parallel, axes, plan in planned:
         drafts = [_draft(item, parallel.get(item.name)) for item in items]
-        buckets.append(Bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy)))
+        buckets.append(Bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy), plan))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):
@@ -282,16 +290,21 @@ def _compute_dtype(parameter: torch.Tensor, policy: MixedPrecisionPolicy) -> tor
     return policy.param_dtype if parameter.dtype.is_floating_point else None
 
 
-def _plan(items: Sequence[Found], settings: BuildSettings) -> Layout:
-    first = items[0].parameter
+def _plan(specs: Sequence[ParameterSpec], *, first: torch.Tensor, settings: BuildSettings) -> Layout:
+    """The layout of parameters of `first`'s dtype."""
     compute = _compute_dtype(first, settings.policy) or first.dtype
     reduce = settings.policy.reduce_dtype or compute
     narrowest = min(first.dtype.itemsize, compute.itemsize, reduce.itemsize)
     align, world = max(1, ALIGN_BYTES // narrowest), settings.axes.shard.size
-    specs = [_spec(item, settings) for item in items]
-    if settings.layout == "flat":
+    kind = settings.layout
+    if kind == "flat":
         return plan_flat(specs, world, align)
+    if kind == "owner":
+        return plan_owner(specs, world, align)
     alone = settings.comm.costs(settings.axes.shard).break_even_bytes // compute.itemsize
+    if isinstance(kind, Blocks):
+        granules = [kind.of(spec.shape, spec.order) for spec in specs]
+        return plan_blocks(specs, granules, world, align, alone, f"blocks({kind.granule})")
     return plan_rows(specs, world, align, alone)
 
 
@@ -319,7 +332,7 @@ def choose_placement(
                 "shard_placement_fn returned a placement that cannot be used.",
                 parameter=item.name,
                 expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
-                got=f'{placement!r} with layout="{settings.layout}"',
+                got=f"{placement!r} with layout={settings.layout!r}",
             )
         )
     if mesh is None:
