@@ -5,7 +5,7 @@
     fsdp2         torch.distributed.fsdp.fully_shard on every block, then on the root
     fsdp1-flat    FullyShardedDataParallel, use_orig_params=False (its default)
     fsdp1-orig    FullyShardedDataParallel, use_orig_params=True
-    rows, flat    fullshard.fully_shard with that layout, on every block, then on the root
+    rows, flat, blocks    fullshard.fully_shard with that layout, on every block, then on the root
     rows+view, flat+view    the same, optimizer over `optimizer_view(model)`
 
 PyTorch's own are black boxes here, at their defaults; every peer gets the same fused AdamW.
@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TORCH_PEERS = ("fsdp2", "fsdp1-flat", "fsdp1-orig")
-OUR_PEERS = ("rows", "flat")
+OUR_PEERS = ("rows", "flat", "blocks")  # blocks: cut between rows only
 VIEW = "+view"
 
 
@@ -106,7 +106,9 @@ def wrap(
 def _functional(name: str) -> tuple[Callable[..., Any], type, dict[str, Any]]:
     """`fully_shard`, its mixed precision policy and its layout option, from PyTorch or from Fullshard."""
     source = importlib.import_module("torch.distributed.fsdp" if name == "fsdp2" else "fullshard")
-    return source.fully_shard, source.MixedPrecisionPolicy, {} if name == "fsdp2" else {"layout": name}
+    if name == "fsdp2":
+        return source.fully_shard, source.MixedPrecisionPolicy, {}
+    return source.fully_shard, source.MixedPrecisionPolicy, {"layout": source.Blocks() if name == "blocks" else name}
 
 
 def _wrap_fsdp1(

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import TransformerBlock, transformer_stack
 
 BLOCKS, WIDTH, WORLD, BATCH, TIME = 12, 512, 2, 4, 64
-PEERS = ("ddp", *TORCH_PEERS, "rows", "rows" + VIEW, "flat" + VIEW)
+PEERS = ("ddp", *TORCH_PEERS, "rows", "rows" + VIEW, "flat" + VIEW, "blocks" + VIEW)
 WARM_UP = 2  # steps
 BUDGET = 110.0  # seconds, warm-up included: a busy machine gives fewer rounds, never fewer than LEAST
 LEAST, MOST = 3, 12  # rounds

@@ -118,6 +118,7 @@ def test_parameters_on_another_device_than_the_mesh(fake_world):
         ("comm", "pigeon"),
         ("auto_wrap_policy", "wrong"),
         ("mp_policy", torch.bfloat16),
+        ("offload_policy", "cpu"),
     ],
     ids=str,
 )

@@ -223,3 +223,28 @@ def test_moving_to_another_device_than_the_mesh_is_refused(fake_world):
     model.to("meta")
     with pytest.raises(fullshard.FullshardError, match="meta"):
         model(torch.ones(1, 4))
+
+
+@both_layouts
+def test_cpu_offload_on_a_cpu_mesh(run_ranks, layout):
+    """There the host is the device: the policy is accepted and changes nothing."""
+    assert all(run_ranks(offloaded, layout))
+
+
+def offloaded(layout: str) -> bool:
+    example = EXAMPLES["gpt"]
+    results = []
+    for policy in (fullshard.OffloadPolicy(), fullshard.CPUOffloadPolicy(pin_memory=False)):
+        model = example.make()
+        for unit in [*example.units(model), model]:
+            fully_shard(unit, layout=layout, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def after(model=model, optimizer=optimizer) -> None:
+            fullshard.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        results.append(steps(model, example, after))
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+    return same(*results)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
 from ..errors import ConfigError, PhaseError, message
 from ..layout import Blocks
-from ..offload import OffloadPolicy
+from ..offload import CPUOffloadPolicy, OffloadPolicy
 from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import SpmdMesh, refuse_meta
@@ -62,7 +62,8 @@ def fully_shard(
             `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
             after forward, also if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
-        offload_policy: only `OffloadPolicy()`, no offloading, for now.
+        offload_policy: `OffloadPolicy()`, no offloading; or `CPUOffloadPolicy()`, which on a CPU mesh has nothing to do
+            (the host is the device) and on others is not supported yet.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
             may be DTensors on that mesh, whole on its data-parallel dims.
@@ -93,6 +94,8 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh, spmd = _data_parallel_part(mesh, dp_mesh_dims)
     axes, kind = resolve_mesh(mesh), make_comm(comm)
+    if isinstance(offload_policy, CPUOffloadPolicy) and axes.device.type != "cpu":
+        raise ConfigError(f"CPUOffloadPolicy is not supported yet on {axes.device.type}: on a CPU mesh it is")
     settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn, spmd)
     keep = _check_reshard(reshard_after_forward, axes)
     ignored = {id(parameter) for parameter in ignored_params or ()}
@@ -129,8 +132,8 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
                     remedy="apply it once to each module, innermost first",
                 )
             )
-    if type(offload_policy) is not OffloadPolicy:
-        raise ConfigError(f"{type(offload_policy).__name__} is not supported yet; only OffloadPolicy() is")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ConfigError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}")
     if not isinstance(layout, Blocks) and layout not in LAYOUTS:
         raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}")
     if not isinstance(prefetch, int) or prefetch < 0:

@@ -236,11 +236,7 @@ def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout
     balanced = slice_numel, {i: rank * slice_numel + start for i, (rank, start) in rank_and_start.items()}
     best = min(in_order, balanced, key=lambda packed: packed[0])
     total, gathered = sum(numels), world * best[0]
-    note = (
-        ""
-        if gathered <= 2 * total
-        else (
-            f"{_percent(gathered, total)} padding: the largest tensor sets every rank's slice; use larger units, or Blocks"
-        )
-    )
+    note = ""
+    if gathered > 2 * total:
+        note = f"{_percent(gathered, total)} padding: the largest tensor sets all slices; use larger units, or Blocks"
     return replace(_assemble(specs, [best], world, align), label="owner", note=note)
