@@ -65,7 +65,7 @@ def plan(layout: str, shapes: list[Shape], world: int) -> Layout:
         return plan_owner(specs, world, ALIGN)
     blocks = {'Blocks("row")': Blocks("row"), "Blocks(32)": Blocks(32)}.get(layout, Blocks(128 * 128))
     granules = [blocks.of(spec.shape, spec.order) for spec in specs]
-    return plan_blocks(specs, granules, world, ALIGN, SEGMENT, layout)
+    return plan_blocks(specs, granules, world, ALIGN, SEGMENT, layout, whole_rows=blocks.granule == "row")
 
 
 def cell(layout: str, shapes: list[Shape], world: int) -> str:

@@ -379,3 +379,43 @@ def run_in_order(orders: list[list[int]], layout: str) -> str:
     with pytest.raises(fullshard.DivergenceError) as caught:
         model(torch.ones(1, 4))
     return str(caught.value)
+
+
+class Scaled(torch.Tensor):
+    """A weight of int8 with one scale: what quantisation libraries make of parameters."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=values.device)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values, args[0].scale)
+        raise NotImplementedError(func)
+
+
+@both_layouts
+def test_quantised_weights_are_not_cut(fake_world, layout):
+    fake_world(2)
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(Scaled(torch.ones(4, 4, dtype=torch.int8), torch.ones(1)))
+    with pytest.raises(ConfigError, match="Scaled") as caught:
+        fully_shard(model, layout=layout)
+    assert "weight" in str(caught.value) and type(model) is nn.Linear
+    fully_shard(model, layout=layout, ignored_params={model.weight})
+    assert isinstance(model.weight, Scaled)
+
+
+@both_layouts
+def test_lazy_modules_have_no_shape(fake_world, layout):
+    fake_world(2)
+    with pytest.raises(ConfigError, match="no shape yet") as caught:
+        fully_shard(nn.LazyLinear(3), layout=layout)
+    assert "weight" in str(caught.value)

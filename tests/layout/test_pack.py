@@ -135,3 +135,17 @@ def test_what_is_no_granule(granule):
 def test_the_table_in_the_docs_is_what_the_code_computes():
     docs = Path(__file__).parents[2] / "docs"
     assert runpy.run_path(str(docs / "padding.py"))["page"]() == (docs / "padding.md").read_text()
+
+
+def test_long_rows_on_many_ranks_fall_back_to_rows():
+    """7 rows of 1023 over 64 ranks: blocks would make every slice a multiple of 1023 and of the alignment, 4092."""
+    shapes = [(7, 1023), (7,), (13, 7), (13,), (1023, 13), (1023,)]
+    specs = [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
+    granules = [Blocks().of(spec.shape, spec.order) for spec in specs]
+    blocks = plan_blocks(specs, granules, 64, 4, 1 << 20, "blocks(row)")
+    chosen = plan_blocks(specs, granules, 64, 4, 1 << 20, "blocks(row)", whole_rows=True)
+    assert blocks.kind == "flat" and chosen.kind == "rows"
+    assert chosen.gathered_numel < 0.4 * blocks.gathered_numel
+    assert chosen.name == "blocks(row) as rows" and "a copy, in place of blocks" in chosen.note
+    few = plan_blocks(specs, granules, 2, 4, 1 << 20, "blocks(row)", whole_rows=True)
+    assert few.kind == "flat" and few.note == ""

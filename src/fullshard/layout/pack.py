@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import LayoutError
+from .kinds import plan_rows
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
 ROW = "row"
@@ -139,9 +140,18 @@ def least_slice(sizes: Sequence[tuple[int, int]], world: int, align: int) -> tup
 
 
 def plan_blocks(
-    specs: Sequence[ParameterSpec], granules: Sequence[int], world: int, align: int, segment_numel: int, label: str
+    specs: Sequence[ParameterSpec],
+    granules: Sequence[int],
+    world: int,
+    align: int,
+    segment_numel: int,
+    label: str,
+    whole_rows: bool = False,
 ) -> Layout:
     """Parameters cut only at granules: one segment, or several where that pads less than their latency costs.
+
+    Rows that are long beside a rank's share pad much: a parameter that lies across several slices makes their length
+    a multiple of its rows. Where that costs more than a copy the rows layout, which cuts no row either, is used.
 
     Several orders are compared: as given, by size, by granule. One segment for all is compared with one for each
     granule and with one for each parameter: each segment is a collective of its own, gathered in place.
@@ -152,7 +162,8 @@ def plan_blocks(
         world: ranks on the shard axis.
         align: elements per 16 bytes.
         segment_numel: elements whose transfer takes as long as one more collective.
-        label: what the layout is called; `note` tells if more than one segment was needed.
+        label: what the layout is called; `note` tells of more segments than one, and of rows in its stead.
+        whole_rows: the granules are rows, so that the rows layout may take its place.
     """
     if world < 1 or align < 1:
         raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
@@ -167,8 +178,17 @@ def plan_blocks(
         packed = [_best_order(group, sizes, world, align) for group in groups]
         gathered = world * sum(slice_numel for slice_numel, _ in packed)
         plans.append((gathered + len(packed) * segment_numel, len(packed), gathered, packed))
-    _, count, gathered, packed = min(plans, key=lambda plan: plan[:2])
+    cost, count, gathered, packed = min(plans, key=lambda plan: plan[:2])
     note = ""
+    if whole_rows and all(spec.shape and spec.order[0] == spec.dim for spec in specs):
+        rows = plan_rows(specs, world, align, segment_numel)
+        if rows.gathered_numel + rows.staging_numel + len(rows.segments) * segment_numel < cost:
+            total = rows.parameter_numel
+            note = (
+                f"rows with {_percent(rows.gathered_numel, total)} padding, and a copy, in place of blocks "
+                f"with {_percent(gathered, total)}"
+            )
+            return replace(rows, label=f"{label} as rows", note=note)
     if count > 1:
         total = sum(numel for numel, _ in sizes)
         note = (

@@ -170,6 +170,7 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                     )
                 )
             continue
+        check_type(item.name, parameter)
         if isinstance(parameter, DTensor) and layout != "rows":
             raise ConfigError(
                 message(
@@ -191,6 +192,33 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                         remedy="tie them by assigning the same Parameter object to both modules",
                     )
                 )
+
+
+def check_type(name: str, parameter: torch.Tensor) -> None:
+    """Refuse tensors that would lose what makes them special by being cut: quantised weights, lazy parameters.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    special = hasattr(parameter, "fsdp_pre_all_gather") or hasattr(parameter, "__tensor_flatten__")
+    if special and not isinstance(parameter, DTensor):
+        raise ConfigError(
+            message(
+                "A parameter is a tensor subclass with inner tensors of its own (a quantised weight, say), which "
+                "Fullshard cannot cut yet without losing them.",
+                parameter=name,
+                got=type(parameter).__name__,
+                remedy="pass it in ignored_params, or shard the weight before it is quantised",
+            )
+        )
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            message(
+                "A parameter of a lazy module has no shape yet.",
+                parameter=name,
+                remedy="run one forward on a small input before fully_shard",
+            )
+        )
 
 
 def check_device(name: str, device: torch.device, home: torch.device) -> None:
@@ -304,7 +332,8 @@ def _plan(specs: Sequence[ParameterSpec], *, first: torch.Tensor, settings: Buil
     alone = settings.comm.costs(settings.axes.shard).break_even_bytes // compute.itemsize
     if isinstance(kind, Blocks):
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
-        return plan_blocks(specs, granules, world, align, alone, f"blocks({kind.granule})")
+        label = f"blocks({kind.granule})"
+        return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
     return plan_rows(specs, world, align, alone)
 
 
