@@ -15,6 +15,7 @@ from fullshard.layout import (
     Layout,
     ParameterSpec,
     Slot,
+    copies_out,
     plan_blocks,
     plan_flat,
     plan_owner,
@@ -221,3 +222,36 @@ def test_large_parameters_get_their_own_segment_and_no_copy() -> None:
 def test_what_rows_cannot_do_is_refused(spec: ParameterSpec, world: int, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         plan_rows([spec], world, 4, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_copies_out_of_staging_are_those_of_every_piece(layout: Layout) -> None:
+    """Merged or not, they bring every parameter that is not gathered in place to where it belongs."""
+    values = {s.name: torch.arange(1.0, s.numel + 1).reshape(s.shape) for s in layout.slots}
+    shards = shards_of(layout, values)
+    staged = [
+        shard[segment.shard_offset :][: segment.slice_numel]
+        for segment in layout.segments
+        if segment.full_offset is None
+        for shard in shards
+    ]
+    staging = torch.cat(staged) if staged else torch.empty(0)
+    assert staging.numel() == layout.staging_numel
+    full = torch.full((layout.full_numel,), -2.0)
+    home, copies = full[layout.in_place_numel :], copies_out(layout)
+    for piece in copies:
+        source = staging.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset)
+        home.as_strided(piece.sizes, piece.parameter_strides, piece.parameter_offset + layout.in_place_numel).copy_(
+            source
+        )
+    copied = [slot for slot in layout.slots if layout.segments[slot.segment].full_offset is None]
+    for slot in copied:
+        assert torch.equal(full_view(layout, slot, full), values[slot.name])
+    assert len(copies) <= sum(len(layout.pieces(slot)) for slot in copied)
+
+
+def test_parameters_of_one_shape_are_copied_at_once() -> None:
+    shapes = [(16,), (16,), (16, 16), (16,), (16, 16), (16,)]  # a norm and two layers
+    specs = [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
+    assert len(copies_out(plan_rows(specs, 64, 4, 1 << 40))) < len(shapes)

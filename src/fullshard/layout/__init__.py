@@ -1,5 +1,6 @@
 """Pure plans of where parameters lie and which rank owns what."""
 
+from .copies import copies_out
 from .kinds import plan_flat, plan_rows
 from .pack import Blocks, least_slice, plan_blocks, plan_owner
 from .plan import ALIGN_BYTES, Layout, ParameterSpec, Part, Piece, Segment, Slot, dense_strides, round_up
@@ -15,6 +16,7 @@ __all__ = [
     "Rectangle",
     "Segment",
     "Slot",
+    "copies_out",
     "dense_strides",
     "least_slice",
     "plan_blocks",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import Axis, Comm, MeshAxes, Pending
 from ..errors import ConfigError, message
-from ..layout import Layout, ParameterSpec, Slot
+from ..layout import Layout, ParameterSpec, Slot, copies_out
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
 from .parameter import (
@@ -254,12 +254,11 @@ class Bucket:
             else:
                 self._outs.append(self.staging.tensor.narrow(0, at, numel))
                 at += numel
-        self._copy_out_to: list[torch.Tensor] = []
-        self._copy_out_from: list[torch.Tensor] = []
+        copies, to, come = copies_out(layout), self.copied.tensor, self.staging.tensor
+        self._copy_out_to = [to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset) for p in copies]
+        self._copy_out_from = [come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset) for p in copies]
         for member in self.members:
             self._make_unsharded(member)
-            if layout.segments[member.slot.segment].full_offset is None:
-                self._plan_copy_out(member.slot)
         self.copied.free()
 
     def _home(self, slot: Slot) -> tuple[torch.Tensor, int]:
@@ -285,15 +284,6 @@ class Bucket:
             set_local(member.unsharded, local_of(view))
         else:
             member.unsharded.data = view
-
-    def _plan_copy_out(self, slot: Slot) -> None:
-        buffer, home = self._home(slot)
-        staged = self._outs[slot.segment]
-        for piece in self.layout.pieces(slot):
-            offset = home + piece.parameter_offset
-            self._copy_out_to.append(buffer.as_strided(piece.sizes, piece.parameter_strides, offset))
-            at = staged.storage_offset() + piece.gathered_offset
-            self._copy_out_from.append(staged.as_strided(piece.sizes, piece.gathered_strides, at))
 
     def without(self, leaving: Member) -> Bucket | None:
         """A bucket of the other members; None if there are none. Collective, only for ties across units."""

@@ -1,0 +1,85 @@
+"""The copies out of the staging buffer, as few as possible: each is a call of a kernel, twice per unit and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .plan import Layout, Piece
+
+
+def copies_out(layout: Layout) -> tuple[Piece, ...]:
+    """The copies that bring a layout's parameters from staging into the part of the full bucket that is copied.
+
+    Offsets are within these two buffers: the staging segments in a row, and the full bucket from
+    `layout.in_place_numel` on.
+    """
+    found, base = [], 0
+    for index, segment in enumerate(layout.segments):
+        if segment.full_offset is not None:
+            continue
+        for slot in layout.slots:
+            if slot.segment == index:
+                home = slot.full_offset - layout.in_place_numel
+                found += [
+                    Piece(
+                        p.sizes,
+                        p.parameter_strides,
+                        home + p.parameter_offset,
+                        p.gathered_strides,
+                        base + p.gathered_offset,
+                    )
+                    for p in layout.pieces(slot)
+                ]
+        base += layout.world * segment.slice_numel
+    return merged(found)
+
+
+def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Fewer pieces that copy the same: those of one form at equal distances on both sides become one with one more dim.
+
+    Parameters of one shape (a block's biases and norms, its projections) are so.
+    """
+    forms: dict[tuple[tuple[int, ...], ...], list[Piece]] = {}
+    for piece in pieces:
+        forms.setdefault((piece.sizes, piece.parameter_strides, piece.gathered_strides), []).append(piece)
+    result = []
+    for alike in forms.values():
+        alike.sort(key=lambda piece: piece.gathered_offset)
+        while alike:
+            run = _run(alike)
+            del alike[: len(run)]
+            result.append(_joined(run))
+    return tuple(result)
+
+
+def _distance(first: Piece, second: Piece) -> tuple[int, int]:
+    return (
+        second.parameter_offset - first.parameter_offset,
+        second.gathered_offset - first.gathered_offset,
+    )
+
+
+def _run(alike: list[Piece]) -> list[Piece]:
+    """The first pieces of a list that lie at equal distances; on the parameters' side they may not go backwards."""
+    run = alike[:2]
+    if len(run) < 2 or _distance(*run)[0] < 0:
+        return alike[:1]
+    for piece in alike[2:]:
+        if _distance(run[-1], piece) != _distance(*run[:2]):
+            break
+        run.append(piece)
+    return run
+
+
+def _joined(run: list[Piece]) -> Piece:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    parameter, gathered = _distance(first, run[1])
+    return Piece(
+        (len(run), *first.sizes),
+        (parameter, *first.parameter_strides),
+        first.parameter_offset,
+        (gathered, *first.gathered_strides),
+        first.gathered_offset,
+    )
