@@ -8,6 +8,23 @@
 From then on `model` trains as before: parameters, gradients and optimizer state are split over the ranks.
 """
 
+from .api.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .api.describe import describe
 from .api.fully_shard import fully_shard
 from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
@@ -31,6 +48,8 @@ from .shard import FlatShard, RowShard
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
@@ -39,15 +58,28 @@ __all__ = [
     "Event",
     "FSDPModule",
     "FlatShard",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
     "LayoutError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MemoryUse",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "NullComm",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",
