@@ -18,7 +18,8 @@ FLOORS = {
     "shard": 3, "insight": 3,
     "runtime": 4, "checkpoint": 4, "optim": 4,
     "api": 5, "cli": 5, "integrations": 5,
-    "__init__": 6,
+    "wrap": 6,
+    "__init__": 7,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
@@ -68,6 +69,7 @@ EXPORTS = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "wrap",
 ]
 
 

@@ -8,6 +8,7 @@
 From then on `model` trains as before: parameters, gradients and optimizer state are split over the ranks.
 """
 
+from . import wrap
 from .api.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -91,4 +92,5 @@ __all__ = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "wrap",
 ]
