@@ -52,6 +52,7 @@ EXPORTS = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -41,7 +41,7 @@ from .errors import (
 )
 from .events import Event, record_events
 from .offload import CPUOffloadPolicy, OffloadPolicy
-from .optim import clip_grad_norm_, optimizer_view
+from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
 from .runtime import MemoryUse, memory_use
 from .shard import FlatShard, RowShard
@@ -75,6 +75,7 @@ __all__ = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
