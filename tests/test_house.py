@@ -18,7 +18,8 @@ FLOORS = {
     "shard": 3, "insight": 3,
     "runtime": 4, "checkpoint": 4, "optim": 4,
     "api": 5, "cli": 5, "integrations": 5,
-    "__init__": 6,
+    "wrap": 6,
+    "__init__": 7,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
@@ -26,6 +27,8 @@ PURE = ("layout", "runtime/schedule.py")
 
 EXPORTS = [
     "Blocks",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
@@ -35,16 +38,30 @@ EXPORTS = [
     "Event",
     "FSDPModule",
     "FlatShard",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
     "LayoutError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MemoryUse",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "NullComm",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "RecordingComm",
     "RowShard",
     "ShardPlacementResult",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -57,6 +74,7 @@ EXPORTS = [
     "record_events",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "wrap",
 ]
 
 

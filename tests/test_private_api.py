@@ -151,3 +151,26 @@ def test_meshes_tell_their_root_and_strided_shards_exist() -> None:
     assert root_mesh.HAS_ROOT, "comm/root_mesh.py refuses tensor-parallel parameters"
     assert hasattr(DeviceMesh, "_get_root_mesh")
     assert _StridedShard(0, split_factor=2).dim == 0, "shard/tensor_parallel.py cannot say how rows are split twice"
+
+
+def test_a_grad_scaler_looks_at_gradients_in_one_overridable_place() -> None:
+    """What optim/scaler.py overrides, and the kernel that it calls there."""
+    calls = []
+
+    class Scaler(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            calls.append((inv_scale.item(), found_inf.item()))
+            return {found_inf.device: torch.ones_like(found_inf)}
+
+    scaler = Scaler("cpu", init_scale=4.0)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    for fused in (False, True):
+        scaler.scale(parameter.sum()).backward()
+        before = parameter.detach().clone()
+        scaler.step(torch.optim.SGD([parameter], lr=1.0, fused=fused))
+        assert torch.equal(parameter, before)
+        scaler.update()
+    assert calls == [(0.25, 0.0), (1.0, 0.0)] and scaler.get_scale() == 1.0
+    grads, found = [torch.full((3,), 8.0), torch.tensor([torch.inf])], torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.25))
+    assert grads[0].tolist() == [2.0] * 3 and found.item() == 1.0

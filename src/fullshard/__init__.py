@@ -8,6 +8,24 @@
 From then on `model` trains as before: parameters, gradients and optimizer state are split over the ranks.
 """
 
+from . import wrap
+from .api.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .api.describe import describe
 from .api.fully_shard import fully_shard
 from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -24,7 +42,7 @@ from .errors import (
 from .events import Event, record_events
 from .layout import Blocks
 from .offload import CPUOffloadPolicy, OffloadPolicy
-from .optim import clip_grad_norm_, optimizer_view
+from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
 from .runtime import MemoryUse, memory_use
 from .shard import FlatShard, RowShard
@@ -32,7 +50,9 @@ from .shard import FlatShard, RowShard
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackwardPrefetch",
     "Blocks",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
@@ -42,16 +62,30 @@ __all__ = [
     "Event",
     "FSDPModule",
     "FlatShard",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
     "LayoutError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MemoryUse",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "NullComm",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "RecordingComm",
     "RowShard",
     "ShardPlacementResult",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -64,4 +98,5 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "wrap",
 ]

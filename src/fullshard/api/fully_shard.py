@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,12 @@ from ..shard.build import BuildSettings, build_unit, check_parameters, check_tie
 from . import optimizer_guard
 from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
 from .state_dict import before_load, before_state_dict
-from .wrap import modules_to_wrap
+from .wrap import plan_wrapping
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 LAYOUTS = ("rows", "flat", "owner")
+PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")  # a CustomPolicy may give
 
 _classes: dict[type, type] = {}  # a module class -> the class it becomes
 
@@ -72,7 +74,10 @@ def fully_shard(
             `FlatShard`s). `Blocks(granule)` is flat, but cuts parameters only between granules (rows, quantisation
             blocks); "owner" never cuts one: each is whole on one rank.
         auto_wrap_policy: make units of submodules first: "auto" finds the blocks that the model repeats and says so
-            in the log; a set of module classes; or one of PyTorch's policy callables. None: no more than one unit.
+            in the log; a set of module classes; or a policy of `fullshard.wrap` (PyTorch's are taken too), of which a
+            `CustomPolicy` may give a block other values of `layout`, `mp_policy`, `prefetch`,
+            `reshard_after_forward` (bool or None) and `shard_placement_fn`. Containers without a forward become no
+            units. None: no more than one unit.
         prefetch: how many units ahead are gathered; 0 turns prefetching off. At most `prefetch + 1` units that are
             freed after use are gathered at any time.
         comm: "torch"; "null" takes communication out, to time the rest (results are meaningless); or a `Comm`.
@@ -102,12 +107,63 @@ def fully_shard(
     if auto_wrap_policy is not None:
         if len(modules) != 1:
             raise ConfigError("auto_wrap_policy needs one module, not a list")
-        for block in modules_to_wrap(modules[0], auto_wrap_policy):
-            if not is_unit(block):
-                _make_unit([block], settings, keep, ignored, prefetch)
+        for block, own in _blocks(modules[0], auto_wrap_policy, ignored_params or set()):
+            _make_unit([block], *_override(own, settings, keep, ignored, prefetch))
     _make_unit(modules, settings, keep, ignored, prefetch)
     optimizer_guard.install()
     return module
+
+
+def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The submodules that `policy` makes units and the arguments it has for each, all checked before any is made.
+
+    Left out: what is a unit already, and containers without a forward (their parameters go to the unit around them).
+    """
+    planned = plan_wrapping(model, policy, (), ignored)
+    for name, block, own in planned:
+        wrong = sorted(set(own) - set(PER_UNIT))
+        if wrong:
+            raise ConfigError(
+                message(
+                    f"auto_wrap_policy has arguments for {name!r} ({type(block).__name__}) that a unit cannot have.",
+                    expected=f"any of {', '.join(PER_UNIT)}",
+                    got=", ".join(wrong),
+                )
+            )
+        policy_given = own.get("mp_policy")
+        if "mp_policy" in own and not isinstance(policy_given, MixedPrecisionPolicy):
+            raise ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}")
+        if not is_unit(block) and _has_forward(block):
+            layout, prefetch = own.get("layout", LAYOUTS[0]), own.get("prefetch", 0)
+            _check_arguments([block], OffloadPolicy(), layout, prefetch)
+            reshard = own.get("reshard_after_forward")
+            if reshard is not None and not isinstance(reshard, bool):
+                raise ConfigError(f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}")
+    return [(block, own) for _, block, own in planned if not is_unit(block) and _has_forward(block)]
+
+
+def _override(
+    own: dict[str, Any], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
+) -> tuple[BuildSettings, Any, set[int], int]:
+    """The root's arguments with those that the policy has for one block in their place."""
+    if not own:
+        return settings, keep, ignored, prefetch
+    return (
+        replace(
+            settings,
+            policy=own.get("mp_policy", settings.policy),
+            layout=own.get("layout", settings.layout),
+            placement=own.get("shard_placement_fn", settings.placement),
+        ),
+        _check_reshard(own["reshard_after_forward"], settings.axes) if "reshard_after_forward" in own else keep,
+        ignored,
+        own.get("prefetch", prefetch),
+    )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    without = type(module).forward is nn.Module.forward and "forward" not in module.__dict__
+    return not without and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
@@ -116,8 +172,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
-        without = type(module).forward is nn.Module.forward and "forward" not in module.__dict__
-        if without or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if not _has_forward(module):
             raise ConfigError(
                 message(
                     f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
+from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")
 
@@ -56,35 +58,75 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def modules_to_wrap(model: nn.Module, policy: Any) -> list[nn.Module]:
-    """The submodules of `model` that `policy` makes units, innermost first; `model` itself is not among them.
+Planned = tuple[str, nn.Module, dict[str, Any]]
+"""A submodule that becomes an instance: its qualified name, itself, and the arguments that replace the root's."""
+
+
+def plan_wrapping(
+    module: nn.Module,
+    policy: Any,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_parameters: Iterable[nn.Parameter] = (),
+) -> list[Planned]:
+    """Which submodules of `module` become instances, innermost first. Changes nothing; the same on every rank.
+
+    A module that is used in several places is there once, under its first name. `module` itself is not among them.
 
     Args:
-        model: the model to be sharded.
-        policy: "auto" (the repeated blocks), a set of module classes, or a callable
-            `policy(module=, recurse=, nonwrapped_numel=)` as PyTorch's wrap policies are.
+        module: the model.
+        policy: "auto" (the repeated blocks), a set of module classes, a `ModuleWrapPolicy`, a `CustomPolicy`, or a
+            callable `policy(module=, recurse=, nonwrapped_numel=)`; a callable that says no for a module with
+            `recurse=True` is asked about nothing in it, nor about that module again. PyTorch's own policies are taken.
+        ignored_modules: become no instances, nor does anything in them; their parameters do not count.
+        ignored_parameters: do not count in `nonwrapped_numel`.
+
+    Returns:
+        (qualified name, module, arguments that replace the root's) in the order in which to apply them.
 
     Raises:
-        ConfigError: neither of these.
+        ConfigError: `policy` is none of these, or `CustomPolicy`'s function gave no answer.
     """
-    if policy == "auto":
-        chosen = repeated_blocks(model)
+    skipped = {id(inner) for outer in ignored_modules for inner in outer.modules()}
+    uncounted = {id(p) for outer in ignored_modules for p in outer.parameters()} | {id(p) for p in ignored_parameters}
+    names: dict[int, str] = {}
+    for name, inner in module.named_modules():
+        names.setdefault(id(inner), name)
+    chosen: list[tuple[nn.Module, dict[str, Any]]] = []
+    choose = _choice(module, policy)
+    if choose is not None:
+        asked = [(m, choose(m)) for m in module.modules() if id(m) not in skipped]
+        answers = {id(m): answer for m, answer in asked if answer is not None}
+        chosen = [(m, answers[id(m)]) for m in _post_order(module) if id(m) in answers]
+    else:
+        _Asking(policy, skipped, uncounted, chosen).below(module)
+    return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
+
+
+def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, Any] | None] | None:
+    """The policy as a function of one module; None: it is a callable policy."""
+    if isinstance(policy, str) and policy == "auto":
+        blocks = repeated_blocks(model)
         logger.info(
             "auto_wrap_policy: %d blocks become units: %s",
-            len(chosen),
-            ", ".join(f"{n} x {cls.__name__}" for cls, n in Counter(type(m) for m in chosen).items()) or "none found",
+            len(blocks),
+            ", ".join(f"{n} x {cls.__name__}" for cls, n in Counter(type(m) for m in blocks).items()) or "none found",
         )
-        return chosen
+        chosen = {id(block) for block in blocks}
+        return lambda module: {} if id(module) in chosen else None
     if isinstance(policy, (set, frozenset, tuple, list)):
-        classes = tuple(policy)
-        if not all(isinstance(cls, type) for cls in classes):
+        if not all(isinstance(cls, type) for cls in policy):
             raise ConfigError(f"auto_wrap_policy must hold module classes, got {policy!r}")
-        return [m for m in _post_order(model) if isinstance(m, classes)]
+        return ModuleWrapPolicy(policy).choose
+    if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
+        return policy.choose
+    if type(policy).__name__ == "CustomPolicy" and hasattr(policy, "_lambda_fn"):  # PyTorch's own, not callable
+        return CustomPolicy(policy._lambda_fn).choose
     if callable(policy):
-        chosen = []
-        _wrap_recursively(model, policy, chosen)
-        return chosen
-    raise ConfigError(f'auto_wrap_policy must be "auto", a set of module classes or a callable, got {policy!r}')
+        return None
+    raise ConfigError(
+        'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
+        f"got {policy!r}"
+    )
 
 
 def _post_order(model: nn.Module) -> list[nn.Module]:
@@ -95,17 +137,26 @@ def _post_order(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _wrap_recursively(module: nn.Module, policy: WrapPolicy, chosen: list[nn.Module]) -> int:
-    """Ask the policy as PyTorch does: children first, each with the parameters that no unit has taken yet."""
-    taken = 0
-    for child in module.children():
-        numel = _numel(child)
-        if policy(module=child, recurse=True, nonwrapped_numel=numel):
-            below = _wrap_recursively(child, policy, chosen)
-            left = numel - below
-            if policy(module=child, recurse=False, nonwrapped_numel=left):
-                if child not in chosen:
-                    chosen.append(child)
-                below = numel
-            taken += below
-    return taken
+@dataclass
+class _Asking:
+    """One walk with a callable policy: children first, each with the elements that no instance has taken yet."""
+
+    policy: WrapPolicy
+    skipped: set[int]
+    uncounted: set[int]
+    chosen: list[tuple[nn.Module, dict[str, Any]]]
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def below(self, module: nn.Module, root: bool = True) -> int:
+        """Ask about `module`'s submodules, and about itself unless it is the root; the elements that instances took."""
+        if id(module) in self.taken:
+            return self.taken[id(module)]
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in self.uncounted)
+        taken = 0
+        if self.policy(module=module, recurse=True, nonwrapped_numel=numel):
+            taken = sum(self.below(child, root=False) for child in module.children() if id(child) not in self.skipped)
+            if not root and self.policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+                self.chosen.append((module, {}))
+                taken = numel
+        self.taken[id(module)] = taken
+        return taken

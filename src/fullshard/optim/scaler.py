@@ -1,0 +1,148 @@
+"""Gradient scaling for fp16 training where each rank holds a part of the gradients.
+
+Every rank must skip a step when any of them has found an inf or NaN, and must change its scale alike.
+
+Private API: `torch.amp.GradScaler._unscale_grads_`, the one place where the base class looks at gradients, is
+overridden, and `torch._amp_foreach_non_finite_check_and_unscale_` is the kernel it uses. Public alternative: divide
+each gradient by `get_scale()`, call `isfinite().all()` on it, and step and `update(new_scale)` by hand: several
+kernels and a host synchronisation per gradient. tests/test_private_api.py tests both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..shard import FlatShard
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose ranks agree on whether a gradient was inf or NaN.
+
+    Works with sharded parameters (rows, flat), `optimizer_view`s and plain parameters, on CPU and accelerators. As
+    PyTorch's class of this name, it unscales fp16 gradients, and a scaled loss keeps its dtype. One all-reduce per
+    optimizer and step, in `unscale_` or, without it, in `step`.
+
+    Every rank must call `unscale_` or `step` for the same optimizers in the same order, also where an optimizer holds
+    no gradient on some ranks.
+
+    Args:
+        device: where the scale lives.
+        init_scale: the first scale.
+        backoff_factor: multiplies the scale after a step that was skipped.
+        growth_factor: multiplies the scale after `growth_interval` steps in a row that were not skipped.
+        growth_interval: in steps.
+        enabled: False: `scale` and `unscale_` do nothing, `step` steps.
+        process_group: the ranks that hold the gradients together; None: all (none, if there is no process group).
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or a list, tuple or iterable of them, times the scale, each in its own dtype.
+
+        Raises:
+            ValueError: something in it is neither a tensor nor an iterable.
+        """
+        if isinstance(outputs, torch.Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(output) for output in outputs)
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        return super().scale(outputs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply gradients by `inv_scale`; by device, 1.0 where any rank has an inf or NaN, else 0.0.
+
+        `allow_fp16` is the base class's and is not looked at: sharded gradients may be kept in fp16.
+        """
+        found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for grad in _distinct(optimizer):
+                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+            for (device, _), grads in by_kind.items():
+                if device not in found:
+                    found[device] = torch.zeros_like(found_inf, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found[device], inv_scale.to(device))
+            self._agree(found, found_inf)
+        return found
+
+    def _agree(self, found: dict[torch.device, torch.Tensor], home: torch.Tensor) -> None:
+        """The maximum over devices and ranks, in one all-reduce on the scale's device, written to all of `found`.
+
+        One collective whatever devices this rank has gradients on, as ranks may differ in that.
+        """
+        here = torch.stack([flag.to(home.device) for flag in found.values()]).amax()
+        if dist.is_available() and dist.is_initialized():
+            group = self.process_group or dist.group.WORLD
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
+        for flag in found.values():
+            flag.copy_(here)
+
+
+def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The plain local tensors of an optimizer's gradients, none empty, each piece of memory once.
+
+    A gradient that lies wholly inside of a contiguous one (a sharded parameter's in its optimizer view's) is left out.
+    """
+    grads: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if isinstance(grad, (DTensor, FlatShard)):
+                grad = grad._local_tensor
+            if grad.is_sparse:
+                if not grad.is_coalesced():
+                    grad = parameter.grad = grad.coalesce()  # sums duplicates, which may overflow in fp16
+                grad = grad._values()
+            if grad.numel():
+                grads.append(grad)
+    kept: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], int] = {}
+    dense_stop: dict[torch.device, int] = {}
+    for start, minus_stop, at in sorted((grad.data_ptr(), -_stop(grad), at) for at, grad in enumerate(grads)):
+        grad = grads[at]
+        if -minus_stop <= dense_stop.get(grad.device, 0):
+            continue
+        kept.setdefault((start, tuple(grad.shape), grad.stride(), grad.dtype), at)
+        if grad.is_contiguous():  # others may have gaps, in which another gradient lies
+            dense_stop[grad.device] = -minus_stop
+    return [grads[at] for at in sorted(kept.values())]
+
+
+def _stop(tensor: torch.Tensor) -> int:
+    """The address past a tensor's last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
