@@ -27,6 +27,7 @@ from .api.config import (
     StateDictType,
 )
 from .api.describe import describe
+from .api.fsdp import FullyShardedDataParallel
 from .api.fully_shard import fully_shard
 from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
@@ -45,7 +46,7 @@ from .offload import CPUOffloadPolicy, OffloadPolicy
 from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
 from .precision import MixedPrecisionPolicy
 from .runtime import MemoryUse, memory_use
-from .shard import FlatShard, RowShard
+from .shard import FlatParameter, FlatShard, RowShard
 
 __version__ = "0.1.0"
 
@@ -61,10 +62,12 @@ __all__ = [
     "DivergenceError",
     "Event",
     "FSDPModule",
+    "FlatParameter",
     "FlatShard",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
+    "FullyShardedDataParallel",
     "LayoutError",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -6,6 +6,8 @@
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
+        UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
+      NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
@@ -36,6 +38,14 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class PhaseError(FullshardError, RuntimeError):
     """A call at a time when it cannot be served."""
+
+
+class UsageError(PhaseError, AssertionError):
+    """A method of `FullyShardedDataParallel` called where PyTorch's asserts that it is not."""
+
+
+class NotSupportedError(ConfigError, NotImplementedError):
+    """A combination of arguments that PyTorch refuses as not implemented, and that has no sense."""
 
 
 def message(

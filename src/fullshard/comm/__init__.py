@@ -3,6 +3,8 @@
 from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
+from .groups import axes_of_groups, device_type_of, unsharded_axes
+from .hook import HookComm
 from .mesh import Axis, MeshAxes, ShardPlacementResult, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
 from .root_mesh import joined
@@ -34,6 +36,7 @@ __all__ = [
     "CustomComm",
     "DataParallelMeshDims",
     "GroupMemory",
+    "HookComm",
     "MeshAxes",
     "NullComm",
     "Pending",
@@ -41,11 +44,14 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "TorchComm",
+    "axes_of_groups",
     "custom",
     "data_parallel_mesh",
+    "device_type_of",
     "joined",
     "make_comm",
     "resolve_mesh",
     "separate_group",
     "subdivide",
+    "unsharded_axes",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..comm import Axis
 from ..errors import ConfigError
 from ..shard import FlatShard
 
@@ -104,3 +106,54 @@ def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
             if not placement.is_replicate() and mesh.size(dim) > 1
         ]
     return []
+
+
+def clip_local_gradients(
+    sharded: Sequence[tuple[Axis, list[torch.Tensor]]],
+    whole: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """As `clip_grad_norm_`, of plain tensors: those that are parts split over an axis, and those that are whole.
+
+    Args:
+        sharded: per shard axis of which this rank is part, its parts; the same axes in the same order on every rank.
+        whole: gradients that are the same on every rank.
+        device: where the ranks talk.
+
+    Returns:
+        The total norm, in the widest dtype of the given gradients; float32 if this rank has none.
+
+    Raises:
+        ConfigError: `norm_type` is not positive.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+    infinite = math.isinf(norm_type)
+    grads = [grad for _, parts in sharded for grad in parts] + list(whole)
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axis, tensors in [*sharded, (None, list(whole))]:
+        held = [grad for grad in tensors if grad.numel()]
+        part = torch.zeros((), dtype=torch.float64, device=total.device)
+        if held:
+            norms = torch.stack([norm.to(part) for norm in torch._foreach_norm(held, norm_type, dtype=dtype)])
+            part = norms.max() if infinite else (norms**norm_type).sum()
+        if axis is not None:
+            torch.distributed.all_reduce(
+                part, torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM, group=axis.group
+            )
+        total = torch.maximum(total, part) if infinite else total + part
+    if not infinite:
+        total = total ** (1.0 / norm_type)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault((grad.dtype, grad.device), []).append(grad)
+    for (kind, where), tensors in by_dtype.items():
+        torch._foreach_mul_(tensors, scale.to(where, torch.float64 if kind == torch.float64 else torch.float32))
+    widest = torch.float32
+    if grads:
+        widest = reduce(torch.promote_types, (grad.dtype for grad in grads))
+    return total.to(widest)

@@ -27,6 +27,7 @@ from ..comm import Comm
 from ..precision import MixedPrecisionPolicy, cast_floating
 from ..shard import State, Unit, plain_access, refuse_meta
 from ..structure import map_tensors, tensors_in
+from .call import Call
 from .root import Root
 from .tensor_hooks import on_gradient
 
@@ -39,32 +40,6 @@ def _outside_compile(function: FunctionT) -> FunctionT:
     """Keep Dynamo out of a hook: a compiled block is one graph between its hooks."""
     disabled: FunctionT = torch.compiler.disable(function)
     return disabled
-
-
-class Call:
-    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it."""
-
-    __slots__ = ("done", "hooks")
-
-    def __init__(self, hooks: UnitHooks) -> None:
-        self.hooks = hooks
-        self.done = False
-        hooks.open_calls += 1
-
-    def __del__(self) -> None:
-        if not self.done:
-            self.hooks.open_calls -= 1
-
-    def before_backward(self, grad: torch.Tensor) -> None:
-        self.hooks.before_backward()
-
-    def after_backward(self, grad: torch.Tensor) -> None:
-        hooks = self.hooks
-        if not self.done:
-            self.done = True
-            hooks.open_calls -= 1
-        if hooks.in_backward:
-            hooks.after_backward()
 
 
 class UnitHooks:
@@ -102,6 +77,9 @@ class UnitHooks:
         self.uses_group_memory = False
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
         self.prefetch_depth = prefetch
+        self.backward_depth = prefetch
+        self.prefetches_late = False  # in backward: only once this unit is freed
+        self._late: tuple[int, ...] = ()
         self.forward_prefetch: tuple[UnitHooks, ...] | None = None
         self.backward_prefetch: tuple[UnitHooks, ...] | None = None
         self.shared_reducing: deque[UnitHooks] | None = None  # of roots that share one communication context
@@ -282,10 +260,12 @@ class UnitHooks:
                 unit.finish_gather()
             unit.show_unsharded()
         root.finish_completed()
-        upcoming = root.backward_order.visit(self.index, self.prefetch_depth)
+        upcoming = root.backward_order.visit(self.index, self.backward_depth)
         if self.backward_prefetch is not None:
             upcoming = tuple(hooks.index for hooks in self.backward_prefetch)
-        if upcoming:
+        if self.prefetches_late:
+            self._late = upcoming
+        elif upcoming:
             root.prefetch(upcoming, backward=True)
 
     def after_backward(self) -> None:
@@ -321,6 +301,9 @@ class UnitHooks:
                 unit.free()
         else:
             self.keep_gathered = True
+        if self._late and self.root is not None:
+            self.root.prefetch(self._late, backward=True)
+            self._late = ()
 
     def end_backward(self) -> None:
         """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
@@ -340,12 +323,12 @@ class UnitHooks:
         """Wait for this unit's reduction, deliver the gradients, and run the hooks users put on parameters."""
         root = self.root
         assert root is not None
-        for member in self.unit.finish_reduce(self.comm, self.requires_all_reduce, self.all_reduce_hook):
-            hooks = getattr(member.sharded, "_post_accumulate_grad_hooks", None)
+        for parameter in self.unit.finish_reduce(self.comm, self.requires_all_reduce, self.all_reduce_hook):
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks:
                 with torch._C._EnableTorchFunction():
                     for hook in list(hooks.values()):
-                        hook(member.sharded)
+                        hook(parameter)
 
     # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
 

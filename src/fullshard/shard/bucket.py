@@ -12,7 +12,6 @@ Gradients have a bucket and a state of their own, in `gradients.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..errors import ConfigError, message
 from ..layout import Layout, ParameterSpec, Slot, copies_out
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
+from .member import Draft, Member
 from .parameter import (
     OWNER_KEY,
     RowShard,
@@ -37,52 +37,7 @@ from .parameter import (
 )
 from .scratch import Scratch
 from .staleness import stamp
-from .tensor_parallel import TensorParallel, local_part
-
-Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """One parameter of a bucket.
-
-    Attributes:
-        slot: where it lies.
-        places: every (module parameters, attribute name) where it is registered; several if it is tied.
-        sharded: what optimizers and checkpoints see.
-        unsharded: what the module computes with; None until the first gather.
-        local: the view of the shard inside `sharded`, to tell whether somebody replaced it.
-        got_grad: whether it received a gradient since the last reduction.
-    """
-
-    slot: Slot
-    places: list[Place]
-    sharded: nn.Parameter
-    local: torch.Tensor
-    unsharded: nn.Parameter | None = None
-    got_grad: bool = False
-    qualified: str | None = None  # its name from the root, once that is known
-
-    @property
-    def name(self) -> str:
-        return self.qualified or self.slot.name
-
-    def qualify(self, name: str) -> None:
-        """Learn the name from the root; errors speak it from now on."""
-        self.qualified = name
-        self.sharded.__dict__["_fullshard_name"] = name
-        if isinstance(self.sharded, FlatShard):
-            self.sharded._run = replace(self.sharded._run, name=name)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A parameter about to enter a bucket: its name, the original, and where it is registered."""
-
-    name: str
-    original: nn.Parameter
-    places: list[Place]
-    parallel: TensorParallel | None = None  # if the original is a DTensor already
+from .tensor_parallel import local_part
 
 
 class Bucket:
@@ -92,6 +47,10 @@ class Bucket:
     sharded parameters, gathers read it. `full` and `staging` are storage on demand, allocated by `issue_gather`,
     written by collectives, released by `free` and `finish_gather`.
 
+    Class attributes:
+        keeps_originals: whether original Parameter objects become the sharded ones.
+        gives_empty_gradients: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
+
     Args:
         drafts: the parameters, in the order of `layout.slots`.
         layout: the plan.
@@ -99,6 +58,9 @@ class Bucket:
         compute_dtype: dtype of `full`; None for the storage dtype.
         plan: makes the layout of any of these parameters.
     """
+
+    keeps_originals = False
+    gives_empty_gradients = True
 
     def __init__(
         self,
@@ -155,10 +117,28 @@ class Bucket:
     def tensor_of(self, local: torch.Tensor, slot: Slot) -> torch.Tensor:
         """`local`, shaped as this rank's part of `slot`, as a tensor of the whole parameter (not a Parameter)."""
         if self.layout.kind == "flat":
-            slice_numel = self.layout.segments[slot.segment].slice_numel
-            return FlatShard(local, Run.of(slot, slice_numel, self.axes.shard))
+            return FlatShard(local, self._run_of(slot))
         parallel = self.parallel.get(slot.name)
         return rows_tensor(local, slot, self.axes) if parallel is None else parallel.sharded(local)
+
+    def _run_of(self, slot: Slot) -> Run:
+        return Run.of(slot, self.layout.segments[slot.segment].slice_numel, self.axes.shard)
+
+    def full_of(self, member: Member) -> torch.Tensor:
+        """A parameter's whole value; collective, except on meta."""
+        parameter: Any = member.sharded
+        if parameter.is_meta:
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        full: torch.Tensor = parameter.detach().full_tensor()
+        return full
+
+    def keep_object(self, old: Member, new: Member) -> None:
+        """`new`, of this bucket, holds what `old` of another one held."""
+        old.sharded.__dict__["_fullshard_successor"] = new.sharded
+
+    def flat_part(self, tensor: torch.Tensor, member: Member) -> torch.Tensor:
+        """What `view_of` is to be filled with, from a tensor in the form of the sharded parameter."""
+        return local_of(tensor)
 
     def view_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
         """This rank's part of `slot` in any buffer laid out as the shard."""
@@ -293,17 +273,23 @@ class Bucket:
         layout = self.plan([member.slot.spec for member in staying])
         # Runs of a flat layout move when a parameter leaves: the values pass through whole tensors.
         drafts = [
-            Draft(m.name, nn.Parameter(full_or_meta(m.sharded), requires_grad=m.sharded.requires_grad), m.places)
+            Draft(m.name, nn.Parameter(self.full_of(m), requires_grad=m.sharded.requires_grad), m.places)
             for m in staying
         ]
-        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype, self.plan)
+        rest = type(self)(drafts, layout, self.axes, self.own_compute_dtype, self.plan)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
-            old.sharded.__dict__["_fullshard_successor"] = new.sharded
+            rest.keep_object(old, new)
             for place, key in new.places:
                 place[key] = new.sharded
         return rest
+
+    def forget_buffers(self) -> None:
+        """Make `full`, `staging` and the unsharded parameters anew at the next gather (of another dtype, say)."""
+        self.full = self.copied = self.staging = self.small = None
+        for member in self.members:
+            member.unsharded = None
 
     # Storage that the user replaced.
 
@@ -347,15 +333,7 @@ class Bucket:
                     found.__dict__.update(identity_of(member.sharded))
                     member.sharded = found
         locals_now = [local_of(member.sharded) for member in self.members]
-        meta = [m.name for m, local in zip(self.members, locals_now, strict=True) if local.is_meta]
-        if meta and len(meta) < len(locals_now):
-            raise ConfigError(
-                message(
-                    "Some parameters of a unit are on the meta device and others are not.",
-                    parameter=", ".join(meta),
-                    remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
-                )
-            )
+        self.check_meta(locals_now)
         home = locals_now[0]
         shard = torch.zeros(self.layout.shard_numel, dtype=home.dtype, device=home.device)
         for member, local in zip(self.members, locals_now, strict=True):
@@ -365,6 +343,22 @@ class Bucket:
             for parameters, key in member.places:
                 parameters[key] = member.sharded
         self.rehome(shard)
+
+    def check_meta(self, values: Sequence[torch.Tensor]) -> None:
+        """Refuse members of which some are on meta and others are not.
+
+        Raises:
+            ConfigError: names those on meta.
+        """
+        meta = [m.name for m, value in zip(self.members, values, strict=True) if value.is_meta]
+        if meta and len(meta) < len(values):
+            raise ConfigError(
+                message(
+                    "Some parameters of a unit are on the meta device and others are not.",
+                    parameter=", ".join(meta),
+                    remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
+                )
+            )
 
     def _check_replacement(self, member: Member, found: Any) -> None:
         expected: Any = member.sharded
@@ -394,11 +388,3 @@ class Bucket:
             unsharded = member.unsharded
             if unsharded is not None and unsharded.requires_grad != member.sharded.requires_grad:
                 unsharded.requires_grad_(member.sharded.requires_grad)
-
-
-def full_or_meta(parameter: Any) -> torch.Tensor:
-    """A sharded parameter's whole value; collective, except on meta."""
-    if parameter.is_meta:
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    full: torch.Tensor = parameter.detach().full_tensor()
-    return full

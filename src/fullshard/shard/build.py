@@ -18,8 +18,9 @@ from ..comm import Comm, MeshAxes, resolve_mesh
 from ..errors import ConfigError, LayoutError, message
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..precision import MixedPrecisionPolicy
-from .bucket import Bucket, Draft
+from .bucket import Bucket
 from .flat_shard import FlatShard
+from .member import Draft
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
 from .tensor_parallel import SpmdMesh, TensorParallel, local_part
 from .unit import Unit, owner_of
@@ -251,6 +252,7 @@ class BuildSettings:
     layout: str | Blocks
     placement: Callable[[nn.Parameter], Any] | None = None
     spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
+    bucket: type[Bucket] = Bucket
 
 
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
@@ -278,8 +280,8 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         planned.append((items, layout, _parallel(items, own), own.axes, plan))
     buckets = []
     for items, layout, parallel, axes, plan in planned:
-        drafts = [_draft(item, parallel.get(item.name)) for item in items]
-        buckets.append(Bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy), plan))
+        drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
+        buckets.append(settings.bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy), plan))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):
@@ -287,6 +289,8 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
             member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
             for place, attribute in member.places:
                 place[attribute] = member.sharded
+            if member.sharded is item.parameter:
+                continue
             if item.owner is not None:
                 item.parameter.__dict__["_fullshard_successor"] = member.sharded
             else:
@@ -304,13 +308,17 @@ def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, Tens
     return found
 
 
-def _draft(item: Found, parallel: TensorParallel | None) -> Draft:
+def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> Draft:
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
         return Draft(item.name, item.parameter, item.places, parallel)
     places, full = item.owner.give_up(item.parameter)
-    original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
-    original.__dict__.update(attributes_of(item.parameter))
+    if keep_object:
+        original = item.parameter
+        original.data = full
+    else:
+        original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
+        original.__dict__.update(attributes_of(item.parameter))
     return Draft(item.name, original, [*places, *item.places])
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import PhaseError, message
-from .bucket import Bucket, Member
+from .bucket import Bucket
 from .gradients import GradState
+from .member import Member
 from .parameter import OWNER_KEY, identity_of, local_of, plain_access, read_grad, write_grad
 from .unit import Unit
 

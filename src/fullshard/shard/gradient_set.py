@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..layout import Piece
+from .bucket import Bucket
+from .member import Member
+from .parameter import write_grad
 from .references import holders
 
 
@@ -76,6 +80,15 @@ class GradientSet:
         return self.held[0] > 0 and self.holders() == self.held
 
 
+def adopt_gradient(bucket: Bucket, view: OptimizerView, grad: torch.Tensor) -> None:
+    """Make a gradient that the user gave an optimizer view that of its parameters."""
+    for index in view.members:
+        member = bucket.members[index]
+        part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
+        at = grad.storage_offset() + (part.offset - view.offset if part.numel else 0)
+        write_grad(member.sharded, bucket.tensor_of(grad.as_strided(part.shape, part.stride, at), member.slot))
+
+
 class OptimizerView:
     """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
 
@@ -94,3 +107,18 @@ class OptimizerView:
     @property
     def tensor(self) -> nn.Parameter | None:
         return self._tensor()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it is alive and has a `.grad`."""
+        tensor = self._tensor()
+        return tensor is not None and tensor.grad is not None
+
+
+def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
+    slot = member.slot
+    if grad.stride() != slot.stride:
+        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+    at = grad.storage_offset()
+    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]

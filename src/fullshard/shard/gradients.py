@@ -20,10 +20,11 @@ from torch import nn
 from ..comm import Comm, Pending
 from ..errors import ConfigError, PhaseError, message
 from ..layout import Piece
-from .bucket import Bucket, Member
+from .bucket import Bucket
 from .foreach import add_all, copy_all, zero_all
-from .gradient_set import GradientSet, OptimizerView, Scaling
-from .parameter import local_of, read_grad, write_grad
+from .gradient_set import GradientSet, OptimizerView, Scaling, adopt_gradient, cut_gradient
+from .member import Member
+from .parameter import read_grad, write_grad
 from .scratch import Scratch
 
 
@@ -51,6 +52,7 @@ class Gradients:
         self.views: list[OptimizerView] = []
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.fill_unused = False
+        self.keeps_reduce_dtype = False
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
         self.scaling = Scaling(True)
@@ -58,6 +60,11 @@ class Gradients:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.own_reduce_dtype or self.bucket.compute_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of `.grad`: the parameter's, or the reduction's if that is kept."""
+        return self.reduce_dtype if self.keeps_reduce_dtype else self.bucket.storage_dtype
 
     @property
     def buffer_bytes(self) -> int:
@@ -109,7 +116,7 @@ class Gradients:
                 sources.append(grad)
             else:
                 targets += target
-                sources += _cut(grad, member, pieces)
+                sources += cut_gradient(grad, member, pieces)
         if first:
             if missing or self._padded_segments:
                 zero_all([self.buffer.tensor] if missing else self._padding)
@@ -160,7 +167,7 @@ class Gradients:
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         self.state, self.scaling = GradState.REDUCING, scaling
         self._fresh = self._all_none() and self.partial is None
-        direct = self._fresh and self.reduce_dtype == bucket.storage_dtype
+        direct = self._fresh and self.reduce_dtype == self.grad_dtype
         scratch = 0
         if direct:
             self._slice = self._writable_set().flat
@@ -245,8 +252,10 @@ class Gradients:
         if target is None or target.flat is not self._slice:
             target = self._writable_set()
             target.flat.copy_(self._slice)
-        given = []
+        given, empty = [], self.bucket.gives_empty_gradients
         for member, part in zip(self.bucket.members, target.parts, strict=True):
+            if not empty and not part.numel():
+                continue
             if member.got_grad or (member.sharded.requires_grad and self._used_elsewhere(member, target.flat)):
                 write_grad(member.sharded, part)
                 given.append(member)
@@ -265,9 +274,11 @@ class Gradients:
             current.flat.add_(self._slice)
             return [m for m in members if read_grad(m.sharded) is not None]
         old = [read_grad(m.sharded) for m in members]
-        fresh = self.set = self._make_set(self._slice.to(self.bucket.storage_dtype, copy=True))
-        given = []
+        fresh = self.set = self._make_set(self._slice.to(self.grad_dtype, copy=True))
+        given, empty = [], self.bucket.gives_empty_gradients
         for member, part, grad in zip(members, fresh.parts, old, strict=True):
+            if not empty and not part.numel():
+                continue
             if grad is not None:
                 part.add_(grad)
             if grad is not None or member.got_grad or self._used_elsewhere(member, fresh.flat):
@@ -310,6 +321,8 @@ class Gradients:
                 write_grad(member.sharded, None)
         elif all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
+        elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
+            adopt_gradient(self.bucket, view, tensor.grad)
 
     def _writable_set(self) -> GradientSet:
         """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
@@ -318,7 +331,7 @@ class Gradients:
         if current is not None and shape_fits and not current.storage.nbytes():
             current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
         elif current is None or not shape_fits or not current.reusable():
-            self.set = self._make_set(torch.empty_like(self.bucket.shard))
+            self.set = self._make_set(torch.empty_like(self.bucket.shard, dtype=self.grad_dtype))
         assert self.set is not None
         return self.set
 
@@ -398,14 +411,5 @@ class Gradients:
             member = self.bucket.members[i]
             grad = read_grad(member.sharded)
             if grad is not None:
-                self.bucket.view_of(flat, member.slot).copy_(local_of(grad))
+                self.bucket.view_of(flat, member.slot).copy_(self.bucket.flat_part(grad, member))
         return flat.narrow(0, offset, length)
-
-
-def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
-    slot = member.slot
-    if grad.stride() != slot.stride:
-        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-    at = grad.storage_offset()
-    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from .bucket import Bucket, Member
+from .bucket import Bucket
 from .gradients import Gradients
+from .member import Member
 from .unit import Unit, owner_of
 
 

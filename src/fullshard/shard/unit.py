@@ -16,9 +16,10 @@ import torch
 from ..comm import Axis, Comm
 from ..errors import PhaseError, message
 from ..events import Ledger, stream
-from .bucket import Bucket, Member, full_or_meta
+from .bucket import Bucket
 from .gradient_set import Scaling
 from .gradients import Gradients, GradState
+from .member import Member
 from .parameter import OWNER_KEY, identity_of
 from .staleness import stamp
 
@@ -198,7 +199,9 @@ class Unit:
         self._shown = False
 
     def _list_places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        self._sharded_places = [(d, k, m.sharded) for m in self.members for d, k in m.places]
+        self._sharded_places = [
+            (d, k, m.sharded if m.hidden is None else m.hidden) for m in self.members for d, k in m.places
+        ]
         self._unsharded_places = [(d, k, m.unsharded) for m in self.members for d, k in m.places]
         return self._unsharded_places
 
@@ -264,7 +267,7 @@ class Unit:
         for index, bucket in enumerate(self.buckets):
             for member in bucket.members:
                 if member.sharded is parameter:
-                    full = full_or_meta(member.sharded)
+                    full = bucket.full_of(member)
                     rest = bucket.without(member)
                     reduce_dtype = self.gradients[index].own_reduce_dtype
                     if rest is None:
@@ -312,6 +315,8 @@ class Unit:
             if gradients.state is GradState.PENDING:
                 world = gradients.bucket.axes.world
                 scaling = Scaling.choose(world, gradients.reduce_dtype, factor, force_sum)
+                if getattr(comm, "scales_itself", False):
+                    scaling = Scaling(True)
                 self._scratch_bytes += gradients.issue_reduce(comm, scaling)
                 nbytes += gradients.buffer_bytes
         self.ledger.reducing += self._scratch_bytes
@@ -323,7 +328,9 @@ class Unit:
         """Whether `finish_reduce` would neither wait nor communicate."""
         return all(g.is_completed() and g.bucket.axes.replicate is None for g in self.gradients)
 
-    def finish_reduce(self, comm: Comm, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None) -> list[Member]:
+    def finish_reduce(
+        self, comm: Comm, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None
+    ) -> list[torch.Tensor]:
         """Wait, reduce over the replicate axis if there is one, and deliver into `.grad`.
 
         Args:
@@ -331,9 +338,9 @@ class Unit:
             hook: called with each reduced slice [shard_numel] before it is delivered.
 
         Returns:
-            The members whose `.grad` changed.
+            The sharded parameters whose `.grad` changed, and the optimizer views over them.
         """
-        given: list[Member] = []
+        given: list[torch.Tensor] = []
         for gradients in self.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
@@ -351,7 +358,8 @@ class Unit:
                     self._emit("all_reduce", reduced.numel() * reduced.element_size())
             if hook is not None:
                 hook(reduced)
-            given.extend(gradients.deliver())
+            given += [member.sharded for member in gradients.deliver()]
+            given += [view.tensor for view in gradients.views if view.tensor is not None and view.has_gradient]
         self.ledger.reducing -= self._scratch_bytes
         self._scratch_bytes = 0
         if stream.listeners:

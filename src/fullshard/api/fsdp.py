@@ -1,0 +1,457 @@
+"""`FullyShardedDataParallel`: the wrapper front-end (FSDP1's interface) on the engine and its flat layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import Comm, HookComm, make_comm
+from ..errors import ConfigError, PhaseError, UsageError, message
+from ..optim.clip import clip_local_gradients
+from ..runtime import Root, UnitHooks
+from ..shard import FlatBucket, LocalBucket, OptimizerView, Unit, owner_of
+from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ..structure import map_tensors
+from . import optimizer_guard
+from .config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from .fully_shard import _move_buffers, find_root
+from .module import HOOKS_KEY, hooks_of, unit_of
+from .summon import is_summoned, summon_full_params
+from .wrapper_optimizer import OptimizerStateMethods
+from .wrapper_precision import Buffers, use_full_precision
+from .wrapper_setup import (
+    FULL_SHARD,
+    Arguments,
+    broadcast_states,
+    check_arguments,
+    materialise,
+    policy_of,
+    wrap_submodules,
+)
+from .wrapper_state import StateDictMethods, clean_name
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The name under which an instance holds the module it wraps."""
+
+
+class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):
+    """Wraps a module, so that its parameters, gradients and optimizer state are sharded over ranks.
+
+    The interface of `torch.distributed.fsdp.FullyShardedDataParallel` on Fullshard's engine: a program written for it
+    runs with its import changed. Settings of PyTorch's own classes are taken as well.
+
+    Args:
+        module: the module. Submodules wrapped before stay instances of their own.
+        process_group: the ranks to shard over (None: all); for hybrid strategies a pair (shard, replicate) or None,
+            which shards inside a node.
+        sharding_strategy: see `ShardingStrategy`; None: FULL_SHARD. On one rank it becomes NO_SHARD, with a warning.
+        cpu_offload: see `CPUOffload`.
+        auto_wrap_policy: which submodules become instances first; a policy of `fullshard.wrap`, "auto", or a set of
+            module classes.
+        backward_prefetch: see `BackwardPrefetch`; None: nothing is gathered ahead in backward.
+        mixed_precision: see `MixedPrecision`.
+        ignored_modules: modules whose parameters are left alone. Deprecated in favour of `ignored_states`.
+        param_init_fn: called with each module that has parameters on meta, to give them values; None: its
+            `reset_parameters()` is called on empty memory.
+        device_id: where to compute; None: the accelerator that the process group serves, else the CPU.
+        sync_module_states: make all ranks start from rank 0's parameters and buffers.
+        forward_prefetch: accepted; one unit ahead is gathered in forward either way, once its order is known.
+        limit_all_gathers: at most two units that are freed after use are gathered at any time in forward; False: three.
+        use_orig_params: True: `named_parameters()` are the original Parameter objects, each the 1-D part of it that
+            this rank owns (maybe empty). False: one `FlatParameter` per instance.
+        ignored_states: parameters to leave alone, or modules whose parameters are.
+        device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
+        comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
+
+    Raises:
+        ConfigError: an argument that cannot work, alone or with another one. Nothing has changed then.
+        LayoutError: parameters that share memory without being one object.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        comm: str | Comm = "torch",
+    ) -> None:
+        kind = make_comm(comm)
+        arguments = check_arguments(
+            module,
+            process_group,
+            sharding_strategy,
+            cpu_offload,
+            backward_prefetch,
+            mixed_precision,
+            ignored_modules,
+            ignored_states,
+            device_id,
+            device_mesh,
+        )
+        super().__init__()
+        if auto_wrap_policy is not None:
+            common: dict[str, Any] = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_modules": list(arguments.ignored_modules) if ignored_modules is not None else None,
+                "device_mesh": device_mesh,
+                "comm": kind,
+            }
+            common["ignored_states"] = list(ignored_states) if ignored_states is not None else None
+            wrap_submodules(module, auto_wrap_policy, arguments, lambda m, own: type(self)(m, **{**common, **own}))
+        materialise(module, param_init_fn, arguments.axes.device, arguments.ignored_modules)
+        if sync_module_states:
+            broadcast_states(module, arguments.axes, kind, arguments.ignored)
+        self._arguments = arguments
+        self.use_orig_params = use_orig_params
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        self._settings: StateDictSettings | None = None
+        self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
+        self._modules[WRAPPED] = module
+        _make_unit(self, module, kind, 1 if limit_all_gathers else 2)
+        self.register_load_state_dict_pre_hook(type(self)._before_load)
+        self.register_load_state_dict_post_hook(type(self)._after_load)
+        optimizer_guard.install()
+
+    # What was set.
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without an activation checkpoint wrapper around it."""
+        wrapped: nn.Module = self._modules[WRAPPED]  # type: ignore[assignment]
+        inner = wrapped._modules.get("_checkpoint_wrapped_module")
+        return inner if inner is not None else wrapped
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in force."""
+        return self._arguments.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The mixed precision in force."""
+        return self._arguments.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether sharded state lives on the host."""
+        return self._arguments.cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the next unit."""
+        return self._arguments.backward_prefetch
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._arguments.axes.device
+
+    @property
+    def process_group(self) -> Any:
+        """The group that parameters are sharded over (for NO_SHARD: replicated over)."""
+        axes = self._arguments.axes
+        return axes.shard.group
+
+    @property
+    def rank(self) -> int:
+        """This process's index in `process_group`."""
+        axes = self._arguments.axes
+        return axes.shard.rank if axes.shard.size > 1 or axes.replicate is None else axes.replicate.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        axes = self._arguments.axes
+        return axes.shard.size if axes.shard.size > 1 or axes.replicate is None else axes.replicate.size
+
+    @property
+    def _flat_param(self) -> Any:
+        """The instance's `FlatParameter`; None if it has no parameters, or with `use_orig_params=True`."""
+        bucket = next(iter(self._hooks().unit.buckets), None)
+        return bucket.flat if isinstance(bucket, FlatBucket) else None
+
+    def _hooks(self) -> UnitHooks:
+        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
+        return hooks
+
+    def _lazy_init(self) -> Root:
+        """The root above this instance; this one becomes a root if there is none."""
+        hooks = self._hooks()
+        return hooks.root if hooks.root is not None else hooks._find_root()
+
+    def check_is_root(self) -> bool:
+        """Whether this instance is a root: its forward is called from outside. Settles it, if it was not yet."""
+        self._lazy_init()
+        return self._hooks().is_top
+
+    # Being a module.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters gathered around it."""
+        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
+        arguments = self._arguments
+        if hooks.root is None:
+            self._lazy_init()
+        if hooks.is_top:
+            if is_summoned(self):
+                raise UsageError("forward() was called inside summon_full_params() of the same model")
+            if arguments.axes.device.type != "cpu":
+                args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
+            if _FULL_PRECISION_IN_EVAL in os.environ:
+                use_full_precision(self, not self.training and os.environ[_FULL_PRECISION_IN_EVAL] == "1")
+        return hooks.run(self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED or WRAPPED not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[WRAPPED], name)
+
+    def __getitem__(self, key: int) -> Any:
+        if hasattr(self, WRAPPED):
+            return self.module[key]  # type: ignore[index]
+        raise PhaseError("the instance wraps nothing yet")
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective."""
+        with summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`; inside `summon_full_params` with the names of the unwrapped module."""
+        summoned = is_summoned(self)
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (clean_name(name) if summoned else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `nn.Module.named_buffers`; inside `summon_full_params` with the names of the unwrapped module."""
+        summoned = is_summoned(self)
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (clean_name(name) if summoned else name), buffer
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All instances in `module`, itself included; with `root_only` those that are roots (settled now)."""
+        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        return [child for child in found if child.check_is_root()]
+
+    # Training.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context keep gradients unsharded, without communication; the next one outside reduces all.
+
+        Raises:
+            PhaseError: this is not the root.
+        """
+        self._must_be_root("no_sync()")
+        instances = [child._hooks() for child in self.fsdp_modules(self)]
+        before = [hooks.requires_gradient_sync for hooks in instances]
+        for hooks in instances:
+            hooks.requires_gradient_sync = False
+        try:
+            yield
+        finally:
+            for hooks, value in zip(instances, before, strict=True):
+                hooks.requires_gradient_sync = value
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their total norm is at most `max_norm`. Collective.
+
+        Exact for any mix of strategies and for parameters that no instance manages (whole on every rank).
+
+        Returns:
+            The total norm before clipping, in the widest dtype of this rank's gradients (float32 if it has none).
+
+        Raises:
+            PhaseError: this is not the root.
+            ConfigError: `norm_type` is not positive.
+        """
+        self._must_be_root("clip_grad_norm_()")
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        sharded: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        for child in self.fsdp_modules(self):
+            axis = child._arguments.axes.shard
+            if axis.size > 1 and child._hooks().unit.buckets:
+                sharded.setdefault(id(axis.group), (axis, []))
+        whole = []
+        for parameter in parameters:
+            unit = owner_of(parameter)
+            axis = unit.buckets[0].axes.shard if unit is not None else None
+            if axis is not None and axis.size > 1:
+                sharded[id(axis.group)][1].append(parameter.grad)
+            else:
+                whole.append(parameter.grad)
+        found = list(sharded.values())
+        return clip_local_gradients(found, whole, float(max_norm), float(norm_type), self.compute_device)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce the gradients of all instances below this root, in place of the engine's averaging.
+
+        Args:
+            state: given to the hook each time.
+            hook: `hook(state, gradient)` under NO_SHARD, in place; `hook(state, gradient, slice)` else, which writes
+                this rank's slice [S] of the reduced gradient [world * S]. PyTorch's default hooks (all-reduce,
+                reduce-scatter, fp16 and bf16 compression) fit.
+
+        Raises:
+            UsageError: not the root, a hook is registered already, or a hybrid strategy.
+            ConfigError: the hook is not callable.
+        """
+        if not self.check_is_root():
+            raise UsageError("register_comm_hook can only be called on a root instance.")
+        if not callable(hook):
+            raise ConfigError(f"a communication hook must be callable, got {hook!r}")
+        instances = self.fsdp_modules(self)
+        for child in instances:
+            if isinstance(child._hooks().comm, HookComm):
+                raise UsageError("a communication hook is already registered")
+            axes = child._arguments.axes
+            if axes.shard.size > 1 and axes.replicate is not None:
+                raise UsageError(
+                    message(
+                        "Communication hooks do not work with hybrid strategies.",
+                        got=child.sharding_strategy.name,
+                        remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+                    )
+                )
+        for child in instances:
+            hooks = child._hooks()
+            hooks.comm = HookComm(hooks.comm, state, hook)
+
+    def _must_be_root(self, what: str) -> None:
+        if not self.check_is_root():
+            raise PhaseError(
+                message(
+                    f"{what} is for the root instance.",
+                    got=f"the instance {self._hooks().unit.name!r} below it",
+                    remedy=f"call {what} on the outermost FullyShardedDataParallel",
+                )
+            )
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters of instances are whole; see `fullshard.api.summon.summon_full_params`."""
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+
+_FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Environment variable, PyTorch's: "1" computes in the parameters' own dtype while the root is in eval mode."""
+
+
+def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm, prefetch: int) -> None:
+    """Shard what no instance below has taken, and set up the engine's hooks."""
+    arguments = instance._arguments
+    axes, strategy = arguments.axes, arguments.strategy
+    found = find_parameters([module], unit_of, arguments.ignored)
+    for item in found:
+        item.name = clean_name(item.name)
+    check_parameters(found, axes, "flat")
+    flat = not instance.use_orig_params
+    if flat:
+        _check_uniform(found)
+    policy = policy_of(arguments, module)
+    settings = BuildSettings(axes, comm, policy, "flat", bucket=FlatBucket if flat else LocalBucket)
+    changed = {id(item.owner): item.owner for item in found if item.owner is not None}
+    unit = build_unit(found, settings)
+    registries = {id(child._parameters): child for child in module.modules()}
+    for gradients in unit.gradients:
+        gradients.keeps_reduce_dtype = arguments.mixed_precision.keep_low_precision_grads
+    if flat:
+        for one in (unit, *changed.values()):
+            _show_flat(one, module if one is unit else None, registries)
+    hooks = UnitHooks(unit, [instance], comm, policy, strategy in FULL_SHARD, prefetch)
+    hooks.backward_depth = 0 if arguments.backward_prefetch is None else 1
+    hooks.prefetches_late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    hooks.find_root = _find_root
+    instance.__dict__[HOOKS_KEY] = hooks
+    _move_buffers(module, axes.device)
+
+
+def _show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Module]) -> None:
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        assert isinstance(bucket, FlatBucket)
+        at = holder if holder is not None else bucket.holder
+        view = bucket.show_as_flat(at, registries)
+        gradients.views = [OptimizerView(view, 0, bucket.layout.shard_numel, range(len(bucket.members)))]
+    unit._unsharded_places = None
+
+
+def _check_uniform(found: list[Any]) -> None:
+    """One `FlatParameter` has one dtype and one `requires_grad`."""
+    for what, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
+        first = found[0] if found else None
+        for item in found:
+            if first is not None and value(item.parameter) != value(first.parameter):
+                raise ConfigError(
+                    message(
+                        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
+                        parameter=item.name,
+                        expected=f"{value(first.parameter)}, as {first.name}",
+                        got=value(item.parameter),
+                        remedy="set use_orig_params=True, or wrap these modules separately",
+                    )
+                )
+
+
+def _find_root(top: UnitHooks) -> Root:
+    """As `fully_shard`'s, with what the wrapper's root does once."""
+    root = find_root(top)
+    for hooks in root.units:
+        for instance in hooks.modules:
+            if isinstance(instance, FullyShardedDataParallel):
+                instance._buffers_cast.cast(instance)
+                if hooks is top and hooks_of(instance) is top:
+                    hooks.policy = policy_of(instance._arguments, instance._modules[WRAPPED], root=True)
+    return root
+
+
+__all__ = ["Arguments", "FullyShardedDataParallel", "StateDictType"]

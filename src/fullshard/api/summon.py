@@ -1,0 +1,233 @@
+"""`summon_full_params`: whole parameters on the modules, outside of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, NotSupportedError, UsageError, message
+from ..runtime import UnitHooks
+from ..shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
+from ..shard.flat_parameter import ATTRIBUTE
+from .module import hooks_of
+
+_SUMMONED = "_fullshard_summoned"
+
+
+def is_summoned(module: nn.Module) -> bool:
+    """Whether `module`, an instance, is inside `summon_full_params` now."""
+    return _SUMMONED in module.__dict__
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
+
+    Collective: every rank enters and leaves. Not inside forward or backward.
+
+    Args:
+        module: an instance, or a module that contains some.
+        recurse: all instances in `module`; False: only `module` itself.
+        writeback: keep what was written to the parameters (and gradients); what ranks write to their own parts counts.
+            False drops it, except where nothing is split (NO_SHARD), where the values are the parameters themselves.
+        rank0_only: only rank 0 of each instance's process group shows whole parameters; excludes `writeback`.
+        offload_to_cpu: whole parameters in host memory.
+        with_grads: whole gradients in `.grad`, where any rank has one.
+
+    Raises:
+        NotSupportedError: `writeback` together with `rank0_only`.
+        UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance.
+        ConfigError: on leaving, a parameter was replaced by one of another shape.
+    """
+    if writeback and rank0_only:
+        raise NotSupportedError(
+            message(
+                "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
+                remedy="set writeback=False, or rank0_only=False",
+            )
+        )
+    instances = [child for child in module.modules() if hasattr(child, "_arguments") and hooks_of(child) is not None]
+    if not recurse:
+        instances = [child for child in instances if child is module]
+    for instance in instances:
+        _check_idle(instance)
+    with ExitStack() as stack:
+        for instance in instances:
+            stack.enter_context(_one(instance, writeback, rank0_only, offload_to_cpu, with_grads))
+        yield
+
+
+def _check_idle(instance: Any) -> None:
+    if is_summoned(instance):
+        raise UsageError("Cannot manually unshard parameters when already unsharding parameters")
+    root = instance._lazy_init()
+    if root.pass_top is not None or root.in_backward:
+        raise UsageError("Cannot manually unshard parameters during forward/backward")
+
+
+@contextmanager
+def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_grads: bool) -> Iterator[None]:
+    hooks: UnitHooks = instance._hooks()
+    hooks.reshard()
+    hooks.unit.refresh()
+    shown: list[_Whole] = []
+    visible = not rank0_only or instance.rank == 0
+    for bucket, gradients in zip(hooks.unit.buckets, hooks.unit.gradients, strict=True):
+        shown.append(_Whole(hooks, bucket, gradients, to_cpu, with_grads, visible))
+    instance.__dict__[_SUMMONED] = True
+    try:
+        if visible:
+            for whole in shown:
+                whole.show()
+        yield
+    finally:
+        del instance.__dict__[_SUMMONED]
+        if visible:
+            for whole in shown:
+                whole.hide(writeback)
+
+
+class _Whole:
+    """One bucket, whole: [world * S] values and, if asked for, gradients. Lives as long as the context."""
+
+    def __init__(
+        self, hooks: UnitHooks, bucket: Bucket, gradients: Gradients, to_cpu: bool, with_grads: bool, visible: bool
+    ) -> None:
+        self.bucket, self.gradients = bucket, gradients
+        comm, axis = hooks.comm, bucket.axes.shard
+        split = bucket.layout.world > 1
+        self.whole = gather_whole(comm, bucket, bucket.shard) if split or to_cpu else bucket.shard
+        self.grads: torch.Tensor | None = None
+        self.with_grad = [False] * len(bucket.members)
+        if with_grads:
+            have = [self._local_grad(member) is not None for member in bucket.members]
+            flags = torch.tensor(have, dtype=torch.int32, device=bucket.axes.device)
+            if split:
+                torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=axis.group)
+            self.with_grad = [bool(flag) for flag in flags.tolist()]
+            local = torch.zeros_like(bucket.shard)
+            for member in bucket.members:
+                grad = self._local_grad(member)
+                if grad is not None:
+                    bucket.view_of(local, member.slot).copy_(bucket.flat_part(grad, member))
+            self.grads = gather_whole(comm, bucket, local)
+        if not visible:
+            self.whole = self.whole[:0]
+            self.grads = None
+        elif to_cpu:
+            self.whole = self.whole.cpu()
+            self.grads = self.grads.cpu() if self.grads is not None else None
+        self.parameters: list[nn.Parameter] = []
+        self.saved: list[torch.Tensor | None] = []
+
+    def _local_grad(self, member: Member) -> torch.Tensor | None:
+        bucket = self.bucket
+        if not isinstance(bucket, FlatBucket):
+            return read_grad(member.sharded)
+        grad: torch.Tensor | None = bucket.flat.grad  # the one that users see
+        return None if grad is None else bucket.tensor_of(bucket.view_of(grad, member.slot), member.slot)
+
+    def show(self) -> None:
+        """Register the whole parameters, under the names they had before wrapping."""
+        bucket = self.bucket
+        if isinstance(bucket, FlatBucket):
+            bucket.holder._parameters.pop(ATTRIBUTE, None)
+        for member, has_grad in zip(bucket.members, self.with_grad, strict=True):
+            slot = member.slot
+            view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
+            if bucket.keeps_originals:
+                parameter = member.sharded
+                self.saved.append(parameter.grad)
+                parameter.grad = None
+                parameter.data = view
+            else:
+                parameter = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+            if has_grad and self.grads is not None:
+                at = self.grads.storage_offset() + slot.offset
+                parameter.grad = self.grads.as_strided(slot.shape, slot.stride, at)
+            self.parameters.append(parameter)
+            for place, key in member.places:
+                registry = registry_of(place)
+                if isinstance(bucket, FlatBucket) and registry is not place:
+                    (place.module.__dict__ if hasattr(place, "module") else place).pop(key, None)  # else it hides ours
+                registry[key] = parameter
+
+    def hide(self, writeback: bool) -> None:
+        """Show the sharded parameters again, and keep what was written if asked to.
+
+        Raises:
+            ConfigError: a parameter was replaced by one that does not fit; everything else is as it should be.
+        """
+        bucket = self.bucket
+        error: ConfigError | None = None
+        for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
+            try:
+                self._collect(member, parameter, writeback)
+            except ConfigError as found:
+                error = found
+            if bucket.keeps_originals:
+                grad, parameter.grad = self.saved[i], None
+                parameter.data = member.local
+                member.sharded = parameter
+                parameter.grad = grad
+            for place, key in member.places:
+                if isinstance(bucket, FlatBucket) and (registry := registry_of(place)) is not place:
+                    registry.pop(key, None)
+                place[key] = member.sharded if member.hidden is None else member.hidden
+        if isinstance(bucket, FlatBucket):
+            bucket.holder._parameters[ATTRIBUTE] = bucket.flat
+        if writeback and self.whole.data_ptr() != bucket.shard.data_ptr():
+            low = bucket.axes.shard.rank * bucket.layout.shard_numel
+            with torch.no_grad():
+                bucket.shard.copy_(self.whole[low : low + bucket.layout.shard_numel])
+        if writeback and self.grads is not None:
+            self._write_gradients()
+        if error is not None:
+            raise error
+
+    def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
+        """What was assigned in place of the parameter or its memory comes back into `whole`."""
+        slot = member.slot
+        place, key = member.places[0]
+        found = registry_of(place).get(key)
+        value = found if isinstance(found, torch.Tensor) else parameter
+        view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
+        if value.shape != view.shape:
+            raise ConfigError(
+                message(
+                    "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
+                    parameter=member.name,
+                    expected=slot.shape,
+                    got=tuple(value.shape),
+                )
+            )
+        if writeback and value.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(value)
+        if writeback and self.grads is not None and value.grad is not None:
+            at = self.grads.storage_offset() + slot.offset
+            target = self.grads.as_strided(slot.shape, slot.stride, at)
+            if value.grad.data_ptr() != target.data_ptr():
+                target.copy_(value.grad)
+
+    def _write_gradients(self) -> None:
+        assert self.grads is not None
+        bucket = self.bucket
+        low = bucket.axes.shard.rank * bucket.layout.shard_numel
+        local = self.grads[low : low + bucket.layout.shard_numel]
+        with torch.no_grad():
+            for member in bucket.members:
+                grad = self._local_grad(member)
+                if grad is not None:
+                    bucket.flat_part(grad, member).copy_(bucket.view_of(local, member.slot))

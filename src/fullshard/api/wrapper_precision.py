@@ -1,0 +1,84 @@
+"""Buffers in another dtype, and full precision in eval: the parts of mixed precision that only the wrapper has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .module import hooks_of
+from .wrapper_setup import own_modules
+
+
+class Buffers:
+    """The floating-point buffers of one instance, and the dtypes they had.
+
+    Args:
+        dtype: to cast to; None: leave them.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.original: dict[tuple[int, str], torch.dtype] = {}
+
+    def cast(self, instance: nn.Module) -> None:
+        """Cast the buffers of the instance's modules (not of instances below) to `dtype`."""
+        if self.dtype is None:
+            return
+        for owner in own_modules(instance):
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self.original.setdefault((id(owner), name), buffer.dtype)
+                    owner._buffers[name] = buffer.to(self.dtype)
+
+    def restore(self, instance: nn.Module) -> None:
+        """Give the buffers their own dtypes back."""
+        for owner in own_modules(instance):
+            for name, buffer in owner._buffers.items():
+                dtype = self.original.get((id(owner), name))
+                if buffer is not None and dtype is not None:
+                    owner._buffers[name] = buffer.to(dtype)
+
+    def originals_by_name(self, instance: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes that cast buffers had, by qualified name within the instance."""
+        found = {}
+        for path, owner in instance.named_modules():
+            for name in owner._buffers:
+                dtype = self.original.get((id(owner), name))
+                if dtype is not None:
+                    found[f"{path}.{name}" if path else name] = dtype
+        return found
+
+
+def use_full_precision(root: Any, full: bool) -> None:
+    """Compute in the parameters' own dtype (True) or in mixed precision (False), in all instances below `root`.
+
+    Changes nothing where that is so already. Between steps only.
+    """
+    for instance in root.fsdp_modules(root):
+        hooks = hooks_of(instance)
+        mixed = instance.mixed_precision
+        if hooks is None or getattr(instance, "_in_full_precision", False) == full:
+            continue
+        instance._in_full_precision = full
+        if full:
+            instance._buffers_cast.restore(instance)
+        else:
+            instance._buffers_cast.cast(instance)
+        if mixed.param_dtype is None:
+            continue
+        hooks.reshard()
+        if full:
+            instance._policy_before = hooks.policy
+            hooks.policy = replace(hooks.policy, param_dtype=None)
+        else:
+            hooks.policy = instance._policy_before
+        for bucket in hooks.unit.buckets:
+            bucket.own_compute_dtype = None if full else mixed.param_dtype
+            bucket.forget_buffers()
+        for gradients in hooks.unit.gradients:
+            gradients.buffer = None
+        hooks.unit._unsharded_places = None
+        hooks._counted = None

@@ -1,0 +1,400 @@
+"""Model state dicts of the wrapper: whole, sharded or local values, always under the unwrapped module's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.parts import cut_for, split_whole, whole_of
+from ..checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
+from ..errors import CheckpointError, PhaseError, message
+from ..runtime import UnitHooks
+from ..shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
+from ..shard.flat_parameter import ATTRIBUTE
+from .config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    accept,
+)
+from .summon import is_summoned
+
+WRAPPED = "_fsdp_wrapped_module"
+_PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
+
+CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def clean_name(name: str) -> str:
+    """`name` without what wrapping (and activation checkpointing) put into it."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def instances_of(module: nn.Module) -> list[Any]:
+    """All wrapper instances in `module`, itself included."""
+    return [child for child in module.modules() if isinstance(child, StateDictMethods)]
+
+
+def default_settings(kind: StateDictType) -> StateDictSettings:
+    """The settings of a kind of state dict when none are given."""
+    model, optim = CONFIGS[kind]
+    return StateDictSettings(kind, model(), optim())
+
+
+class _Mark(torch.Tensor):
+    """Stands for a parameter while `nn.Module.state_dict` runs; found again in the result by what it is."""
+
+    member: Member
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0]  # detach() and the like: still the same mark
+
+
+class StateDictMethods:
+    """The part of `FullyShardedDataParallel` that is about its model's state dict."""
+
+    _settings: StateDictSettings | None
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts of all instances in `module` hold, from now on.
+
+        Args:
+            module: an instance, or a module that contains some.
+            state_dict_type: see `StateDictType`.
+            state_dict_config: of the type's own class; None: its defaults.
+            optim_state_dict_config: likewise, for optimizer state.
+
+        Returns:
+            The settings before.
+
+        Raises:
+            CheckpointError: a config of another type's class, or `module` contains no instance.
+        """
+        kind = accept(state_dict_type, StateDictType, "state_dict_type")
+        new = default_settings(kind)
+        for name, given in (
+            ("state_dict_config", state_dict_config),
+            ("optim_state_dict_config", optim_state_dict_config),
+        ):
+            if given is not None:
+                expected = type(getattr(new, name))
+                if type(given).__name__ != expected.__name__:
+                    raise CheckpointError(
+                        f"Expected {name} of type {expected.__name__} but got {type(given).__name__}: "
+                        f"it goes with {kind.name}"
+                    )
+                setattr(new, name, accept(given, expected, name))
+        before = StateDictMethods.get_state_dict_type(module)
+        for instance in instances_of(module):
+            instance._settings = StateDictSettings(kind, new.state_dict_config, new.optim_state_dict_config)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of all instances in `module`.
+
+        Raises:
+            CheckpointError: they differ, or there are none.
+        """
+        found: StateDictSettings | None = None
+        for instance in instances_of(module):
+            one = instance._settings or default_settings(StateDictType.FULL_STATE_DICT)
+            if found is not None and one != found:
+                raise CheckpointError("instances in this module have different state dict types; set one for all")
+            found = one
+        if found is None:
+            raise CheckpointError("this module contains no FullyShardedDataParallel instance")
+        return found
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """A context in which state dicts of all instances in `module` hold this; see `set_state_dict_type`."""
+        before = StateDictMethods.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            StateDictMethods.set_state_dict_type(
+                module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+            )
+
+    # Saving.
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's state under the unwrapped module's names; what values are, `set_state_dict_type` says.
+
+        Collective for FULL and SHARDED. Whole values are made one instance at a time, so that at most one instance
+        is held besides the result.
+
+        Raises:
+            PhaseError: called inside forward or backward.
+        """
+        if args:  # nn.Module's deprecated positional form
+            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        instance: Any = self
+        plain = super().state_dict  # type: ignore[misc]
+        if is_summoned(instance):
+            result = plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            _strip(result, prefix)
+            return result
+        root = instance._lazy_init()
+        if root.pass_top is not None or root.in_backward:
+            raise PhaseError("state_dict() was called inside forward or backward; call it between steps")
+        hooks: UnitHooks = instance._hooks()
+        hooks.reshard()
+        hooks.unit.refresh()
+        with _marked(hooks):
+            result = plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        _fill(instance, hooks, result, prefix)
+        _strip(result, prefix)
+        return result
+
+    # Loading.
+
+    @staticmethod
+    def _before_load(instance: Any, state_dict: Any, prefix: str, _meta: Any, strict: bool, *lists: Any) -> None:
+        """Load pre-hook: names as the wrapped module knows them, and values as this rank holds them."""
+        missing = lists[0]
+        if is_summoned(instance):
+            raise PhaseError("load_state_dict() was called inside summon_full_params(); call it outside")
+        hooks: UnitHooks = instance._hooks()
+        hooks.reshard()
+        hooks.unit.refresh()
+        for inner_path, inner in _named_instances(instance):
+            _check_shapes(inner, state_dict, prefix + inner_path)
+        inside = f"{prefix}{WRAPPED}."
+        values = {key[len(prefix) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        _load_unit(instance, hooks, values, prefix, missing)
+        for key, value in values.items():
+            state_dict[inside + key] = value
+
+    @staticmethod
+    def _after_load(instance: Any, incompatible: Any) -> None:
+        """Load post-hook: missing and unexpected keys under the names of the unwrapped module."""
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+            cleaned = [clean_name(key) for key in keys if not key.endswith(f".{ATTRIBUTE}")]
+            keys[:] = list(dict.fromkeys(cleaned))
+
+
+def settings_of(instance: Any) -> StateDictSettings:
+    """The instance's settings; DTensors where it was made with a device mesh."""
+    found: StateDictSettings = instance._settings or default_settings(StateDictType.FULL_STATE_DICT)
+    if instance._arguments.mesh_given:
+        for config in (found.state_dict_config, found.optim_state_dict_config):
+            if hasattr(config, "_use_dtensor"):
+                config._use_dtensor = True
+    return found
+
+
+@contextmanager
+def _marked(hooks: UnitHooks) -> Iterator[None]:
+    """Marks in the places of the unit's parameters, so that they come out in order and under their names."""
+    marks: dict[int, _Mark] = {}
+    try:
+        for bucket in hooks.unit.buckets:
+            if isinstance(bucket, FlatBucket):
+                bucket.holder._parameters.pop(ATTRIBUTE, None)
+            for member in bucket.members:
+                mark = marks[id(member)] = torch.Tensor._make_subclass(_Mark, torch.empty(0))  # type: ignore[assignment]
+                mark.member = member
+                for place, key in member.places:
+                    registry_of(place)[key] = mark
+        yield
+    finally:
+        for bucket in hooks.unit.buckets:
+            for member in bucket.members:
+                for place, key in member.places:
+                    registry = registry_of(place)
+                    if isinstance(bucket, FlatBucket) and registry is not place:
+                        registry.pop(key, None)
+                    else:
+                        registry[key] = member.sharded
+            if isinstance(bucket, FlatBucket):
+                bucket.holder._parameters[ATTRIBUTE] = bucket.flat
+
+
+def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
+    """Put values where the marks are; drop everything on ranks that are to get nothing."""
+    settings = settings_of(instance)
+    kind, config = settings.state_dict_type, settings.state_dict_config
+    keys: dict[int, list[str]] = {}
+    for key, value in result.items():
+        if isinstance(value, _Mark):
+            keys.setdefault(id(value.member), []).append(key)
+    wanted = not (kind is StateDictType.FULL_STATE_DICT and config.rank0_only and instance.rank != 0)  # type: ignore[attr-defined]
+    for index, bucket in enumerate(hooks.unit.buckets):
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            _fill_local(bucket, result, keys, prefix, index)
+            continue
+        if bucket.layout.world > 1:
+            whole = gather_whole(hooks.comm, bucket, bucket.shard)
+        else:
+            whole = bucket.shard
+        if not wanted:
+            continue
+        for member, view in zip(bucket.members, whole_views(bucket, whole), strict=True):
+            value = _value(view.detach(), bucket, kind, config)
+            for key in keys.get(id(member), ()):
+                result[key] = value
+        del whole
+    originals = instance._buffers_cast.originals_by_name(instance)
+    for key in [key for key in result if key.startswith(prefix)]:
+        if not wanted:
+            del result[key]
+            continue
+        value = result[key]
+        dtype = originals.get(key[len(prefix) :])
+        if isinstance(value, torch.Tensor) and dtype is not None:
+            value = value.to(dtype)
+        if config.offload_to_cpu and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            value = value.cpu()
+        result[key] = value
+
+
+def _value(view: torch.Tensor, bucket: Bucket, kind: StateDictType, config: Any) -> Any:
+    if kind is StateDictType.FULL_STATE_DICT:
+        made = view.cpu() if config.offload_to_cpu else view
+        return made.clone() if made.data_ptr() == view.data_ptr() else made
+    return split_whole(view, bucket.axes, config._use_dtensor, config.offload_to_cpu)
+
+
+def _fill_local(bucket: Bucket, result: Any, keys: dict[int, list[str]], prefix: str, index: int) -> None:
+    if bucket.layout.world == 1:
+        raise CheckpointError(
+            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD"
+        )
+    for member in bucket.members:
+        for key in keys.get(id(member), ()):
+            del result[key]
+    name = ATTRIBUTE if index == 0 else f"{ATTRIBUTE}_{index}"
+    result[f"{prefix}{name}"] = slices_sharded_tensor(bucket.shard.detach(), bucket.axes.shard)
+
+
+def _strip(result: Any, prefix: str) -> None:
+    """Take `_fsdp_wrapped_module.` out of the names below `prefix`; the order stays, for they are the last ones."""
+    inside = f"{prefix}{WRAPPED}."
+    for key in [key for key in result if key.startswith(prefix)]:
+        value = result.pop(key)
+        result[prefix + key[len(inside) :] if key.startswith(inside) else key] = value
+    metadata = getattr(result, "_metadata", None)
+    if metadata is not None:
+        for key in list(metadata):
+            if f"{key}.".startswith(inside):
+                metadata[(prefix + f"{key}."[len(inside) :]).rstrip(".")] = metadata.pop(key)
+
+
+# Loading.
+
+
+def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
+    """The instance's own parameters, each with the clean names it has within it (several if it is tied)."""
+    paths: dict[int, str] = {}
+    for path, child in instance._modules[WRAPPED].named_modules(remove_duplicate=False):
+        paths.setdefault(id(child._parameters), clean_name(f"{path}." if path else ""))
+    found = []
+    for bucket in instance._hooks().unit.buckets:
+        for member in bucket.members:
+            names = [paths[id(registry_of(p))] + key for p, key in member.places if id(registry_of(p)) in paths]
+            found.append((bucket, member, names or [member.slot.name]))
+    return found
+
+
+def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
+    for path, child in instance.named_modules():
+        if isinstance(child, StateDictMethods):
+            cleaned = clean_name(f"{path}." if path else "")
+            yield cleaned, child
+
+
+def _check_shapes(instance: Any, state_dict: Any, prefix: str) -> None:
+    """Refuse wrong shapes before anything changes."""
+    for _, member, names in names_of_members(instance):
+        for name in names:
+            value = state_dict.get(prefix + name)
+            shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
+            if value is not None and shape is not None and tuple(shape) != member.slot.shape:
+                raise CheckpointError(
+                    message(
+                        "A state dict does not fit the model; nothing was loaded.",
+                        parameter=prefix + name,
+                        expected=f"shape {member.slot.shape}",
+                        got=f"shape {tuple(shape)}",
+                        remedy="load it into the model it was saved from, or fix the model's configuration",
+                    )
+                )
+
+
+def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
+    """Replace whole values of the instance's own parameters by what this rank holds."""
+    by_bucket: dict[int, list[tuple[Member, list[str]]]] = {}
+    for bucket, member, names in names_of_members(instance):
+        by_bucket.setdefault(id(bucket), []).append((member, names))
+    for index, bucket in enumerate(hooks.unit.buckets):
+        members = by_bucket.get(id(bucket), [])
+        local = bucket.shard.detach().clone()
+        name = ATTRIBUTE if index == 0 else f"{ATTRIBUTE}_{index}"
+        sliced = name in values
+        if sliced:
+            _take_slice(values.pop(name), local, prefix + name)
+        for member, names in members:
+            given = [values.pop(n) for n in names if n in values]
+            if given and not sliced:
+                part = cut_for(bucket, member, whole_of(given[0], bucket.axes.device))
+                if part.numel():
+                    bucket.view_of(local, member.slot).copy_(part)
+            if not isinstance(bucket, FlatBucket) and (given or sliced):
+                own = bucket.tensor_of(bucket.view_of(local, member.slot), member.slot)
+                values.update(dict.fromkeys(names, own))
+            elif isinstance(bucket, FlatBucket) and not (given or sliced):
+                missing.extend(prefix + n for n in names)
+        if isinstance(bucket, FlatBucket):
+            values[ATTRIBUTE] = local
+
+
+def _take_slice(given: Any, local: torch.Tensor, name: str) -> None:
+    slices = given.local_shards() if is_sharded_tensor(given) else [given]
+    tensor = slices[0].tensor if slices and hasattr(slices[0], "tensor") else given
+    if tuple(tensor.shape) != tuple(local.shape):
+        raise CheckpointError(
+            message(
+                "A LOCAL state dict fits only the same model, wrapped the same way, on as many ranks.",
+                parameter=name,
+                expected=f"a slice of shape {tuple(local.shape)}",
+                got=f"shape {tuple(tensor.shape)}",
+                remedy="save FULL or SHARDED state dicts to load on other ranks",
+            )
+        )
+    local.copy_(tensor.detach())

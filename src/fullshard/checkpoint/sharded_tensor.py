@@ -1,0 +1,97 @@
+"""`ShardedTensor`: what sharded state dicts of FSDP1 hold when no device mesh was given, and existing checkpoints do.
+
+Private torch API: `torch.distributed._shard.sharded_tensor`. The public alternative is `DTensor`, which the wrapper
+gives when it was made with `device_mesh=`; checkpoints of either load into both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+from ..comm import Axis
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether `value` is a `ShardedTensor`."""
+    return isinstance(value, ShardedTensor)
+
+
+def chunk_sharded_tensor(whole: torch.Tensor, axis: Axis) -> Any:
+    """`whole`, split on dim 0 over `axis` as `torch.chunk` does. No communication."""
+    sizes = [chunk.size(0) for chunk in whole.chunk(axis.size)]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    local = None
+    if axis.rank < len(sizes):
+        local = whole.narrow(0, offsets[axis.rank], sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
+    boxes = [
+        ([offset, *([0] * (whole.dim() - 1))], [size, *whole.shape[1:]])
+        for offset, size in zip(offsets, sizes, strict=True)
+        if size
+    ]
+    return _sharded_tensor(whole.shape, boxes, local, axis)
+
+
+def slices_sharded_tensor(local: torch.Tensor, axis: Axis) -> Any:
+    """A 1-D `ShardedTensor` of which every rank holds `local` [S], in rank order. No communication."""
+    numel = local.numel()
+    boxes = [([rank * numel], [numel]) for rank in range(axis.size)]
+    return _sharded_tensor(torch.Size([numel * axis.size]), boxes, local, axis)
+
+
+def _sharded_tensor(
+    size: torch.Size, boxes: list[tuple[list[int], list[int]]], local: torch.Tensor | None, axis: Axis
+) -> Any:
+    device = local.device if local is not None else torch.device("cpu")
+    kind = device.type if device.type == "cpu" else f"{device.type}:"
+    shards = []
+    for rank, (offset, extent) in enumerate(boxes):
+        at = "cpu" if kind == "cpu" else f"{kind}{rank % torch.accelerator.device_count()}"
+        shards.append(ShardMetadata(offset, extent, f"rank:{rank}/{at}"))
+    held = []
+    if local is not None and axis.rank < len(shards):
+        held = [Shard(local, shards[axis.rank])]
+    dtype = local.dtype if local is not None else torch.get_default_dtype()
+    metadata = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(held, metadata, process_group=axis.group)
+
+
+def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
+    """The whole of a `ShardedTensor`, on every rank. Collective over its process group.
+
+    Args:
+        value: the `ShardedTensor`.
+        device: where its group communicates.
+    """
+    metadata = value.metadata()
+    group = value._process_group or dist.group.WORLD
+    ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    numels = [0] * ranks
+    for shard in metadata.shards_metadata:
+        numels[shard.placement.rank()] += torch.Size(shard.shard_sizes).numel()
+    dtype = metadata.tensor_properties.dtype
+    own = torch.zeros(max(numels), dtype=dtype, device=device)
+    at = 0
+    by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in value.local_shards()}
+    for shard in metadata.shards_metadata:
+        if shard.placement.rank() == mine:
+            tensor = by_offset[tuple(shard.shard_offsets)]
+            own[at : at + tensor.numel()] = tensor.detach().reshape(-1).to(device)
+            at += tensor.numel()
+    parts = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(parts, own, group=group)
+    whole = torch.empty(metadata.size, dtype=dtype, device=device)
+    taken = [0] * ranks
+    for shard in metadata.shards_metadata:
+        rank, numel = shard.placement.rank(), torch.Size(shard.shard_sizes).numel()
+        box = whole
+        for dim, (offset, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
+            box = box.narrow(dim, offset, size)
+        box.copy_(parts[rank][taken[rank] : taken[rank] + numel].view(*shard.shard_sizes))
+        taken[rank] += numel
+    return whole
