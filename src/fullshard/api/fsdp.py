@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Comm, HookComm, make_comm
-from ..errors import ConfigError, PhaseError, UsageError, message
-from ..optim.clip import clip_local_gradients
+from ..comm import Comm, make_comm
+from ..errors import PhaseError, UsageError, message
 from ..runtime import Root, UnitHooks
-from ..shard import FlatBucket, LocalBucket, OptimizerView, Unit, owner_of
+from ..shard import FlatBucket, LocalBucket
 from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
 from ..structure import map_tensors
 from . import optimizer_guard
@@ -25,7 +23,6 @@ from .config import (
     MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
 )
 from .fully_shard import _move_buffers, find_root
 from .module import HOOKS_KEY, hooks_of, unit_of
@@ -34,14 +31,16 @@ from .wrapper_optimizer import OptimizerStateMethods
 from .wrapper_precision import Buffers, use_full_precision
 from .wrapper_setup import (
     FULL_SHARD,
-    Arguments,
     broadcast_states,
     check_arguments,
+    check_uniform,
     materialise,
     policy_of,
+    show_flat,
     wrap_submodules,
 )
 from .wrapper_state import StateDictMethods, clean_name
+from .wrapper_training import clip_gradients, register_hook
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name under which an instance holds the module it wraps."""
@@ -74,6 +73,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             this rank owns (maybe empty). False: one `FlatParameter` per instance.
         ignored_states: parameters to leave alone, or modules whose parameters are.
         device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
+        full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
+            with buffers in theirs (PyTorch reads an environment variable for it).
         comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
 
     Raises:
@@ -100,6 +101,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
         *,
+        full_precision_in_eval: bool = False,
         comm: str | Comm = "torch",
     ) -> None:
         kind = make_comm(comm)
@@ -141,6 +143,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self._arguments = arguments
         self.use_orig_params = use_orig_params
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        self.full_precision_in_eval = full_precision_in_eval
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
@@ -234,8 +237,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
                 raise UsageError("forward() was called inside summon_full_params() of the same model")
             if arguments.axes.device.type != "cpu":
                 args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
-            if _FULL_PRECISION_IN_EVAL in os.environ:
-                use_full_precision(self, not self.training and os.environ[_FULL_PRECISION_IN_EVAL] == "1")
+            if self.full_precision_in_eval:
+                use_full_precision(self, not self.training)
         return hooks.run(self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -309,22 +312,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             ConfigError: `norm_type` is not positive.
         """
         self._must_be_root("clip_grad_norm_()")
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        sharded: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-        for child in self.fsdp_modules(self):
-            axis = child._arguments.axes.shard
-            if axis.size > 1 and child._hooks().unit.buckets:
-                sharded.setdefault(id(axis.group), (axis, []))
-        whole = []
-        for parameter in parameters:
-            unit = owner_of(parameter)
-            axis = unit.buckets[0].axes.shard if unit is not None else None
-            if axis is not None and axis.size > 1:
-                sharded[id(axis.group)][1].append(parameter.grad)
-            else:
-                whole.append(parameter.grad)
-        found = list(sharded.values())
-        return clip_local_gradients(found, whole, float(max_norm), float(norm_type), self.compute_device)
+        return clip_gradients(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all instances below this root, in place of the engine's averaging.
@@ -341,24 +329,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         """
         if not self.check_is_root():
             raise UsageError("register_comm_hook can only be called on a root instance.")
-        if not callable(hook):
-            raise ConfigError(f"a communication hook must be callable, got {hook!r}")
-        instances = self.fsdp_modules(self)
-        for child in instances:
-            if isinstance(child._hooks().comm, HookComm):
-                raise UsageError("a communication hook is already registered")
-            axes = child._arguments.axes
-            if axes.shard.size > 1 and axes.replicate is not None:
-                raise UsageError(
-                    message(
-                        "Communication hooks do not work with hybrid strategies.",
-                        got=child.sharding_strategy.name,
-                        remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                    )
-                )
-        for child in instances:
-            hooks = child._hooks()
-            hooks.comm = HookComm(hooks.comm, state, hook)
+        register_hook(self, state, hook)
 
     def _must_be_root(self, what: str) -> None:
         if not self.check_is_root():
@@ -383,10 +354,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
 
-_FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
-"""Environment variable, PyTorch's: "1" computes in the parameters' own dtype while the root is in eval mode."""
-
-
 def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm, prefetch: int) -> None:
     """Shard what no instance below has taken, and set up the engine's hooks."""
     arguments = instance._arguments
@@ -397,7 +364,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     check_parameters(found, axes, "flat")
     flat = not instance.use_orig_params
     if flat:
-        _check_uniform(found)
+        check_uniform(found)
     policy = policy_of(arguments, module)
     settings = BuildSettings(axes, comm, policy, "flat", bucket=FlatBucket if flat else LocalBucket)
     changed = {id(item.owner): item.owner for item in found if item.owner is not None}
@@ -407,39 +374,13 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
         gradients.keeps_reduce_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
         for one in (unit, *changed.values()):
-            _show_flat(one, module if one is unit else None, registries)
+            show_flat(one, module if one is unit else None, registries)
     hooks = UnitHooks(unit, [instance], comm, policy, strategy in FULL_SHARD, prefetch)
     hooks.backward_depth = 0 if arguments.backward_prefetch is None else 1
     hooks.prefetches_late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
     hooks.find_root = _find_root
     instance.__dict__[HOOKS_KEY] = hooks
     _move_buffers(module, axes.device)
-
-
-def _show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Module]) -> None:
-    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-        assert isinstance(bucket, FlatBucket)
-        at = holder if holder is not None else bucket.holder
-        view = bucket.show_as_flat(at, registries)
-        gradients.views = [OptimizerView(view, 0, bucket.layout.shard_numel, range(len(bucket.members)))]
-    unit._unsharded_places = None
-
-
-def _check_uniform(found: list[Any]) -> None:
-    """One `FlatParameter` has one dtype and one `requires_grad`."""
-    for what, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
-        first = found[0] if found else None
-        for item in found:
-            if first is not None and value(item.parameter) != value(first.parameter):
-                raise ConfigError(
-                    message(
-                        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
-                        parameter=item.name,
-                        expected=f"{value(first.parameter)}, as {first.name}",
-                        got=value(item.parameter),
-                        remedy="set use_orig_params=True, or wrap these modules separately",
-                    )
-                )
 
 
 def _find_root(top: UnitHooks) -> Root:
@@ -450,8 +391,5 @@ def _find_root(top: UnitHooks) -> Root:
             if isinstance(instance, FullyShardedDataParallel):
                 instance._buffers_cast.cast(instance)
                 if hooks is top and hooks_of(instance) is top:
-                    hooks.policy = policy_of(instance._arguments, instance._modules[WRAPPED], root=True)
+                    hooks.policy = policy_of(instance._arguments, instance.module, root=True)
     return root
-
-
-__all__ = ["Arguments", "FullyShardedDataParallel", "StateDictType"]

@@ -30,7 +30,7 @@ class OptimizerStateMethods:
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by the unwrapped model's parameter names; whole or sharded as `set_state_dict_type` says.
+        """The optimizer's state by the unwrapped model's parameter names, as `set_state_dict_type` says.
 
         Collective. Loads into any wrapping, strategy and number of ranks by `optim_state_dict_to_load`.
 
@@ -135,7 +135,7 @@ class OptimizerStateMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """As `shard_full_optim_state_dict`, with whole values on rank 0 only, which sends them. Deprecated in PyTorch."""
+        """As `shard_full_optim_state_dict`, with values on rank 0 only, which sends them. Deprecated in PyTorch."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         whole = _from_rank0(full_optim_state_dict, _first(model)._arguments.axes)
         return _to_load(model, _groups(model, optim, optim_input), whole)
@@ -234,11 +234,10 @@ def _entries(model: nn.Module, optim: Any) -> list[Entry]:
                 known[id(member.sharded)] = Entry(member.sharded, [prefix + names[0]], bucket, [member], comm)
     for name, parameter in model.named_parameters():
         known.setdefault(id(parameter), Entry(parameter, [clean_name(name)]))
-    found = []
+    found: list[Entry] = []
     for g, group in enumerate(optim.param_groups):
         for tensor in group["params"]:
-            entry = known.get(id(tensor))
-            if entry is None:
+            if id(tensor) not in known:
                 raise CheckpointError(
                     message(
                         "The optimizer holds a tensor that is not the model's.",
@@ -246,6 +245,7 @@ def _entries(model: nn.Module, optim: Any) -> list[Entry]:
                         remedy="build it from model.parameters() after wrapping",
                     )
                 )
+            entry = known[id(tensor)]
             entry.group, entry.index = g, len(found)
             found.append(entry)
     return found

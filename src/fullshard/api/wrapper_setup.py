@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel`'s constructor does before anything is sharded: arguments, meta modules, broadcasts."""
+"""What `FullyShardedDataParallel`'s constructor does before it shards: arguments, meta modules, broadcasts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ..errors import ConfigError, message
 from ..precision import MixedPrecisionPolicy
+from ..shard import FlatBucket, OptimizerView, Unit
 from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 from .module import is_unit
 from .wrap import _post_order, plan_wrapping
@@ -274,3 +275,34 @@ def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> Mi
         return MixedPrecisionPolicy(own, None, mixed.output_dtype, True)
     cast = mixed.cast_root_forward_inputs if root else mixed.cast_forward_inputs
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
+
+
+def show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Module]) -> None:
+    """Show the unit's flat buckets as `FlatParameter`s on `holder` (None: where they were shown before)."""
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        assert isinstance(bucket, FlatBucket)
+        at = holder if holder is not None else bucket.holder
+        view = bucket.show_as_flat(at, registries)
+        gradients.views = [OptimizerView(view, 0, bucket.layout.shard_numel, range(len(bucket.members)))]
+    unit._unsharded_places = None
+
+
+def check_uniform(found: list[Any]) -> None:
+    """One `FlatParameter` has one dtype and one `requires_grad`.
+
+    Raises:
+        ConfigError: names the first parameter that differs.
+    """
+    for what, value in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
+        first = found[0] if found else None
+        for item in found:
+            if first is not None and value(item.parameter) != value(first.parameter):
+                raise ConfigError(
+                    message(
+                        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
+                        parameter=item.name,
+                        expected=f"{value(first.parameter)}, as {first.name}",
+                        got=value(item.parameter),
+                        remedy="set use_orig_params=True, or wrap these modules separately",
+                    )
+                )

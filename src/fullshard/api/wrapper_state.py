@@ -163,7 +163,8 @@ class StateDictMethods:
             PhaseError: called inside forward or backward.
         """
         if args:  # nn.Module's deprecated positional form
-            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+            given = [*args, *(destination, prefix, keep_vars)[len(args) :]]
+            destination, prefix, keep_vars = given
         instance: Any = self
         plain = super().state_dict  # type: ignore[misc]
         if is_summoned(instance):
@@ -228,7 +229,7 @@ def _marked(hooks: UnitHooks) -> Iterator[None]:
             if isinstance(bucket, FlatBucket):
                 bucket.holder._parameters.pop(ATTRIBUTE, None)
             for member in bucket.members:
-                mark = marks[id(member)] = torch.Tensor._make_subclass(_Mark, torch.empty(0))  # type: ignore[assignment]
+                mark = marks[id(member)] = torch.Tensor._make_subclass(_Mark, torch.empty(0))
                 mark.member = member
                 for place, key in member.places:
                     registry_of(place)[key] = mark
@@ -270,6 +271,11 @@ def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
             for key in keys.get(id(member), ()):
                 result[key] = value
         del whole
+    _finish_others(instance, result, prefix, config.offload_to_cpu, wanted)
+
+
+def _finish_others(instance: Any, result: Any, prefix: str, to_cpu: bool, wanted: bool) -> None:
+    """Buffers in their own dtype, everything where it is wanted."""
     originals = instance._buffers_cast.originals_by_name(instance)
     for key in [key for key in result if key.startswith(prefix)]:
         if not wanted:
@@ -279,7 +285,7 @@ def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
         dtype = originals.get(key[len(prefix) :])
         if isinstance(value, torch.Tensor) and dtype is not None:
             value = value.to(dtype)
-        if config.offload_to_cpu and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if to_cpu and isinstance(value, torch.Tensor) and value.device.type != "cpu":
             value = value.cpu()
         result[key] = value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from typing import Any
 
 import torch
@@ -90,18 +90,19 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
 
 
 def _node_mesh(kind: str) -> DeviceMesh:
-    """Shard over the ranks of a node, replicate over nodes; torchrun says how many ranks a node has."""
+    """Shard over the ranks of a node, replicate over nodes. Ranks on one node are those of one host name."""
     world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not local:
-        local = torch.accelerator.device_count() if kind != "cpu" else world
-    if local < 1 or world % local:
+    hosts: list[Any] = [None] * world
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = {host: [rank for rank in range(world) if hosts[rank] == host] for host in hosts}
+    sizes = {host: len(ranks) for host, ranks in nodes.items()}
+    if len(set(sizes.values())) > 1:
         raise ConfigError(
             message(
                 "Nodes do not hold the same number of ranks, so node-local groups cannot be made.",
-                expected=f"a divisor of the world size {world}",
-                got=f"{local} ranks on this node (LOCAL_WORLD_SIZE)",
+                expected="equal numbers",
+                got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
                 remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
             )
         )
-    return init_device_mesh(kind, (world // local, local), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh(kind, list(nodes.values()), mesh_dim_names=("replicate", "shard"))
