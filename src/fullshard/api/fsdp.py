@@ -74,7 +74,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         ignored_states: parameters to leave alone, or modules whose parameters are.
         device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
         full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
-            with buffers in theirs (PyTorch reads an environment variable for it).
+            with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
         comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
 
     Raises:
