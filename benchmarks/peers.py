@@ -7,6 +7,7 @@
     fsdp1-orig    FullyShardedDataParallel, use_orig_params=True
     rows, flat, blocks    fullshard.fully_shard with that layout, on every block, then on the root
     rows+view, flat+view    the same, optimizer over `optimizer_view(model)`
+    wrapper-flat, wrapper-orig    fullshard.FullyShardedDataParallel, as fsdp1-flat and fsdp1-orig
 
 PyTorch's own are black boxes here, at their defaults; every peer gets the same fused AdamW.
 """
@@ -29,7 +30,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TORCH_PEERS = ("fsdp2", "fsdp1-flat", "fsdp1-orig")
-OUR_PEERS = ("rows", "flat", "blocks")  # blocks: cut between rows only
+WRAPPERS = ("wrapper-flat", "wrapper-orig")
+OUR_PEERS = ("rows", "flat", "blocks", *WRAPPERS)  # blocks: cut between rows only
 VIEW = "+view"
 
 
@@ -82,12 +84,13 @@ def wrap(
         return model
     if name == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if name.startswith("fsdp1-"):
+    if name.startswith(("fsdp1-", "wrapper-")):
         return _wrap_fsdp1(
+            "fullshard" if name in WRAPPERS else "torch.distributed.fsdp",
             model,
             block,
             mesh,
-            use_orig_params=name == "fsdp1-orig",
+            use_orig_params=name.endswith("-orig"),
             param_dtype=param_dtype,
             param_init_fn=param_init_fn,
         )
@@ -112,6 +115,7 @@ def _functional(name: str) -> tuple[Callable[..., Any], type, dict[str, Any]]:
 
 
 def _wrap_fsdp1(
+    library: str,
     model: nn.Module,
     block: type[nn.Module],
     mesh: DeviceMesh,
@@ -120,18 +124,18 @@ def _wrap_fsdp1(
     param_dtype: torch.dtype | None,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    """FSDP1 at its defaults; it takes a CPU only if `device_id` says so."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
+    """FSDP1's interface at its defaults; PyTorch's takes a CPU only if `device_id` says so."""
+    source, policies = importlib.import_module(library), importlib.import_module(f"{library}.wrap")
     device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    precision = None if param_dtype is None else MixedPrecision(param_dtype=param_dtype, reduce_dtype=param_dtype)
+    precision = None
+    if param_dtype is not None:
+        precision = source.MixedPrecision(param_dtype=param_dtype, reduce_dtype=param_dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return FullyShardedDataParallel(
+        return source.FullyShardedDataParallel(
             model,
             process_group=mesh.get_group(),
-            auto_wrap_policy=ModuleWrapPolicy({block}),
+            auto_wrap_policy=policies.ModuleWrapPolicy({block}),
             use_orig_params=use_orig_params,
             mixed_precision=precision,
             param_init_fn=param_init_fn,

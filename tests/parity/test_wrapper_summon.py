@@ -1,0 +1,275 @@
+"""`summon_full_params`: values, writeback, ranks, devices, gradients, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from training import assert_same
+
+SHARDED = fullshard.FullyShardedDataParallel
+both = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+class Net(nn.Module):
+    """Odd sizes, a buffer, and a frozen instance: padding and empty shards on two and four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first = nn.Linear(3, 5)
+        self.inner = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+        self.frozen = nn.Linear(7, 1)
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.first(x))
+        return self.last(x) + self.frozen(x)
+
+
+def build(orig: bool, strategy: str = "FULL_SHARD") -> tuple[Net, nn.Module]:
+    """The plain model, and the same wrapped: root, inner, and the frozen part."""
+    plain, model = Net(), Net()
+    settings = {"use_orig_params": orig, "sharding_strategy": fullshard.ShardingStrategy[strategy]}
+    model.inner = SHARDED(model.inner, **settings)
+    model.frozen = SHARDED(model.frozen, **settings)
+    return plain, SHARDED(model, **settings)
+
+
+def values(orig: bool, strategy: str, to_cpu: bool) -> list[str]:
+    plain, model = build(orig, strategy)
+    before = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    problems = []
+    with SHARDED.summon_full_params(model, offload_to_cpu=to_cpu):
+        shown = dict(model.named_parameters())
+        if list(shown) != [name for name, _ in plain.named_parameters()]:
+            problems.append(f"names {list(shown)}")
+        if [n for n, _ in model.named_buffers()] != [n for n, _ in plain.named_buffers()]:
+            problems.append(f"buffers {[n for n, _ in model.named_buffers()]}")
+        for name, parameter in plain.named_parameters():
+            if not torch.equal(shown[name], parameter) or shown[name].requires_grad != parameter.requires_grad:
+                problems.append(name)
+        if model.module.first.weight.shape != (5, 3):
+            problems.append("not on the modules")
+    if [(name, tuple(p.shape)) for name, p in model.named_parameters()] != before:
+        problems.append("not as before")
+    return problems
+
+
+@both
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("to_cpu", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_values(run_ranks, orig, strategy, to_cpu, world):
+    assert_same(run_ranks(values, orig, strategy, to_cpu, world=world))
+
+
+def writes(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[str]:
+    """Write to a whole parameter in one of three ways; what a later summon shows, and what the forward computes."""
+    plain, model = build(orig)
+    target = torch.arange(15.0).view(5, 3) / 15
+    with SHARDED.summon_full_params(model, writeback=writeback, offload_to_cpu=to_cpu), torch.no_grad():
+        weight = model.module.first.weight
+        if how == "in place":
+            weight.copy_(target)
+        elif how == "data":
+            weight.data = target.clone()
+        else:
+            model.module.first.weight = nn.Parameter(target.clone())
+    if writeback:
+        plain.first.weight.data.copy_(target)
+    problems = []
+    with SHARDED.summon_full_params(model, writeback=False):
+        if not torch.equal(model.module.first.weight, plain.first.weight):
+            problems.append("value")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    if not torch.allclose(model(x), plain(x), atol=1e-6):
+        problems.append("forward")
+    if len(list(model.parameters())) != (3 if not orig else 10):
+        problems.append(f"{len(list(model.parameters()))} parameters")
+    return problems
+
+
+@both
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("how", ["in place", "data", "assign"])
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_writeback(run_ranks, orig, writeback, how, to_cpu):
+    assert_same(run_ranks(writes, orig, writeback, how, to_cpu))
+
+
+def one_rank(orig: bool) -> list[str]:
+    plain, model = build(orig)
+    problems = []
+    with SHARDED.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        whole = {name: tuple(p.shape) for name, p in plain.named_parameters()}
+        if (shapes == whole) != (dist.get_rank() == 0):
+            problems.append(f"{shapes}")
+    return problems
+
+
+@both
+def test_rank0_only(run_ranks, orig):
+    assert_same(run_ranks(one_rank, orig))
+
+
+def gradients(orig: bool, writeback: bool) -> list[str]:
+    plain, model = build(orig)
+    plain, model = plain.double(), model.double()
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    problems = []
+    with SHARDED.summon_full_params(model, with_grads=True, writeback=writeback):
+        for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            if (p.grad is None) != (q.grad is None):
+                problems.append(f"{name}: {q.grad}")
+            elif p.grad is not None:
+                if not torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-14):
+                    problems.append(name)
+                q.grad.mul_(2)
+                if writeback:
+                    p.grad.mul_(2)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+    for optimizer in optimizers:
+        optimizer.step()
+    with SHARDED.summon_full_params(model, writeback=False):
+        for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            if not torch.allclose(p, q, rtol=1e-12, atol=1e-14):
+                problems.append(f"{name} after the step")
+    return problems
+
+
+@both
+@pytest.mark.parametrize("writeback", [True, False])
+def test_gradients(run_ranks, orig, writeback):
+    assert_same(run_ranks(gradients, orig, writeback))
+
+
+def refusals(orig: bool) -> list[str]:
+    """What is refused, how, and that the model trains on afterwards."""
+    _, model = build(orig)
+    summon, said = SHARDED.summon_full_params, []
+
+    def attempt(what, kinds, text):
+        try:
+            what()
+        except kinds as error:
+            if text not in str(error):
+                said.append(f"{error}")
+        else:
+            said.append(f"{text}: not refused")
+
+    def entered(**arguments):
+        with summon(model, **arguments):
+            return
+
+    def nested():
+        with summon(model), summon(model):
+            return
+
+    def forward_inside():
+        with summon(model):
+            model(torch.ones(2, 3))
+
+    def other_shape():
+        with summon(model):
+            model.module.first.weight = nn.Parameter(torch.ones(2, 2))
+
+    both_types = (NotImplementedError, fullshard.ConfigError)
+    attempt(lambda: entered(rank0_only=True, writeback=True), both_types, "writeback=True and rank0_only=True")
+    attempt(nested, AssertionError, "already unsharding")
+    attempt(forward_inside, AssertionError, "inside summon_full_params")
+    attempt(other_shape, fullshard.ConfigError, "first.weight")
+    hook = model.module.first.register_forward_hook(lambda *args: entered())
+    attempt(lambda: model(torch.ones(2, 3)), AssertionError, "during forward/backward")
+    hook.remove()
+    y = model(torch.ones(2, 3))
+    y.register_hook(lambda grad: entered())
+    attempt(lambda: y.sum().backward(), AssertionError, "during forward/backward")
+    model.zero_grad()
+    model(torch.randn(2, 3)).sum().backward()
+    if any(p.grad is None for p in model.parameters() if p.requires_grad and (p.numel() or not orig)):
+        said.append("no gradients after the refusals")
+    return said
+
+
+@both
+def test_refusals(run_ranks, orig):
+    assert_same(run_ranks(refusals, orig))
+
+
+def partial(orig: bool) -> list[str]:
+    """Without recurse, one instance alone; nested by hand inside out; a module that only contains instances."""
+    plain, model = build(orig)
+    problems = []
+    with SHARDED.summon_full_params(model, recurse=False):
+        if model.module.first.weight.shape != (5, 3):
+            problems.append("own")
+        if any(p.shape == (7, 5) for p in model.parameters()):
+            problems.append("inner was summoned")
+        with SHARDED.summon_full_params(model.module.inner):
+            if not torch.equal(model.module.inner.module[0].weight, plain.inner[0].weight):
+                problems.append("inner")
+    outer = nn.Sequential(copy.deepcopy(plain.first), model)
+    with SHARDED.summon_full_params(outer):
+        if len(list(outer.parameters())) != 12:
+            problems.append("contained")
+    return problems
+
+
+@both
+def test_which_instances(run_ranks, orig):
+    assert_same(run_ranks(partial, orig))
+
+
+def applied(orig: bool) -> list[str]:
+    """`apply` sees whole parameters, and what it writes stays."""
+    plain, model = build(orig)
+    shapes: dict[str, list[tuple[int, ...]]] = {"plain": [], "model": []}
+
+    def init(key):
+        def fn(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                shapes[key].append(tuple(module.weight.shape))
+                with torch.no_grad():
+                    module.weight.fill_(module.weight.numel())
+
+        return fn
+
+    plain.apply(init("plain"))
+    model.apply(init("model"))
+    problems = [] if shapes["plain"] == shapes["model"] else [f"{shapes}"]
+    state = model.state_dict()
+    return problems + [name for name, p in plain.named_parameters() if not torch.equal(state[name], p)]
+
+
+@both
+def test_apply(run_ranks, orig):
+    assert_same(run_ranks(applied, orig))
+
+
+def in_eval(orig: bool) -> list[str]:
+    plain, model = build(orig)
+    plain.eval(), model.eval()
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        model(x)
+    with SHARDED.summon_full_params(model), torch.no_grad():
+        model.module.last.weight.mul_(3)
+    plain.last.weight.data.mul_(3)
+    with torch.no_grad():
+        return [] if torch.allclose(model(x), plain(x), atol=1e-6) else ["eval"]
+
+
+@both
+def test_in_eval(run_ranks, orig):
+    assert_same(run_ranks(in_eval, orig))
