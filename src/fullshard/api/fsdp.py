@@ -26,6 +26,7 @@ from .config import (
 )
 from .fully_shard import _move_buffers, find_root
 from .module import HOOKS_KEY, hooks_of, unit_of
+from .names import WRAPPED, clean_name
 from .summon import is_summoned, summon_full_params
 from .wrapper_optimizer import OptimizerStateMethods
 from .wrapper_precision import Buffers, use_full_precision
@@ -39,11 +40,8 @@ from .wrapper_setup import (
     show_flat,
     wrap_submodules,
 )
-from .wrapper_state import StateDictMethods, clean_name
+from .wrapper_state import StateDictMethods
 from .wrapper_training import clip_gradients, register_hook
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The name under which an instance holds the module it wraps."""
 
 
 class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):

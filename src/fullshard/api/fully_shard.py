@@ -22,6 +22,7 @@ from ..shard import SpmdMesh, refuse_meta
 from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
 from . import optimizer_guard
 from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
+from .names import clean_name, clean_path
 from .state_dict import before_load, before_state_dict
 from .wrap import plan_wrapping
 
@@ -279,7 +280,7 @@ def find_root(top: UnitHooks) -> Root:
                     )
                 )
             units.append(hooks)
-            hooks.unit.name = path
+            hooks.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), name)
     inside = {id(hooks.unit): {id(m) for module in hooks.modules for m in module.modules()} for hooks in units}
@@ -287,7 +288,8 @@ def find_root(top: UnitHooks) -> Root:
         check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()))
     for hooks in units:
         for member in hooks.unit.members:
-            member.qualify(named.get(id(member.sharded), member.slot.name))
+            below = f"{hooks.unit.name}.{member.slot.name}" if hooks.unit.name else member.slot.name
+            member.qualify(clean_name(named.get(id(member.sharded), below)))
     for hooks in units:
         hooks.unit.refresh()
     refuse_meta([hooks.unit for hooks in units])

@@ -17,7 +17,8 @@ from ..comm import MeshAxes
 from ..errors import CheckpointError, message
 from ..shard import FlatBucket
 from .config import OptimStateKeyType, StateDictType, accept
-from .wrapper_state import clean_name, instances_of, names_of_members, settings_of
+from .names import clean_name
+from .wrapper_state import instances_of, names_of_members, settings_of
 
 
 class OptimizerStateMethods:

@@ -28,23 +28,14 @@ from .config import (
     StateDictType,
     accept,
 )
+from .names import WRAPPED, clean_name
 from .summon import is_summoned
-
-WRAPPED = "_fsdp_wrapped_module"
-_PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-
-
-def clean_name(name: str) -> str:
-    """`name` without what wrapping (and activation checkpointing) put into it."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def instances_of(module: nn.Module) -> list[Any]:
