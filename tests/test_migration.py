@@ -1,0 +1,72 @@
+"""Every snippet of docs/migration.md, run on two ranks as it stands."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sections() -> dict[str, str]:
+    """The snippets of every section that has any, one after the other."""
+    found = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        title, _, body = part.partition("\n")
+        snippets = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+        if snippets:
+            found[title] = "\n".join(snippets)
+    return found
+
+
+def run_section(title: str, folder: str) -> list[str]:
+    """Run a section's snippets; the names they define."""
+    namespace = {
+        "Block": Block,
+        "Model": Model,
+        "batch": torch.randn(4, 8),
+        "loss_of": lambda output: output.float().square().mean(),
+        "folder": folder,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(sections()[title], f"{PAGE.name}: {title}", "exec"), namespace)
+    return sorted(namespace)
+
+
+@pytest.mark.parametrize("title", list(sections()))
+def test_snippets_run(run_ranks, tmp_path, title):
+    for names in run_ranks(run_section, title, str(tmp_path)):
+        assert {"model", "optimizer"} <= set(names)
+
+
+def test_all_sections_are_found():
+    expected = {"FSDP1, kept", "From FSDP1 to fully_shard", "From FSDP2", "From DDP"}
+    assert expected <= set(sections())
