@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from peers import OUR_PEERS, TORCH_PEERS, choose, fake_world, interleaved, quiet, wrap
+from peers import OUR_PEERS, TORCH_PEERS, WRAPPERS, choose, fake_world, interleaved, quiet, wrap
 from report import Quantity, Series, Target, hand_back, parse_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ def collectives(mesh: DeviceMesh) -> Callable[[int], float]:
 
 def measure(quick: bool) -> list[Quantity]:
     """One quantity: host cost of each peer, over plain."""
-    names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS])
+    names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS, *WRAPPERS])
     torch.set_num_threads(1)
     mesh = fake_world(WORLD)
     models = {name: wrap(name, tiny_stack(BLOCKS, WIDTH), TinyBlock, mesh) for name in names}
@@ -79,7 +79,10 @@ def measure(quick: bool) -> list[Quantity]:
     plain = tuple(samples["plain"])
     series = [Series(name, tuple(samples[name]), baseline=plain) for name in names if name != "plain"]
     series.append(Series(ALONE, tuple(samples[ALONE]), note="part of every figure above"))
-    targets = (Target("rows", "fsdp2", 0.30), Target("flat", "fsdp2", 0.30), Target("blocks", "fsdp2", 0.30))
+    targets = (
+        *(Target(name, "fsdp2", 0.30) for name in OUR_PEERS),
+        *(Target(name, "flat", 1.05) for name in WRAPPERS),
+    )
     name = f"host cost over plain ({statistics.median(plain):.0f})"
     return [Quantity("host_cost", name, "us / block and step", METHOD, tuple(series), targets=targets)]
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 from allocations import mark, watch
-from peers import OUR_PEERS, TORCH_PEERS, VIEW, adamw, choose, fake_world, quiet, wrap
+from peers import OUR_PEERS, TORCH_PEERS, VIEW, WRAPPERS, adamw, choose, fake_world, quiet, wrap
 from report import FSDP1, Quantity, Series, Target, hand_back, parse_arguments
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,7 +37,7 @@ def peak(peer: str, mesh: DeviceMesh) -> tuple[int, int]:
 
 def measure(quick: bool) -> list[Quantity]:
     """Two quantities, exact: peak live bytes, and how far they exceed the ideally sharded state."""
-    names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS, *(name + VIEW for name in OUR_PEERS)])
+    names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS, *(name + VIEW for name in OUR_PEERS), *WRAPPERS])
     torch.set_num_threads(1)
     mesh = fake_world(WORLD)
     unit = sum(p.numel() * p.element_size() for p in TransformerBlock(WIDTH).parameters())
@@ -48,7 +48,7 @@ def measure(quick: bool) -> list[Quantity]:
         gc.collect()
         totals.append(Series(name, (most / 1e6,), note=f"grows {growth:,} B a step" if growth else ""))
         beyond.append(Series(name, ((most - (state if name == "plain" else state / WORLD)) / unit,)))
-    targets = tuple(Target(name, FSDP1, 1.0) for name in OUR_PEERS)
+    targets = tuple(Target(name, FSDP1, 1.0) for name in (*OUR_PEERS, *WRAPPERS))
     method = f"the same, less 3 x parameters (plain) or 3 x shard; in full parameters of one block ({unit:,} B)"
     return [
         Quantity("live_memory", "peak live memory", "MB", METHOD, tuple(totals), targets=targets),

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TORCH_PEERS = ("fsdp2", "fsdp1-flat", "fsdp1-orig")
 WRAPPERS = ("wrapper-flat", "wrapper-orig")
-OUR_PEERS = ("rows", "flat", "blocks", *WRAPPERS)  # blocks: cut between rows only
+OUR_PEERS = ("rows", "flat", "blocks")  # blocks: cut between rows only
 VIEW = "+view"
 
 
@@ -48,7 +48,7 @@ def fullshard_missing() -> str | None:
 def choose(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those of `names` that can run here, and those of Fullshard's that cannot."""
     missing = fullshard_missing()
-    ours = [name for name in names if missing and name.startswith(OUR_PEERS)]
+    ours = [name for name in names if missing and name.startswith((*OUR_PEERS, *WRAPPERS))]
     if ours:
         print(f"skipped {', '.join(ours)}: {missing}", flush=True)
     return [name for name in names if name not in ours], ours
