@@ -1,10 +1,11 @@
-"""What `fully_shard` made of a model, in words."""
+"""What `fully_shard` or the wrapper made of a model, in words."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from .module import hooks_of
+from .names import clean_path
 
 
 def describe(model: nn.Module) -> str:
@@ -25,7 +26,7 @@ def describe(model: nn.Module) -> str:
             padding = layout.gathered_numel - layout.parameter_numel
             rows.append(
                 (
-                    path or "(root)",
+                    clean_path(path) or "(root)",
                     layout.name,
                     f"{len(layout.slots)}",
                     f"{layout.parameter_numel:,}",
@@ -35,7 +36,7 @@ def describe(model: nn.Module) -> str:
                 )
             )
     if not rows:
-        return "no units: fully_shard was not applied to this model"
+        return "no units: neither fully_shard nor FullyShardedDataParallel was applied to this model"
     header = ("unit", "layout", "tensors", "elements", "MiB gathered", "MiB per rank", "padding")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join(

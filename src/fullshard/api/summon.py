@@ -71,8 +71,8 @@ def summon_full_params(
 def _check_idle(instance: Any) -> None:
     if is_summoned(instance):
         raise UsageError("Cannot manually unshard parameters when already unsharding parameters")
-    root = instance._lazy_init()
-    if root.pass_top is not None or root.in_backward:
+    root = instance._hooks().root  # None: not settled yet, and not by this: an inner instance would become a root
+    if root is not None and (root.pass_top is not None or root.in_backward):
         raise UsageError("Cannot manually unshard parameters during forward/backward")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, message
-from ..shard import Bucket, Member, OptimizerView, members_of, names_of
+from ..shard import Bucket, LocalBucket, Member, OptimizerView, members_of, names_of
 
 
 class _Entry:
@@ -32,6 +32,15 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Entry]
     views: dict[int, tuple[OptimizerView, Bucket]] = {}
     owners: dict[int, tuple[Bucket, Member]] = {}
     for bucket, gradients, member in members_of(model):
+        if isinstance(bucket, LocalBucket):
+            raise CheckpointError(
+                message(
+                    "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
+                    parameter=member.name,
+                    remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and "
+                    "optim_state_dict_to_load",
+                )
+            )
         owners[id(member.sharded)] = (bucket, member)
         for view in gradients.views:
             views[id(view.tensor)] = (view, bucket)

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..comm import Axis
-from ..errors import ConfigError
-from ..shard import FlatShard
+from ..errors import ConfigError, message
+from ..shard import FlatShard, LocalBucket, owner_of
 
 
 def clip_grad_norm_(
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type must be positive, got {norm_type}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in given if p.grad is not None]
-    total = total_norm(grads, norm_type)
+    total = _norm_of([(p.grad, _groups_of(p)) for p in given if p.grad is not None], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
@@ -61,9 +61,15 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     Returns:
         A 0-d tensor, float32 (float64 if a gradient is); zero if there are no gradients.
     """
+    return _norm_of([(grad, _shard_groups(grad)) for grad in grads], norm_type)
+
+
+def _norm_of(
+    grads: Iterable[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]], norm_type: float
+) -> torch.Tensor:
+    """`total_norm` of gradients, each with the groups over which its elements are split."""
     by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
-    for grad in grads:
-        groups = _shard_groups(grad)
+    for grad, groups in grads:
         entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
         entry[1].append(_local(grad))
     infinite = math.isinf(norm_type)
@@ -88,6 +94,25 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     return grad._local_tensor if isinstance(grad, (DTensor, FlatShard)) else grad
+
+
+def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
+    """The groups over which a parameter's gradient is split; the wrapper's parameters do not say so themselves.
+
+    Raises:
+        ConfigError: a part of the wrapper's parameters, whose other parts may be on ranks that pass nothing.
+    """
+    unit = owner_of(parameter)
+    if unit is not None and isinstance(unit.buckets[0], LocalBucket) and unit.buckets[0].axes.shard.size > 1:
+        raise ConfigError(
+            message(
+                "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
+                parameter=parameter.__dict__.get("_fullshard_name"),
+                remedy="call model.clip_grad_norm_(max_norm) on the root instance",
+            )
+        )
+    assert parameter.grad is not None
+    return _shard_groups(parameter.grad)
 
 
 def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, message
-from ..shard import Bucket, members_of, units_of
+from ..shard import Bucket, FlatBucket, members_of, units_of
 
 
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
@@ -40,6 +40,8 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     if not units:
         raise ConfigError("optimizer_view needs a model that fully_shard was applied to")
     held = {id(member.sharded) for _, _, member in members_of(model)}
+    flats = [bucket.flat for unit in units for bucket in unit.buckets if isinstance(bucket, FlatBucket)]
+    held |= {id(flat) for flat in flats}
     plain = [
         p for p in model.parameters() if id(p) not in held and (p.requires_grad if wanted is None else id(p) in wanted)
     ]
@@ -57,6 +59,10 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     views: list[nn.Parameter] = []
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            if isinstance(bucket, FlatBucket):  # a view already
+                if bucket.flat.requires_grad if wanted is None else id(bucket.flat) in wanted:
+                    views.append(bucket.flat)
+                continue
             chosen = {
                 i
                 for i, member in enumerate(bucket.members)

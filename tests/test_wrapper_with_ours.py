@@ -1,0 +1,105 @@
+"""Fullshard's own functions on models wrapped by FullyShardedDataParallel: right, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard import FullyShardedDataParallel
+from training import assert_same
+
+both = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+
+
+def build(orig: bool) -> FullyShardedDataParallel:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def views(orig: bool) -> list[str]:
+    """AdamW over `optimizer_view` does what AdamW over the parameters does."""
+    models = [build(orig), build(orig)]
+    adamw = [
+        torch.optim.AdamW(models[0].parameters(), lr=0.1),
+        torch.optim.AdamW(fullshard.optimizer_view(models[1]), lr=0.1),
+    ]
+    for _ in range(3):
+        for model, optimizer in zip(models, adamw, strict=True):
+            step(model, optimizer)
+    one, two = (model.state_dict() for model in models)
+    return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+@both
+def test_optimizer_view(run_ranks, orig):
+    assert_same(run_ranks(views, orig))
+
+
+def refusals(orig: bool) -> list[str]:
+    model = build(orig)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    said = []
+    for what, kind, remedy in (
+        (lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0), fullshard.ConfigError, "model.clip_grad_norm_"),
+        (lambda: fullshard.optimizer_state_dict(model, optimizer), fullshard.CheckpointError, "optim_state_dict"),
+        (lambda: fullshard.fully_shard(model), fullshard.ConfigError, "once"),
+    ):
+        try:
+            what()
+        except kind as error:
+            if remedy not in str(error):
+                said.append(str(error))
+        else:
+            said.append(f"not refused: {remedy}")
+    return said
+
+
+@both
+def test_what_would_be_wrong_is_refused(run_ranks, orig):
+    assert_same(run_ranks(refusals, orig))
+
+
+def inner_first(orig: bool) -> list[str]:
+    """Looking into an inner instance before the first forward does not make it a root."""
+    model = build(orig)
+    with FullyShardedDataParallel.summon_full_params(model.module[0]):
+        shape = tuple(model.module[0].module.weight.shape)
+    model(torch.ones(2, 5))
+    problems = [] if shape == (7, 5) else [f"{shape}"]
+    if not model.check_is_root() or model.module[0].check_is_root():
+        problems.append("roots")
+    return problems
+
+
+@both
+def test_an_inner_instance_looked_into_first_stays_inner(run_ranks, orig):
+    assert_same(run_ranks(inner_first, orig))
+
+
+def described(orig: bool) -> tuple[str, fullshard.MemoryUse]:
+    model = build(orig)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return fullshard.describe(model), fullshard.memory_use(model, optimizer)
+
+
+@both
+def test_describe_and_memory_use(run_ranks, orig):
+    """(7 * 5 + 7) elements are 48 with padding, (3 * 7 + 3) are 32: 40 of them on each of two ranks."""
+    for text, use in run_ranks(described, orig):
+        assert [line.split()[:4] for line in text.splitlines()[1:]] == [
+            ["0", "flat", "2", "42"],
+            ["2", "flat", "2", "24"],
+        ]
+        assert use.parameters == 40 * 4
+        assert use.gathered == 0
