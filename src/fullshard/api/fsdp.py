@@ -359,7 +359,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     found = find_parameters([module], unit_of, arguments.ignored)
     for item in found:
         item.name = clean_name(item.name)
-    check_parameters(found, axes, "flat")
+    check_parameters(found, axes, "flat", extensions=False)
     flat = not instance.use_orig_params
     if flat:
         check_uniform(found)

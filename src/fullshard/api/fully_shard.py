@@ -230,8 +230,8 @@ def _make_unit(
     check_parameters(found, settings.axes, settings.layout)
     unit = build_unit(found, settings)
     reshard, unit.small_axis = keep
-    if any(bucket.axes is not settings.axes for bucket in unit.buckets):
-        unit.small_axis = None  # parameters with a mesh of their own are freed whole
+    if any(bucket.axes is not settings.axes or not bucket.plain for bucket in unit.buckets):
+        unit.small_axis = None  # parameters with a mesh, or a gather, of their own are freed whole
     hooks = UnitHooks(unit, modules, settings.comm, settings.policy, reshard, prefetch)
     hooks.find_root = find_root
     for module in modules:

@@ -59,6 +59,13 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     views: list[nn.Parameter] = []
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            if not bucket.plain:  # a tensor subclass: the optimizer must use the sharded parameter itself
+                views += [
+                    m.sharded
+                    for m in bucket.members
+                    if (m.sharded.requires_grad if wanted is None else id(m.sharded) in wanted)
+                ]
+                continue
             if isinstance(bucket, FlatBucket):  # a view already
                 if bucket.flat.requires_grad if wanted is None else id(bucket.flat) in wanted:
                     views.append(bucket.flat)

@@ -49,6 +49,7 @@ class Bucket:
 
     Class attributes:
         keeps_originals: whether original Parameter objects become the sharded ones.
+        plain: whether `shard` is one plain 1-D tensor.
         gives_empty_gradients: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
 
     Args:
@@ -59,6 +60,7 @@ class Bucket:
         plan: makes the layout of any of these parameters.
     """
 
+    plain = True
     keeps_originals = False
     gives_empty_gradients = True
 
@@ -143,6 +145,10 @@ class Bucket:
     def view_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
         """This rank's part of `slot` in any buffer laid out as the shard."""
         return part_view(buffer, self.layout.part(slot, self.axes.shard.rank))
+
+    def new_slice(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's slice of gradients [shard_numel]; contents undefined."""
+        return torch.empty_like(self.shard, dtype=dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:

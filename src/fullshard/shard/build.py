@@ -19,6 +19,8 @@ from ..errors import ConfigError, LayoutError, message
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket
+from .checks import check_device, check_type
+from .extension import ExtensionBucket, is_extension, weak_module
 from .flat_shard import FlatShard
 from .member import Draft
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
@@ -60,6 +62,7 @@ class Found:
     owner: Unit | None = None
     placement: Shard | None = None  # what `shard_placement_fn` chose
     axes: MeshAxes | None = None
+    module: nn.Module | None = None  # the first that has it
 
 
 UnitOf = Callable[[nn.Module], Unit | None]
@@ -102,7 +105,7 @@ def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[
                     continue
                 parameter = successor_of(registered)
                 name = f"{path}.{key}" if path else key
-                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
+                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter), module=owner))
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
                 if unit is None:
                     item.places.append((_place_of(owner), key))
@@ -150,7 +153,7 @@ def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Mo
                 )
 
 
-def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks) -> None:
+def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, extensions: bool = True) -> None:
     """Refuse what cannot be sharded, before anything changes.
 
     Raises:
@@ -161,17 +164,18 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
     for item in found:
         parameter = item.parameter
         if item.owner is not None:
-            if any(m.sharded is parameter and m.slot.name in b.parallel for b in item.owner.buckets for m in b.members):
+            held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is parameter]
+            if any(m.slot.name in b.parallel or not b.plain for b, m in held):
                 raise LayoutError(
                     message(
-                        "A tensor-parallel parameter is tied between units.",
+                        "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
                         parameter=item.name,
                         remedy="let one fully_shard call take all modules that use it: shard the module around them, "
                         "or a list of them, before any of them by itself",
                     )
                 )
             continue
-        check_type(item.name, parameter)
+        check_type(item.name, parameter, extensions)
         if isinstance(parameter, DTensor) and layout != "rows":
             raise ConfigError(
                 message(
@@ -183,7 +187,7 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                 )
             )
         check_device(item.name, parameter.device, axes.device)
-        if local_part(parameter).numel() and not parameter.is_meta:
+        if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
             other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
             if other != item.name:
                 raise LayoutError(
@@ -193,53 +197,6 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                         remedy="tie them by assigning the same Parameter object to both modules",
                     )
                 )
-
-
-def check_type(name: str, parameter: torch.Tensor) -> None:
-    """Refuse tensors that would lose what makes them special by being cut: quantised weights, lazy parameters.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    special = hasattr(parameter, "fsdp_pre_all_gather") or hasattr(parameter, "__tensor_flatten__")
-    if special and not isinstance(parameter, DTensor):
-        raise ConfigError(
-            message(
-                "A parameter is a tensor subclass with inner tensors of its own (a quantised weight, say), which "
-                "Fullshard cannot cut yet without losing them.",
-                parameter=name,
-                got=type(parameter).__name__,
-                remedy="pass it in ignored_params, or shard the weight before it is quantised",
-            )
-        )
-    if nn.parameter.is_lazy(parameter):
-        raise ConfigError(
-            message(
-                "A parameter of a lazy module has no shape yet.",
-                parameter=name,
-                remedy="run one forward on a small input before fully_shard",
-            )
-        )
-
-
-def check_device(name: str, device: torch.device, home: torch.device) -> None:
-    """A parameter may be on the mesh's device, on the CPU (it is moved), or on meta.
-
-    Raises:
-        ConfigError: it is somewhere else.
-    """
-    if device.type in ("cpu", "meta") or device == home or (device.type == home.type and device.index is None):
-        return
-    raise ConfigError(
-        message(
-            "A parameter is on a device that is neither this rank's nor the CPU.",
-            parameter=name,
-            expected=f"{home}, cpu or meta",
-            got=device,
-            remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
-            f"or move it with model.to({str(home)!r})",
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -252,7 +209,7 @@ class BuildSettings:
     layout: str | Blocks
     placement: Callable[[nn.Parameter], Any] | None = None
     spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
-    bucket: type[Bucket] = Bucket
+    bucket: Any = Bucket  # the class, or a function with its arguments
 
 
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
@@ -268,20 +225,25 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     for item in found:
         parameter = item.parameter
         item.placement, item.axes = choose_placement(item, settings, meshes)
-        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta, id(item.axes))
+        alone = item.name if is_extension(parameter) else None  # a bucket of its own
+        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta, id(item.axes), alone)
         classes.setdefault(key, []).append(item)
     planned = []
     for items in classes.values():
         own = replace(settings, axes=items[0].axes or settings.axes)
+        if is_extension(items[0].parameter):
+            own = replace(own, layout="rows", bucket=partial(ExtensionBucket, policy=settings.policy))
         plan = partial(_plan, first=items[0].parameter, settings=own)
         layout = plan([_spec(item, own) for item in items])
         if layout.note:
             logger.info("%s: %s", layout.name, layout.note)
-        planned.append((items, layout, _parallel(items, own), own.axes, plan))
+        planned.append((items, layout, own, plan))
     buckets = []
-    for items, layout, parallel, axes, plan in planned:
+    for items, layout, own, plan in planned:
+        parallel = _parallel(items, own)
         drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
-        buckets.append(settings.bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy), plan))
+        compute_dtype = _compute_dtype(items[0].parameter, settings.policy)
+        buckets.append(own.bucket(drafts, layout, own.axes, compute_dtype, plan))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):
@@ -311,7 +273,7 @@ def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, Tens
 def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> Draft:
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
-        return Draft(item.name, item.parameter, item.places, parallel)
+        return Draft(item.name, item.parameter, item.places, parallel, weak_module(item.module))
     places, full = item.owner.give_up(item.parameter)
     if keep_object:
         original = item.parameter

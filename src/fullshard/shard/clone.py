@@ -55,7 +55,8 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
     new.shard = bucket.shard.clone()
-    new.full = new.copied = new.staging = new.small = None
+    new.members = []
+    new.forget_buffers()
     new._cast, new._pending, new.gathered_at = None, [], (-1, -1)
     new.members = [_clone_member(new, member, memo) for member in bucket.members]
     return new

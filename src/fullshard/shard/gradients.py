@@ -331,7 +331,7 @@ class Gradients:
         if current is not None and shape_fits and not current.storage.nbytes():
             current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
         elif current is None or not shape_fits or not current.reusable():
-            self.set = self._make_set(torch.empty_like(self.bucket.shard, dtype=self.grad_dtype))
+            self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
         assert self.set is not None
         return self.set
 
@@ -406,7 +406,7 @@ class Gradients:
 
     def _plain_gradient(self, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
         """The present gradients of a run's parameters, copied into one plain tensor."""
-        flat = torch.zeros_like(self.bucket.shard)
+        flat = self.bucket.new_slice(self.bucket.storage_dtype).zero_()
         for i in indices:
             member = self.bucket.members[i]
             grad = read_grad(member.sharded)

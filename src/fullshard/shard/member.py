@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,3 +58,4 @@ class Draft:
     original: nn.Parameter
     places: list[Place]
     parallel: TensorParallel | None = None  # if the original is a DTensor already
+    module: Callable[[], nn.Module | None] | None = None  # the first that has it

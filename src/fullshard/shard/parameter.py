@@ -164,6 +164,11 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
     `successor_of` still tells what took its place.
     """
     original.grad = None
+    if type(original) is not nn.Parameter and not isinstance(original, DTensor):  # a subclass with inner tensors
+        original.__dict__.clear()
+        original.__class__ = OriginalParameter
+        original.__dict__.update({"_fullshard_name": name, "_fullshard_successor": successor})
+        return
     nothing = torch.empty(0, dtype=original.dtype, device=original.device)
     if isinstance(original, DTensor):
         set_local(original, nothing)

@@ -1,0 +1,270 @@
+"""Tensor subclasses with `fsdp_pre_all_gather`: against PyTorch's fully_shard with the same class, and in bytes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+import quantised
+from quantised import GatheredInt8, StoredInt8
+from training import LAYOUTS, assert_same
+
+WIDE = 32
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def network(blocks: int = 3) -> nn.Sequential:
+    """Linear layers whose weights are sent as int8; biases and the last layer are plain."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(blocks):
+        layer = nn.Linear(WIDE, WIDE)
+        layer.weight = nn.Parameter(GatheredInt8(layer.weight.detach().clone()))
+        model.extend([layer, nn.Tanh()])
+    return model.append(nn.Linear(WIDE, 2))
+
+
+def shard(library: types.ModuleType, model: nn.Module, **settings: object) -> nn.Module:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            library.fully_shard(layer, **settings)
+    return library.fully_shard(model, **settings)
+
+
+def train(library: types.ModuleType, options: dict[str, object], **settings: object) -> tuple[list, dict]:
+    """Losses of four AdamW steps, and the local values afterwards."""
+    if options.get("precision"):
+        settings["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if options.get("hybrid"):
+        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(library, network(), reshard_after_forward=options.get("reshard", True), **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+    losses = []
+    for step in range(4):
+        for part in range(2 if options.get("accumulate") else 1):
+            if options.get("accumulate"):
+                model.set_requires_gradient_sync(part == 1)
+            x = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(10 * step + part + 100 * dist.get_rank()))
+            loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {}
+    for name, parameter in model.named_parameters():
+        local = parameter._local_tensor
+        whole = local.values if isinstance(local, GatheredInt8) else parameter.full_tensor()
+        values[name] = whole.detach().clone()
+    return losses, values
+
+
+def parity(layout: str, options: dict[str, object]) -> list[str]:
+    want_losses, want = train(torch_fsdp, options)
+    got_losses, got = train(fullshard, options, layout=layout)
+    problems = []
+    if not torch.allclose(torch.tensor(got_losses), torch.tensor(want_losses), rtol=1e-6):
+        problems.append(f"losses {got_losses}, wanted {want_losses}")
+    for name, value in want.items():
+        if not torch.allclose(got[name], value, rtol=1e-5, atol=1e-6):
+            problems.append(name)
+    return problems
+
+
+@layouts
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard": False}, {"precision": True}, {"accumulate": True}], ids=lambda o: next(iter(o), "plain")
+)
+def test_trainable_int8_trains_as_with_pytorch(run_ranks, layout, options):
+    assert_same(run_ranks(parity, layout, options))
+
+
+def test_on_a_hybrid_mesh(run_ranks):
+    assert_same(run_ranks(parity, "rows", {"hybrid": True}, world=4))
+
+
+def bytes_gathered(layout: str) -> tuple[int, int, int]:
+    """Bytes of one int8 unit's gather by the recording comm, by the events, and what is alive between steps."""
+    comm = fullshard.RecordingComm(fullshard.TorchComm())
+    layer = network(1)[0]
+    model = fullshard.fully_shard(layer, layout=layout, comm=comm, reshard_after_forward=True)
+    x = torch.randn(3, WIDE)
+    model(x).sum().backward()
+    comm.calls.clear()
+    with fullshard.record_events() as events:
+        model(x).sum().backward()
+    sent = sum(call.nbytes for call in comm.calls if call.verb == "gather")
+    said = sum(event.nbytes for event in events if event.verb == "gather")
+    return sent, said, events[-1].live
+
+
+@layouts
+def test_a_quarter_of_the_bytes_is_sent(run_ranks, layout):
+    """Weight: int8 and one fp32 scale per row; bias: fp32 (flat rounds slices up to 16 bytes)."""
+    once = WIDE * WIDE + 4 * WIDE + 4 * WIDE
+    for sent, said, live in run_ranks(bytes_gathered, layout):
+        assert sent == said == 2 * once  # in forward and in backward
+        assert sent < 2 * 0.31 * 4 * (WIDE * WIDE + WIDE)
+        assert live == 0
+
+
+class LoRA(nn.Module):
+    """A frozen int8 weight, and a small trainable product beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base = nn.Linear(WIDE, WIDE, bias=False)
+        self.base.weight = nn.Parameter(StoredInt8(*quantised.quantise(self.base.weight.detach())), requires_grad=False)
+        self.down, self.up = nn.Linear(WIDE, 4, bias=False), nn.Linear(4, WIDE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def frozen(layout: str) -> list[str]:
+    """One unit with a frozen int8 weight, against the same unsharded on both ranks' batches."""
+    plain, model = LoRA(), LoRA()
+    fullshard.fully_shard(model, layout=layout)
+    problems = []
+    local = model.base.weight._local_tensor
+    if not isinstance(local, StoredInt8) or local.quantised.shape[0] * dist.get_world_size() != WIDE:
+        problems.append(f"holds {local}")
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
+    for step in range(3):
+        batches = [torch.randn(4, WIDE, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        plain(torch.cat(batches)).square().mean().backward()
+        model(batches[dist.get_rank()]).square().mean().backward()
+        if model.base.weight.grad is not None:
+            problems.append("a frozen weight has a gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in ("down.weight", "up.weight"):
+        got, want = model.get_parameter(name).full_tensor(), plain.get_parameter(name)
+        if not torch.allclose(got, want, rtol=1e-5, atol=1e-7):
+            problems.append(name)
+    return problems
+
+
+@layouts
+def test_frozen_int8_with_lora(run_ranks, layout):
+    assert_same(run_ranks(frozen, layout))
+
+
+class ShortForm(GatheredInt8):
+    """The older signature."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        data, scale = quantised.quantise(self.values)
+        return (data, scale), None
+
+
+class Uncuttable(torch.Tensor):
+    """Has the two methods, and no operation that cuts it."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"no {func}")
+
+    fsdp_pre_all_gather = fsdp_post_all_gather = GatheredInt8.fsdp_pre_all_gather
+
+
+def others() -> list[str]:
+    """The older signature; copies; state dicts; views; and what is refused, with nothing changed."""
+    problems = []
+    layer = nn.Linear(WIDE, WIDE)
+    layer.weight = nn.Parameter(ShortForm(layer.weight.detach().clone()))
+    fullshard.fully_shard(layer)
+    layer(torch.ones(1, WIDE)).sum().backward()
+
+    model = shard(fullshard, network(1))
+    x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(0))
+    before = model(x)
+    twin = copy.deepcopy(model)
+    if not torch.equal(twin(x), before):
+        problems.append("deepcopy")
+    views = fullshard.optimizer_view(model)
+    if not any(view is model[0].weight for view in views) or len(views) != 3:
+        problems.append(f"{len(views)} views")
+    optimizer = torch.optim.SGD(views, lr=0.1, foreach=False)
+    model(x).square().sum().backward()
+    norm = fullshard.clip_grad_norm_(model.parameters(), 1e9)
+    squares = sum(p.grad.full_tensor().square().sum() for p in model.parameters())
+    if not torch.allclose(norm, squares.sqrt()):
+        problems.append("clip_grad_norm_")
+    optimizer.step()
+    if torch.equal(model(x), before):
+        problems.append("the step changed nothing")
+    state = {name: value.full_tensor() if "weight" not in name else None for name, value in twin.state_dict().items()}
+    if state.keys() != dict(network(1).named_parameters()).keys():
+        problems.append("state dict")
+    whole = {name: p.detach() for name, p in network(1).named_parameters()}
+    whole["0.weight"] = whole["0.weight"].values
+    model.load_state_dict(whole)
+    if not torch.allclose(model(x), before):
+        problems.append("load_state_dict of whole values")
+
+    def attempt(what: nn.Module, text: str) -> None:
+        kind = type(what)
+        try:
+            fullshard.fully_shard(what)
+        except fullshard.ConfigError as error:
+            if text not in str(error) or type(what) is not kind:
+                problems.append(f"{error}")
+        else:
+            problems.append(f"{text}: not refused")
+
+    odd = nn.Linear(WIDE, 7)
+    odd.weight = nn.Parameter(GatheredInt8(odd.weight.detach().clone()))
+    attempt(odd, "cannot be split evenly")
+    stiff = nn.Linear(4, 4)
+    stiff.weight = nn.Parameter(Uncuttable(torch.ones(4, 4)))
+    attempt(stiff, "cannot be cut into chunks")
+    if not isinstance(odd.weight, GatheredInt8):
+        problems.append("a refused parameter was changed")
+    try:
+        fullshard.FullyShardedDataParallel(network(1))
+    except fullshard.ConfigError as error:
+        if "0.weight" not in str(error):
+            problems.append(str(error))
+    else:
+        problems.append("the wrapper took a subclass")
+    return problems
+
+
+def test_the_rest(run_ranks):
+    assert_same(run_ranks(others))
+
+
+def run_torchao() -> float:
+    """One step with a torchao weight; the loss."""
+    module = importlib.import_module("torchao.prototype.quantized_training")
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 2, bias=False))
+    importlib.import_module("torchao").quantize_(model[0], module.int8_weight_only_quantized_training())
+    fullshard.fully_shard(model)
+    loss = model(torch.ones(2, 64)).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def test_torchao(run_ranks):
+    pytest.importorskip(
+        "torchao", reason="torchao is not installed (it is no dependency): pip install torchao to run this"
+    )
+    assert all(math.isfinite(loss) for loss in run_ranks(run_torchao))
