@@ -20,6 +20,7 @@ from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import SpmdMesh, refuse_meta
 from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
+from ..shard.offload import home_of
 from . import optimizer_guard
 from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
 from .state_dict import before_load, before_state_dict
@@ -101,7 +102,9 @@ def fully_shard(
     axes, kind = resolve_mesh(mesh), make_comm(comm)
     if isinstance(offload_policy, CPUOffloadPolicy) and axes.device.type != "cpu":
         raise ConfigError(f"CPUOffloadPolicy is not supported yet on {axes.device.type}: on a CPU mesh it is")
-    settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn, spmd)
+    settings = BuildSettings(
+        axes, kind, mp_policy, layout, shard_placement_fn, spmd, home_of(offload_policy, axes.device)
+    )
     keep = _check_reshard(reshard_after_forward, axes)
     ignored = {id(parameter) for parameter in ignored_params or ()}
     if auto_wrap_policy is not None:

@@ -24,6 +24,7 @@ from ..errors import ConfigError, message
 from ..layout import Layout, ParameterSpec, Slot, copies_out
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
+from .offload import Home
 from .parameter import (
     OWNER_KEY,
     RowShard,
@@ -98,6 +99,7 @@ class Bucket:
         axes: the mesh.
         compute_dtype: dtype of `full`; None for the storage dtype.
         plan: makes the layout of any of these parameters.
+        home: memory of the shard and its gradients, if that is not the mesh's device.
     """
 
     def __init__(
@@ -107,14 +109,15 @@ class Bucket:
         axes: MeshAxes,
         compute_dtype: torch.dtype | None,
         plan: Callable[[Sequence[ParameterSpec]], Layout],
+        home: Home | None = None,
     ) -> None:
         first = drafts[0].original
-        self.layout, self.axes, self.plan = layout, axes, plan
+        self.layout, self.axes, self.plan, self.home = layout, axes, plan, home
         self.device = first.device if first.is_meta else axes.device
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
-        self.shard = torch.zeros(layout.shard_numel, dtype=self.storage_dtype, device=self.device)
+        self.shard = self._new_shard(self.storage_dtype, self.device)
         self.parallel = {draft.name: draft.parallel for draft in drafts if draft.parallel is not None}
         self.members = [self._admit(draft, slot) for draft, slot in zip(drafts, layout.slots, strict=True)]
         # The full bucket, compute dtype. `full` is gathered into; `copied` is filled from `staging`, and takes memory
@@ -126,6 +129,12 @@ class Bucket:
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
         self.gathered_at = (-1, -1)  # the shard's stamp when it was last gathered
         self._pending: list[Pending] = []
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
+        if self.home is None or device.type == "meta":
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        return self.home.empty(self.layout.shard_numel, dtype).zero_()
 
     def _admit(self, draft: Draft, slot: Slot) -> Member:
         """Copy this rank's part of the original in, and make the sharded parameter."""
@@ -196,6 +205,8 @@ class Bucket:
         self.gathered_at = stamp(source)
         if self.small is not None and small_axis is not None:
             axis, source = small_axis, self.small
+        elif self.home is not None:
+            source = self._cast = self.home.to_device(self.shard, self.device, self.compute_dtype)
         elif self.compute_dtype != self.storage_dtype:
             source = self._cast = self.shard.to(self.compute_dtype)
         if len(self._outs) == 1:
@@ -296,7 +307,7 @@ class Bucket:
             Draft(m.name, nn.Parameter(full_or_meta(m.sharded), requires_grad=m.sharded.requires_grad), m.places)
             for m in staying
         ]
-        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype, self.plan)
+        rest = Bucket(drafts, layout, self.axes, self.own_compute_dtype, self.plan, self.home)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
@@ -309,7 +320,8 @@ class Bucket:
 
     def rehome(self, shard: torch.Tensor) -> None:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
-        self.shard, self.device, self.storage_dtype = shard, shard.device, shard.dtype
+        self.shard, self.storage_dtype = shard, shard.dtype
+        self.device = shard.device if self.home is None or shard.is_meta else self.axes.device
         self.full = self.copied = self.staging = self.small = None
         for member in self.members:
             local = self.view_of(shard, member.slot)
@@ -357,7 +369,7 @@ class Bucket:
                 )
             )
         home = locals_now[0]
-        shard = torch.zeros(self.layout.shard_numel, dtype=home.dtype, device=home.device)
+        shard = self._new_shard(home.dtype, home.device)
         for member, local in zip(self.members, locals_now, strict=True):
             view = self.view_of(shard, member.slot)
             if not local.is_meta:

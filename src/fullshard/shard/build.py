@@ -20,6 +20,7 @@ from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, pl
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket, Draft
 from .flat_shard import FlatShard
+from .offload import Home
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
 from .tensor_parallel import SpmdMesh, TensorParallel, local_part
 from .unit import Unit, owner_of
@@ -251,6 +252,7 @@ class BuildSettings:
     layout: str | Blocks
     placement: Callable[[nn.Parameter], Any] | None = None
     spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
+    home: Home | None = None  # memory of shards and gradients, if not the mesh's device
 
 
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
@@ -279,7 +281,8 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     buckets = []
     for items, layout, parallel, axes, plan in planned:
         drafts = [_draft(item, parallel.get(item.name)) for item in items]
-        buckets.append(Bucket(drafts, layout, axes, _compute_dtype(items[0].parameter, settings.policy), plan))
+        compute = _compute_dtype(items[0].parameter, settings.policy)
+        buckets.append(Bucket(drafts, layout, axes, compute, plan, settings.home))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):

@@ -160,7 +160,7 @@ class Gradients:
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         self.state, self.scaling = GradState.REDUCING, scaling
         self._fresh = self._all_none() and self.partial is None
-        direct = self._fresh and self.reduce_dtype == bucket.storage_dtype
+        direct = self._fresh and self.reduce_dtype == bucket.storage_dtype and bucket.home is None
         scratch = 0
         if direct:
             self._slice = self._writable_set().flat
@@ -257,6 +257,8 @@ class Gradients:
         """Some `.grad` is there: add to it. One addition if all are this set's, else a new set."""
         assert self._slice is not None
         members, current = self.bucket.members, self.set
+        if self.bucket.home is not None:
+            self._slice = self.bucket.home.to_home(self._slice)
         ours = current is not None and all(
             read_grad(m.sharded) is part or (read_grad(m.sharded) is None and not m.got_grad)
             for m, part in zip(members, current.parts, strict=True)
@@ -318,9 +320,13 @@ class Gradients:
         if current is not None and shape_fits and not current.storage.nbytes():
             current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
         elif current is None or not shape_fits or not current.reusable():
-            self.set = self._make_set(torch.empty_like(self.bucket.shard))
+            self.set = self._make_set(self._empty_flat())
         assert self.set is not None
         return self.set
+
+    def _empty_flat(self) -> torch.Tensor:
+        shard, home = self.bucket.shard, self.bucket.home
+        return torch.empty_like(shard) if home is None else home.empty(shard.numel(), shard.dtype)
 
     def _make_set(self, flat: torch.Tensor) -> GradientSet:
         bucket = self.bucket
