@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Comm, make_comm
 from ..errors import PhaseError, UsageError, message
+from ..offload import CPUOffloadPolicy, OffloadPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import FlatBucket, LocalBucket
 from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ..shard.offload import home_of
 from ..structure import map_tensors
 from . import optimizer_guard
 from .config import (
@@ -55,7 +57,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         process_group: the ranks to shard over (None: all); for hybrid strategies a pair (shard, replicate) or None,
             which shards inside a node.
         sharding_strategy: see `ShardingStrategy`; None: FULL_SHARD. On one rank it becomes NO_SHARD, with a warning.
-        cpu_offload: see `CPUOffload`.
+        cpu_offload: see `CPUOffload`; on a CPU there is nothing to offload.
         auto_wrap_policy: which submodules become instances first; a policy of `fullshard.wrap`, "auto", or a set of
             module classes.
         backward_prefetch: see `BackwardPrefetch`; None: nothing is gathered ahead in backward.
@@ -228,11 +230,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         """The wrapped module's forward, with its parameters gathered around it."""
         hooks: UnitHooks = self.__dict__[HOOKS_KEY]
         arguments = self._arguments
+        if is_summoned(self):
+            raise UsageError("forward() was called inside summon_full_params() of the same model")
         if hooks.root is None:
             self._lazy_init()
         if hooks.is_top:
-            if is_summoned(self):
-                raise UsageError("forward() was called inside summon_full_params() of the same model")
             if arguments.axes.device.type != "cpu":
                 args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
             if self.full_precision_in_eval:
@@ -364,7 +366,9 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     if flat:
         check_uniform(found)
     policy = policy_of(arguments, module)
-    settings = BuildSettings(axes, comm, policy, "flat", bucket=FlatBucket if flat else LocalBucket)
+    offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
+    home, bucket = home_of(offload, axes.device), FlatBucket if flat else LocalBucket
+    settings = BuildSettings(axes, comm, policy, "flat", bucket=bucket, home=home)
     changed = {id(item.owner): item.owner for item in found if item.owner is not None}
     unit = build_unit(found, settings)
     registries = {id(child._parameters): child for child in module.modules()}

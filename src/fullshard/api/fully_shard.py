@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
 from ..errors import ConfigError, PhaseError, message
 from ..layout import Blocks
-from ..offload import CPUOffloadPolicy, OffloadPolicy
+from ..offload import OffloadPolicy
 from ..precision import MixedPrecisionPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import SpmdMesh, refuse_meta
 from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
+from ..shard.offload import home_of
 from . import optimizer_guard
 from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
 from .names import clean_name, clean_path
@@ -65,8 +66,8 @@ def fully_shard(
             `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
             after forward, also if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
-        offload_policy: `OffloadPolicy()`, no offloading; or `CPUOffloadPolicy()`, which on a CPU mesh has nothing to do
-            (the host is the device) and on others is not supported yet.
+        offload_policy: `OffloadPolicy()`, no offloading; or `CPUOffloadPolicy()`: sharded parameters, gradients and
+            optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
             may be DTensors on that mesh, whole on its data-parallel dims.
@@ -100,9 +101,9 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh, spmd = _data_parallel_part(mesh, dp_mesh_dims)
     axes, kind = resolve_mesh(mesh), make_comm(comm)
-    if isinstance(offload_policy, CPUOffloadPolicy) and axes.device.type != "cpu":
-        raise ConfigError(f"CPUOffloadPolicy is not supported yet on {axes.device.type}: on a CPU mesh it is")
-    settings = BuildSettings(axes, kind, mp_policy, layout, shard_placement_fn, spmd)
+    settings = BuildSettings(
+        axes, kind, mp_policy, layout, shard_placement_fn, spmd, home=home_of(offload_policy, axes.device)
+    )
     keep = _check_reshard(reshard_after_forward, axes)
     ignored = {id(parameter) for parameter in ignored_params or ()}
     if auto_wrap_policy is not None:

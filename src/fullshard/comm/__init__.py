@@ -3,7 +3,7 @@
 from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
-from .groups import axes_of_groups, device_type_of, unsharded_axes
+from .groups import axes_of_groups, device_type_of, reduce_value, unsharded_axes
 from .hook import HookComm
 from .mesh import Axis, MeshAxes, ShardPlacementResult, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
@@ -50,6 +50,7 @@ __all__ = [
     "device_type_of",
     "joined",
     "make_comm",
+    "reduce_value",
     "resolve_mesh",
     "separate_group",
     "subdivide",

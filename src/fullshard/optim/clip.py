@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..comm import Axis
+from ..comm import Axis, reduce_value
 from ..errors import ConfigError, message
 from ..shard import FlatShard, LocalBucket, owner_of
 
@@ -84,7 +84,7 @@ def _norm_of(
             part = torch.zeros((), dtype=dtype, device=tensors[0].device)
         op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
         for group in groups:
-            torch.distributed.all_reduce(part, op=op, group=group)
+            reduce_value(part, op, group)
         parts.append(part)
     if not parts:
         return torch.zeros(())

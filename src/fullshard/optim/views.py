@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, message
-from ..shard import Bucket, FlatBucket, members_of, units_of
+from ..shard import Bucket, FlatBucket, add_views, members_of, units_of
 
 
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
@@ -76,7 +76,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
                 if (member.sharded.requires_grad if wanted is None else id(member.sharded) in wanted)
             }
             if chosen:
-                views.extend(gradients.add_views(_runs(bucket, chosen)))
+                views.extend(add_views(gradients, _runs(bucket, chosen)))
     return views + plain
 
 

@@ -326,6 +326,8 @@ class UnitHooks:
         for parameter in self.unit.finish_reduce(self.comm, self.requires_all_reduce, self.all_reduce_hook):
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks:
+                for home in root.homes:
+                    home.settle()
                 with torch._C._EnableTorchFunction():
                     for hook in list(hooks.values()):
                         hook(parameter)

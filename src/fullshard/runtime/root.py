@@ -46,6 +46,7 @@ class Root:
         for index, hooks in enumerate(units):
             hooks.index = index
             hooks.unit.ledger = self.ledger
+        self.homes = [b.home for hooks in units for b in hooks.unit.buckets if b.home is not None]  # offloaded ones
 
     def agree(self) -> None:
         """Check once that all ranks hold the same units; see `agreement.py`."""
@@ -137,6 +138,8 @@ class Root:
         with plain_access(), torch.no_grad():
             while self.reducing:
                 self.reducing.popleft().finish_reduce()
+        for home in self.homes:
+            home.settle()
         self.backward_order.finish()
         self.recomputed = None
         self._backward = None

@@ -13,6 +13,7 @@ from .parameter import OriginalParameter, RowShard, local_of, plain_access, read
 from .staleness import Clock
 from .tensor_parallel import SpmdMesh
 from .unit import State, Unit, owner_of, refuse_meta
+from .view_making import add_views
 from .whole import gather_whole, whole_views
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SpmdMesh",
     "State",
     "Unit",
+    "add_views",
     "clone_unit",
     "gather_whole",
     "local_of",

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..comm import Axis, Comm, MeshAxes, Pending
-from ..errors import ConfigError, message
 from ..layout import Layout, ParameterSpec, Slot, copies_out
 from .flat_shard import FlatShard, Run
 from .foreach import copy_all
 from .member import Draft, Member
+from .offload import Home
 from .parameter import (
     OWNER_KEY,
     RowShard,
@@ -35,6 +34,7 @@ from .parameter import (
     rows_tensor,
     set_local,
 )
+from .replacement import check_meta, check_replacement
 from .scratch import Scratch
 from .staleness import stamp
 from .tensor_parallel import local_part
@@ -58,6 +58,7 @@ class Bucket:
         axes: the mesh.
         compute_dtype: dtype of `full`; None for the storage dtype.
         plan: makes the layout of any of these parameters.
+        home: memory of the shard and its gradients, if that is not the mesh's device.
     """
 
     plain = True
@@ -71,14 +72,15 @@ class Bucket:
         axes: MeshAxes,
         compute_dtype: torch.dtype | None,
         plan: Callable[[Sequence[ParameterSpec]], Layout],
+        home: Home | None = None,
     ) -> None:
         first = drafts[0].original
-        self.layout, self.axes, self.plan = layout, axes, plan
+        self.layout, self.axes, self.plan, self.home = layout, axes, plan, home
         self.device = first.device if first.is_meta else axes.device
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
-        self.shard = torch.zeros(layout.shard_numel, dtype=self.storage_dtype, device=self.device)
+        self.shard = self._new_shard(self.storage_dtype, self.device)
         self.parallel = {draft.name: draft.parallel for draft in drafts if draft.parallel is not None}
         self.members = [self._admit(draft, slot) for draft, slot in zip(drafts, layout.slots, strict=True)]
         # The full bucket, compute dtype. `full` is gathered into; `copied` is filled from `staging`, and takes memory
@@ -90,6 +92,12 @@ class Bucket:
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
         self.gathered_at = (-1, -1)  # the shard's stamp when it was last gathered
         self._pending: list[Pending] = []
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
+        if self.home is None or device.type == "meta":
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        return self.home.empty(self.layout.shard_numel, dtype).zero_()
 
     def _admit(self, draft: Draft, slot: Slot) -> Member:
         """Copy this rank's part of the original in, and make the sharded parameter."""
@@ -121,7 +129,9 @@ class Bucket:
         if self.layout.kind == "flat":
             return FlatShard(local, self._run_of(slot))
         parallel = self.parallel.get(slot.name)
-        return rows_tensor(local, slot, self.axes) if parallel is None else parallel.sharded(local)
+        if parallel is not None:
+            return parallel.sharded(local)
+        return rows_tensor(local, slot, self.axes, apart=self.home is not None)
 
     def _run_of(self, slot: Slot) -> Run:
         return Run.of(slot, self.layout.segments[slot.segment].slice_numel, self.axes.shard)
@@ -131,7 +141,10 @@ class Bucket:
         parameter: Any = member.sharded
         if parameter.is_meta:
             return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        full: torch.Tensor = parameter.detach().full_tensor()
+        whole: Any = parameter.detach()
+        if self.home is not None and self.layout.kind == "rows":  # ranks talk on the device
+            whole = rows_tensor(local_of(parameter).to(self.axes.device), member.slot, self.axes)
+        full: torch.Tensor = whole.full_tensor()
         return full
 
     def keep_object(self, old: Member, new: Member) -> None:
@@ -148,7 +161,24 @@ class Bucket:
 
     def new_slice(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory for this rank's slice of gradients [shard_numel]; contents undefined."""
+        if self.home is not None:
+            return self.home.empty(self.layout.shard_numel, dtype)
         return torch.empty_like(self.shard, dtype=dtype)
+
+    def copy_of_shard(self) -> torch.Tensor:
+        """The shard's values in memory of the same kind."""
+        if self.home is None or self.shard.is_meta:
+            return self.shard.clone()
+        return self.home.empty(self.shard.numel(), self.shard.dtype).copy_(self.shard)
+
+    def set_shard(self, shard: torch.Tensor) -> None:
+        """Make `shard`, or a copy of it at home, this bucket's; buffers of the old one are dropped."""
+        self.storage_dtype = shard.dtype
+        if self.home is not None and not shard.is_meta and not self.home.holds(shard):
+            shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
+        self.shard = shard
+        self.device = shard.device if self.home is None or shard.is_meta else self.axes.device
+        self.full = self.copied = self.staging = self.small = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -182,6 +212,8 @@ class Bucket:
         self.gathered_at = stamp(source)
         if self.small is not None and small_axis is not None:
             axis, source = small_axis, self.small
+        elif self.home is not None:
+            source = self._cast = self.home.to_device(self.shard, self.compute_dtype)
         elif self.compute_dtype != self.storage_dtype:
             source = self._cast = self.shard.to(self.compute_dtype)
         if len(self._outs) == 1:
@@ -282,7 +314,7 @@ class Bucket:
             Draft(m.name, nn.Parameter(self.full_of(m), requires_grad=m.sharded.requires_grad), m.places)
             for m in staying
         ]
-        rest = type(self)(drafts, layout, self.axes, self.own_compute_dtype, self.plan)
+        rest = type(self)(drafts, layout, self.axes, self.own_compute_dtype, self.plan, self.home)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
@@ -301,8 +333,8 @@ class Bucket:
 
     def rehome(self, shard: torch.Tensor) -> None:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
-        self.shard, self.device, self.storage_dtype = shard, shard.device, shard.dtype
-        self.full = self.copied = self.staging = self.small = None
+        self.set_shard(shard)
+        shard = self.shard
         for member in self.members:
             local = self.view_of(shard, member.slot)
             if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
@@ -334,14 +366,14 @@ class Bucket:
             for parameters, key in member.places:
                 found = parameters.get(key)
                 if found is not member.sharded and found is not member.unsharded:
-                    self._check_replacement(member, found)
+                    check_replacement(self, member, found)
                     assert isinstance(found, nn.Parameter)
                     found.__dict__.update(identity_of(member.sharded))
                     member.sharded = found
         locals_now = [local_of(member.sharded) for member in self.members]
-        self.check_meta(locals_now)
+        check_meta(self, locals_now)
         home = locals_now[0]
-        shard = torch.zeros(self.layout.shard_numel, dtype=home.dtype, device=home.device)
+        shard = self._new_shard(home.dtype, home.device)
         for member, local in zip(self.members, locals_now, strict=True):
             view = self.view_of(shard, member.slot)
             if not local.is_meta:
@@ -349,44 +381,6 @@ class Bucket:
             for parameters, key in member.places:
                 parameters[key] = member.sharded
         self.rehome(shard)
-
-    def check_meta(self, values: Sequence[torch.Tensor]) -> None:
-        """Refuse members of which some are on meta and others are not.
-
-        Raises:
-            ConfigError: names those on meta.
-        """
-        meta = [m.name for m, value in zip(self.members, values, strict=True) if value.is_meta]
-        if meta and len(meta) < len(values):
-            raise ConfigError(
-                message(
-                    "Some parameters of a unit are on the meta device and others are not.",
-                    parameter=", ".join(meta),
-                    remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
-                )
-            )
-
-    def _check_replacement(self, member: Member, found: Any) -> None:
-        expected: Any = member.sharded
-        kind = FlatShard if self.layout.kind == "flat" else DTensor
-        if isinstance(found, kind) and found.shape == expected.shape:
-            if isinstance(found, FlatShard):
-                same = found._run.same_as(expected._run)
-            else:
-                same = found.device_mesh == expected.device_mesh and found.placements == expected.placements
-            if same:
-                return
-        raise ConfigError(
-            message(
-                "A sharded parameter was replaced by something that is not its shard.",
-                parameter=member.name,
-                rank=self.axes.global_rank,
-                expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
-                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-                remedy="change values in place (copy_, load_state_dict without assign=True), "
-                "or assign a tensor with the same placements",
-            )
-        )
 
     def sync_requires_grad(self) -> None:
         """Let the unsharded parameters follow what the user set on the sharded ones since the last step."""

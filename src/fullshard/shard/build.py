@@ -23,6 +23,7 @@ from .checks import check_device, check_type
 from .extension import ExtensionBucket, is_extension, weak_module
 from .flat_shard import FlatShard
 from .member import Draft
+from .offload import Home
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
 from .tensor_parallel import SpmdMesh, TensorParallel, local_part
 from .unit import Unit, owner_of
@@ -210,6 +211,7 @@ class BuildSettings:
     placement: Callable[[nn.Parameter], Any] | None = None
     spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
     bucket: Any = Bucket  # the class, or a function with its arguments
+    home: Home | None = None  # memory of shards and gradients, if not the mesh's device
 
 
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
@@ -241,9 +243,17 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     buckets = []
     for items, layout, own, plan in planned:
         parallel = _parallel(items, own)
+        if parallel and settings.home is not None:
+            raise ConfigError(
+                message(
+                    "CPU offload does not work with tensor-parallel parameters yet.",
+                    parameter=next(iter(parallel)),
+                    remedy="shard their unit without CPUOffloadPolicy",
+                )
+            )
         drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
         compute_dtype = _compute_dtype(items[0].parameter, settings.policy)
-        buckets.append(own.bucket(drafts, layout, own.axes, compute_dtype, plan))
+        buckets.append(own.bucket(drafts, layout, own.axes, compute_dtype, plan, settings.home))
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):

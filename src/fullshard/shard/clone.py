@@ -54,7 +54,7 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
 def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
-    new.shard = bucket.shard.clone()
+    new.shard = bucket.copy_of_shard()
     new.members = []
     new.forget_buffers()
     new._cast, new._pending, new.gathered_at = None, [], (-1, -1)

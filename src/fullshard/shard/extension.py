@@ -23,6 +23,7 @@ from ..layout import Layout, ParameterSpec, Slot
 from .bucket import Bucket
 from .member import Draft, Member
 from .parameter import OWNER_KEY, attributes_of, local_of, rows_parameter, rows_tensor, set_local
+from .replacement import check_replacement
 from .scratch import Scratch
 from .staleness import stamp
 
@@ -58,11 +59,21 @@ class ExtensionBucket(Bucket):
         axes: MeshAxes,
         compute_dtype: torch.dtype | None,
         plan: Callable[[Sequence[ParameterSpec]], Layout],
+        home: Any = None,
         policy: Any = None,
     ) -> None:
         (draft,) = drafts
         original: Any = draft.original
-        self.layout, self.axes, self.plan, self.policy = layout, axes, plan, policy
+        if home is not None:
+            raise ConfigError(
+                message(
+                    "CPU offload does not work with parameters of tensor subclasses yet.",
+                    parameter=draft.name,
+                    got=type(original).__name__,
+                    remedy="shard their unit without CPUOffloadPolicy",
+                )
+            )
+        self.layout, self.axes, self.plan, self.policy, self.home = layout, axes, plan, policy, None
         self.device = original.device if original.is_meta else axes.device
         self.storage_dtype, self.own_compute_dtype = original.dtype, compute_dtype
         self.parallel = {}
@@ -223,7 +234,7 @@ class ExtensionBucket(Bucket):
         for parameters, key in member.places:
             found = parameters.get(key)
             if found is not member.sharded and found is not member.unsharded:
-                self._check_replacement(member, found)
+                check_replacement(self, member, found)
                 assert isinstance(found, nn.Parameter)
                 found.__dict__.update({k: v for k, v in member.sharded.__dict__.items() if k.startswith("_fullshard")})
                 member.sharded = found

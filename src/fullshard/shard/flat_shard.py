@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import Axis, TorchComm
+from ..comm import Axis, TorchComm, device_type_of, reduce_value
 from ..errors import LayoutError, PhaseError, message
 from ..layout import Slot, dense_strides, rectangles
 from .parameter import assign_data
@@ -139,8 +139,14 @@ class FlatShard(torch.Tensor):
         return self._local_tensor.detach()
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, of the parameter's shape, on every rank of the shard axis. Collective."""
-        run, axis, local = self._run, self._run.axis, self._local_tensor.detach()
+        """The whole tensor, of the parameter's shape, on every rank of the shard axis. Collective.
+
+        It lies where the ranks talk: on the accelerator, if this is an offloaded parameter.
+        """
+        run, axis = self._run, self._run.axis
+        local = self._local_tensor.detach()
+        if axis.size > 1:
+            local = local.to(device_type_of(axis.group))
         longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local
@@ -278,9 +284,7 @@ def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
 
 
 def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    if run.axis.size > 1:
-        dist.all_reduce(value, op=op, group=run.axis.group)
-    return value
+    return reduce_value(value, op, run.axis.group) if run.axis.size > 1 else value
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:

@@ -11,19 +11,18 @@ The buffer is rank-major, as the reduction needs it: the world's slices one afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import nn
 
 from ..comm import Comm, Pending
-from ..errors import ConfigError, PhaseError, message
+from ..errors import PhaseError
 from ..layout import Piece
 from .bucket import Bucket
 from .foreach import add_all, copy_all, zero_all
 from .gradient_set import GradientSet, OptimizerView, Scaling, adopt_gradient, cut_gradient
 from .member import Member
+from .offload import copy_home
 from .parameter import read_grad, write_grad
 from .scratch import Scratch
 
@@ -167,7 +166,7 @@ class Gradients:
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         self.state, self.scaling = GradState.REDUCING, scaling
         self._fresh = self._all_none() and self.partial is None
-        direct = self._fresh and self.reduce_dtype == self.grad_dtype
+        direct = self._fresh and self.reduce_dtype == self.grad_dtype and bucket.home is None
         scratch = 0
         if direct:
             self._slice = self._writable_set().flat
@@ -251,7 +250,7 @@ class Gradients:
         target = self.set
         if target is None or target.flat is not self._slice:
             target = self._writable_set()
-            target.flat.copy_(self._slice)
+            copy_home(self.bucket.home, target.flat, self._slice)
         given, empty = [], self.bucket.gives_empty_gradients
         for member, part in zip(self.bucket.members, target.parts, strict=True):
             if not empty and not part.numel():
@@ -271,10 +270,10 @@ class Gradients:
             for m, part in zip(members, current.parts, strict=True)
         )
         if ours and current is not None:
-            current.flat.add_(self._slice)
+            current.flat.add_(self._slice if self.bucket.home is None else self._at_home(self.reduce_dtype))
             return [m for m in members if read_grad(m.sharded) is not None]
         old = [read_grad(m.sharded) for m in members]
-        fresh = self.set = self._make_set(self._slice.to(self.grad_dtype, copy=True))
+        fresh = self.set = self._make_set(self._at_home(self.grad_dtype))
         given, empty = [], self.bucket.gives_empty_gradients
         for member, part, grad in zip(members, fresh.parts, old, strict=True):
             if not empty and not part.numel():
@@ -287,6 +286,17 @@ class Gradients:
         self._show_views(fresh)
         return given
 
+    def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the slice where gradients live, complete."""
+        assert self._slice is not None
+        home = self.bucket.home
+        if home is None:
+            return self._slice.to(dtype, copy=True)
+        made = self.bucket.new_slice(dtype)
+        copy_home(home, made, self._slice)
+        home.settle()
+        return made
+
     def _show_views(self, current: GradientSet) -> None:
         """Give the optimizer views the gradients that their parameters have."""
         for view, grad in zip(self.views, current.views, strict=True):
@@ -298,6 +308,8 @@ class Gradients:
         """Whether other ranks had a gradient for a parameter that this rank did not use."""
         if self.fill_unused:
             return True
+        if self.bucket.home is not None:
+            self.bucket.home.settle()
         view = self.bucket.view_of(flat, member.slot)
         return bool(view.any()) if view.numel() else False
 
@@ -350,6 +362,8 @@ class Gradients:
             and current.storage.nbytes()
             and self._all_none()
         ):
+            if self.bucket.home is not None:  # the host's memory is kept
+                return
             if current.reusable():
                 current.storage.resize_(0)
             else:
@@ -367,49 +381,3 @@ class Gradients:
         for view in self.views:
             if (tensor := view.tensor) is not None:
                 tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
-
-    def add_views(self, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
-        """Make optimizer views of runs (offset, length, member indices) of the shard.
-
-        Raises:
-            ConfigError: one of the parameters has a view already, whose optimizer is alive, or has no values yet.
-        """
-        if self.bucket.shard.is_meta:
-            raise ConfigError(
-                message(
-                    "An optimizer view was asked for while parameters are on the meta device.",
-                    parameter=", ".join(member.name for member in self.bucket.members),
-                    remedy="call model.to_empty(device=...) first",
-                )
-            )
-        self.views = [view for view in self.views if view.tensor is not None]
-        taken = {i for view in self.views for i in view.members}
-        for _, _, indices in runs:
-            for i in taken.intersection(indices):
-                raise ConfigError(
-                    message(
-                        "A parameter already has an optimizer view: two optimizers would update it.",
-                        parameter=self.bucket.members[i].name,
-                        remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
-                    )
-                )
-        tensors = []
-        for offset, length, indices in runs:
-            tensor = nn.Parameter(self.bucket.shard.narrow(0, offset, length))
-            self.views.append(OptimizerView(tensor, offset, length, indices))
-            tensors.append(tensor)
-            shown = [read_grad(self.bucket.members[i].sharded) for i in indices]
-            if any(grad is not None for grad in shown):
-                tensor.grad = self._plain_gradient(offset, length, indices)
-        self.set = None  # its views are the old ones; the gradients it gave out live on
-        return tensors
-
-    def _plain_gradient(self, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
-        """The present gradients of a run's parameters, copied into one plain tensor."""
-        flat = self.bucket.new_slice(self.bucket.storage_dtype).zero_()
-        for i in indices:
-            member = self.bucket.members[i]
-            grad = read_grad(member.sharded)
-            if grad is not None:
-                self.bucket.view_of(flat, member.slot).copy_(self.bucket.flat_part(grad, member))
-        return flat.narrow(0, offset, length)

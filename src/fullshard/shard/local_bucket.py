@@ -19,6 +19,7 @@ from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .flat_shard import FlatShard
 from .member import Draft, Member
 from .parameter import OWNER_KEY, attributes_of, identity_of, part_view
+from .replacement import check_meta
 from .unit import owner_of
 
 
@@ -65,7 +66,7 @@ class LocalBucket(Bucket):
     def full_of(self, member: Member) -> torch.Tensor:
         if self.shard.is_meta:
             return torch.empty(member.slot.shape, dtype=self.storage_dtype, device="meta")
-        local = self.view_of(self.shard, member.slot)
+        local = self.view_of(self.shard, member.slot).to(self.axes.device)
         return FlatShard(local, self._run_of(member.slot)).full_tensor()
 
     def keep_object(self, old: Member, new: Member) -> None:
@@ -81,8 +82,8 @@ class LocalBucket(Bucket):
     # Storage that the user replaced.
 
     def rehome(self, shard: torch.Tensor) -> None:
-        self.shard, self.device, self.storage_dtype = shard, shard.device, shard.dtype
-        self.full = self.copied = self.staging = self.small = None
+        self.set_shard(shard)
+        shard = self.shard
         for member in self.members:
             shown = self.tensor_of(self.view_of(shard, member.slot), member.slot)
             if member.sharded.data_ptr() != shown.data_ptr() or shard.is_meta or member.sharded.dtype != shown.dtype:
@@ -106,9 +107,9 @@ class LocalBucket(Bucket):
                 if found is not member.sharded and found is not member.unsharded:
                     member.sharded = self._adopted(member, found)
         values = [member.sharded.detach() for member in self.members]
-        self.check_meta(values)
+        check_meta(self, values)
         home = values[0]
-        shard = torch.zeros(self.layout.shard_numel, dtype=home.dtype, device=home.device)
+        shard = self._new_shard(home.dtype, home.device)
         for member, value in zip(self.members, values, strict=True):
             shown = self.tensor_of(self.view_of(shard, member.slot), member.slot)
             if value.shape != shown.shape:
@@ -229,6 +230,7 @@ class FlatBucket(LocalBucket):
 
     def rehome(self, shard: torch.Tensor) -> None:
         super().rehome(shard)
+        shard = self.shard
         if self.flat.data_ptr() != shard.data_ptr() or shard.is_meta or self.flat.dtype != shard.dtype:
             self.flat.data = shard
         self.flat._local_shard = self.flat.data

@@ -186,8 +186,17 @@ def successor_of(parameter: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def rows_tensor(local: torch.Tensor, slot: Slot, axes: MeshAxes) -> DTensor:
-    """This rank's chunk `local` (a view of the shard) as a DTensor of the whole parameter."""
+def rows_tensor(local: torch.Tensor, slot: Slot, axes: MeshAxes, apart: bool = False) -> DTensor:
+    """This rank's chunk `local` (a view of the shard) as a DTensor of the whole parameter.
+
+    Args:
+        apart: `local` may be on another device than the mesh (offloaded): `from_local` would move it there.
+    """
+    if apart and not local.is_meta:
+        stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=axes.device)
+        made: Any = rows_tensor(stand_in, slot, axes)
+        set_local(made, local)
+        return made.detach()  # a new wrapper, which takes the device of `local`
     placement = Shard(slot.spec.dim)
     placements = (placement,) if axes.replicate is None else (Replicate(), placement)
     # Shape and stride are given because chunks may be uneven; no check, hence no communication.

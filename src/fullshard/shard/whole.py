@@ -18,6 +18,7 @@ def gather_whole(comm: Comm, bucket: Bucket, local: torch.Tensor) -> torch.Tenso
     Returns:
         [world * shard_numel], of which `slot.offset` is each parameter's first element.
     """
+    local = local.to(bucket.axes.device)
     whole = local.new_empty(bucket.layout.gathered_numel)
     comm.gather(bucket.axes.shard, whole, local).wait()
     return whole

@@ -1,0 +1,256 @@
+"""Shards and gradients at a home apart from the compute device: the same bits as without, in every setting.
+
+Both are the host here, with memory of their own and real copies between them; nothing here shows what a GPU does.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+import fullshard
+from fullshard import Blocks
+from fullshard.shard.lookup import units_of
+from fullshard.shard.offload import Home, home_of
+from models import EXAMPLES
+from training import (
+    Options,
+    assert_same,
+    compare,
+    compare_tensors,
+    full_gradients,
+    full_parameters,
+    shard,
+    train_sharded,
+)
+from wrapped import Wrapping, wrap_example
+
+API, WRAPPER = sys.modules["fullshard.api.fully_shard"], sys.modules["fullshard.api.fsdp"]
+layouts = pytest.mark.parametrize("layout", ["rows", "flat", Blocks("row")], ids=str)
+CASES = {
+    "plain": {},
+    "bf16": {"precision": "bf16"},
+    "bf16_reduce": {"precision": "bf16_reduce"},
+    "accumulation": {"micro_batches": 3},
+    "accumulation_without_sync": {"micro_batches": 3, "sync": False},
+    "clipping": {"clip": "fullshard", "max_norm": 0.05},
+}
+
+
+crossings: Counter[str] = Counter()  # of this process
+
+
+class LateHome(Home):
+    """Gradients arrive only when somebody waits for them, and are garbage before; crossings are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.device("cpu"))
+        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        crossings["to_device"] += 1
+        copied = super().to_device(shard, dtype)
+        assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
+        return copied
+
+    def bring(self, target: torch.Tensor, reduced: torch.Tensor) -> None:
+        crossings["bring"] += 1
+        assert target.untyped_storage().data_ptr() != reduced.untyped_storage().data_ptr()
+        self.late.append((target, reduced.clone()))
+        target.fill_(float("nan"))
+
+    def settle(self) -> None:
+        for target, reduced in self.late:
+            super().bring(target, reduced)
+        self.late.clear()
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """`fully_shard` and the wrapper make units with a home of their own inside."""
+    crossings.clear()
+    with (
+        mock.patch.object(API, "home_of", lambda policy, device: LateHome()),
+        mock.patch.object(WRAPPER, "home_of", lambda policy, device: LateHome()),
+    ):
+        yield
+
+
+def both(name: str, options: Options) -> list[str]:
+    example = EXAMPLES[name]
+    want = train_sharded(fullshard, example, options)
+    with forced():
+        got = train_sharded(fullshard, example, options)
+    problems = compare(got, want, 0.0, "the run without offload")
+    if not crossings["to_device"]:
+        problems.append("no shard was copied to the device: the path was not forced")
+    if not crossings["bring"]:
+        problems.append("no gradient was brought home")
+    return problems
+
+
+@layouts
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(run_ranks, layout, case):
+    assert_same(run_ranks(both, "gpt", Options(layout=layout, **CASES[case])))
+
+
+@layouts
+@pytest.mark.parametrize("settings", [{"mesh": "hybrid"}, {"reshard": 2}], ids=str)
+def test_same_bits_on_four_ranks(run_ranks, layout, settings):
+    assert_same(run_ranks(both, "gpt", Options(layout=layout, **settings), world=4))
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_gradients_never_share_memory_with_the_reduction(run_ranks, layout):
+    assert all(run_ranks(apart, layout))
+
+
+def apart(layout: str) -> bool:
+    """Reduced slices are made on the device; `.grad` and the shard are at home."""
+    example = EXAMPLES["gpt"]
+    with forced():
+        model = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+    seen: list[int] = []
+    units = list(units_of(model))
+    original = fullshard.shard.Gradients.finish_shard_axis
+
+    def spy(self):
+        reduced = original(self)
+        seen.append(reduced.untyped_storage().data_ptr())
+        held.append(reduced)
+        return reduced
+
+    held: list[torch.Tensor] = []  # so that no address is used twice
+    with mock.patch.object(fullshard.shard.Gradients, "finish_shard_axis", spy):
+        example.loss(model, example.batch(0, 0, torch.float32)).backward()
+    sets = [g.set.storage.data_ptr() for unit in units for g in unit.gradients if g.set is not None]
+    return bool(seen) and bool(sets) and not set(seen) & set(sets)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_deepcopy_and_recovery(run_ranks, layout):
+    assert_same(run_ranks(copied_and_recovered, layout))
+
+
+def copied_and_recovered(layout: str) -> list[str]:
+    example, batch = EXAMPLES["gpt"], EXAMPLES["gpt"].batch(0, 0, torch.float32)
+    plain = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+    with forced():
+        model = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in mid-backward")
+
+    norm = next(m for m in model.modules() if isinstance(m, torch.nn.LayerNorm))
+    handle = norm.register_full_backward_pre_hook(lambda module, grads: fail(grads[0]))
+    with pytest.raises(ArithmeticError):
+        example.loss(model, batch).backward()
+    handle.remove()
+    for one in (plain, model):
+        one.zero_grad()
+        example.loss(one, batch).backward()
+    clone = copy.deepcopy(model)
+    problems = compare_tensors("the copy's own gradient", full_gradients(clone), full_gradients(plain), 0.0)
+    clone.zero_grad()
+    example.loss(clone, batch).backward()
+    problems += compare_tensors("gradient", full_gradients(model), full_gradients(plain), 0.0)
+    problems += compare_tensors("the copy's gradient", full_gradients(clone), full_gradients(plain), 0.0)
+    return problems + compare_tensors("parameter", full_parameters(model), full_parameters(plain), 0.0)
+
+
+def test_who_gets_a_home():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert home_of(fullshard.OffloadPolicy(), gpu) is None
+    assert home_of(fullshard.CPUOffloadPolicy(), cpu) is None
+    for pin in (True, False):
+        home = home_of(fullshard.CPUOffloadPolicy(pin_memory=pin), gpu)
+        assert (home.device, home.compute, home.pinned) == (cpu, gpu, pin)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_optimizer_view(run_ranks, layout):
+    assert_same(run_ranks(viewed, layout))
+
+
+def viewed(layout: str) -> list[str]:
+    example, results = EXAMPLES["gpt"], []
+    for enter in (nullcontext, forced):
+        with enter():
+            model = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+        optimizer = torch.optim.AdamW(fullshard.optimizer_view(model), lr=1e-2)
+        for step in range(3):
+            example.loss(model, example.batch(step, 0, torch.float32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_parameters(model))
+    return compare_tensors("parameter", results[1], results[0], 0.0)
+
+
+def wrapped(orig: bool) -> list[str]:
+    """The wrapper with its parameters at home: the same losses and state as without."""
+    example, results = EXAMPLES["gpt"], []
+    for enter in (nullcontext, forced):
+        with enter():
+            model = wrap_example(fullshard, example.make(), example, Wrapping(orig))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            for part in range(2):
+                with model.no_sync() if part == 0 else nullcontext():
+                    example.loss(model, example.batch(2 * step + part, 0)).backward()
+            example.loss(model, example.batch(50 + step, 0)).backward()  # adds to what is there
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = fullshard.FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        moments = {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+        results.append({**model.state_dict(), **moments})
+    problems = [] if crossings["to_device"] and crossings["bring"] else ["the path was not forced"]
+    return problems + compare_tensors("state", results[1], results[0], 0.0)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_wrapper(run_ranks, orig):
+    assert_same(run_ranks(wrapped, orig))
+
+
+def hooks_and_checkpoints(layout: str, folder: str) -> list[str]:
+    """Post-accumulate hooks see whole gradients; DCP saves and loads; `to_empty` and `to` keep shards at home."""
+    import torch.distributed.checkpoint as dcp
+
+    problems, example = [], EXAMPLES["gpt"]
+    with forced():
+        model = shard(fullshard, example.make(), example, Options(layout=layout))
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: problems.append(name) if p.grad._local_tensor.isnan().any() else None
+        )
+    example.loss(model, example.batch(0, 0)).backward()
+    before = full_parameters(model)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    with torch.device("meta"):
+        plain = example.make()
+    with forced():
+        empty = shard(fullshard, plain, example, Options(layout=layout))
+    empty.to_empty(device="cpu")
+    state = empty.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    empty.load_state_dict(state)
+    problems += compare_tensors("loaded", full_parameters(empty), before, 0.0)
+    example.loss(empty, example.batch(0, 0)).backward()
+    problems += compare_tensors("gradient", full_gradients(empty), full_gradients(model), 0.0)
+    if any(unit.buckets[0].home is None for unit in units_of(empty)):
+        problems.append("a unit lost its home")
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_hooks_and_checkpoints(run_ranks, layout, tmp_path):
+    assert_same(run_ranks(hooks_and_checkpoints, layout, str(tmp_path / "checkpoint")))
