@@ -161,6 +161,94 @@ def test_frozen_int8_with_lora(run_ranks, layout):
     assert_same(run_ranks(frozen, layout))
 
 
+class Scaled(torch.Tensor):
+    """What `OneScale` is computed with: int8 values and a scale that is an attribute, not a tensor of the gather."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.size(), dtype=torch.float32)
+
+    def __init__(self, data, scale):
+        self.data8, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default):
+            return cls(args[0].data8, args[0].scale)
+        if func in (aten.as_strided.default, aten.view.default):
+            return cls(args[0].data8, args[0].scale)
+        args = tuple(a.data8.float() * a.scale if isinstance(a, cls) else a for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+class OneScale(GatheredInt8):
+    """int8 on the wire with one scale for all, which `out=` learns as an attribute."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        scale = self.values.abs().amax()
+        dist.all_reduce(scale, dist.ReduceOp.MAX)
+        scale = scale / 127
+        return ((self.values / scale).round().to(torch.int8),), scale
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is not None:
+            out.scale = metadata
+            return None
+        return Scaled(outputs[0], metadata), outputs
+
+
+def one_scale(library: types.ModuleType) -> list[float]:
+    torch.manual_seed(3)
+    layer = nn.Linear(WIDE, 4)
+    layer.weight = nn.Parameter(OneScale(layer.weight.detach().clone()))
+    model = library.fully_shard(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0, foreach=False)
+    losses = []
+    for step in range(4):
+        x = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(step + 100 * dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def attributes() -> list[str]:
+    got, want = one_scale(fullshard), one_scale(torch_fsdp)
+    return [] if torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-6) else [f"{got}, wanted {want}"]
+
+
+def test_attributes_set_on_out_reach_the_module(run_ranks):
+    assert_same(run_ranks(attributes))
+
+
+def tie_and_refusal() -> list[str]:
+    """A unit below keeps its tied weight when the unit above is refused, and gives it up when it is not."""
+    problems = []
+    for rows in (7, 8):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, rows))
+        model[1].weight = model[0].weight
+        model[2].weight = nn.Parameter(GatheredInt8(model[2].weight.detach().clone()))
+        fullshard.fully_shard(model[0])
+        try:
+            fullshard.fully_shard(model)
+            refused = False
+        except fullshard.ConfigError:
+            refused = True
+        if refused != (rows == 7):
+            problems.append(f"{rows} rows: refused {refused}")
+        (model[0] if refused else model)(torch.ones(1, 6)).sum().backward()
+        if model[0].weight.grad is None:
+            problems.append("no gradient")
+    return problems
+
+
+def test_a_refusal_takes_nothing_from_units_below(run_ranks):
+    assert_same(run_ranks(tie_and_refusal))
+
+
 class ShortForm(GatheredInt8):
     """The older signature."""
 

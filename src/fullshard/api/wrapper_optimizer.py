@@ -82,7 +82,7 @@ class OptimizerStateMethods:
         settings = settings_of(_first(model))
         config: Any = settings.optim_state_dict_config
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT and config.rank0_only:
-            optim_state_dict = _from_rank0(optim_state_dict, _first(model)._arguments.axes)
+            optim_state_dict = from_rank0(optim_state_dict, _first(model)._arguments.axes)
         result = _to_load(model, optim, optim_state_dict, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
@@ -138,7 +138,7 @@ class OptimizerStateMethods:
     ) -> dict[str, Any]:
         """As `shard_full_optim_state_dict`, with values on rank 0 only, which sends them. Deprecated in PyTorch."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        whole = _from_rank0(full_optim_state_dict, _first(model)._arguments.axes)
+        whole = from_rank0(full_optim_state_dict, _first(model)._arguments.axes)
         return _to_load(model, _groups(model, optim, optim_input), whole)
 
     @staticmethod
@@ -316,7 +316,7 @@ def _to_load(model: nn.Module, optim: Any, saved: dict[str, Any], named: bool = 
     return {"state": state, "param_groups": groups}
 
 
-def _from_rank0(saved: dict[str, Any] | None, axes: MeshAxes) -> dict[str, Any]:
+def from_rank0(saved: dict[str, Any] | None, axes: MeshAxes) -> dict[str, Any]:
     """Rank 0's state dict on every rank, sent tensor by tensor."""
     axis = axes.shard if axes.shard.size > 1 or axes.replicate is None else axes.replicate
     if axis.size == 1:

@@ -235,13 +235,15 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         own = replace(settings, axes=items[0].axes or settings.axes)
         if is_extension(items[0].parameter):
             own = replace(own, layout="rows", bucket=partial(ExtensionBucket, policy=settings.policy))
-        plan = partial(_plan, first=items[0].parameter, settings=own)
+        plan = partial(_plan, dtype=items[0].parameter.dtype, settings=own)
         layout = plan([_spec(item, own) for item in items])
         if layout.note:
             logger.info("%s: %s", layout.name, layout.note)
         planned.append((items, layout, own, plan))
-    buckets = []
-    for items, layout, own, plan in planned:
+    made: dict[int, Bucket] = {}
+    # Subclasses first: they may be refused, and units below have given nothing up yet.
+    for index in sorted(range(len(planned)), key=lambda i: not is_extension(planned[i][0][0].parameter)):
+        items, layout, own, plan = planned[index]
         parallel = _parallel(items, own)
         if parallel and settings.home is not None:
             raise ConfigError(
@@ -252,8 +254,9 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
                 )
             )
         drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
-        compute_dtype = _compute_dtype(items[0].parameter, settings.policy)
-        buckets.append(own.bucket(drafts, layout, own.axes, compute_dtype, plan, settings.home))
+        compute_dtype = _compute_dtype(items[0].parameter.dtype, settings.policy)
+        made[index] = own.bucket(drafts, layout, own.axes, compute_dtype, plan, settings.home)
+    buckets = [made[index] for index in range(len(planned))]
     unit = Unit(buckets, settings.policy.reduce_dtype)
     unit.rank = settings.axes.global_rank
     for (items, *_), bucket in zip(planned, buckets, strict=True):
@@ -294,15 +297,15 @@ def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> D
     return Draft(item.name, original, [*places, *item.places])
 
 
-def _compute_dtype(parameter: torch.Tensor, policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    return policy.param_dtype if parameter.dtype.is_floating_point else None
+def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    return policy.param_dtype if dtype.is_floating_point else None
 
 
-def _plan(specs: Sequence[ParameterSpec], *, first: torch.Tensor, settings: BuildSettings) -> Layout:
-    """The layout of parameters of `first`'s dtype."""
-    compute = _compute_dtype(first, settings.policy) or first.dtype
+def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings) -> Layout:
+    """The layout of parameters of `dtype`."""
+    compute = _compute_dtype(dtype, settings.policy) or dtype
     reduce = settings.policy.reduce_dtype or compute
-    narrowest = min(first.dtype.itemsize, compute.itemsize, reduce.itemsize)
+    narrowest = min(dtype.itemsize, compute.itemsize, reduce.itemsize)
     align, world = max(1, ALIGN_BYTES // narrowest), settings.axes.shard.size
     kind = settings.layout
     if kind == "flat":

@@ -173,8 +173,9 @@ class ExtensionBucket(Bucket):
                 self._keeps = [out.storage.data_ptr() in self._kept for out in self._received]
             else:
                 # A plain tensor is filled through an alias, which has a version counter of its own: autograd must not
-                # take the same values for a change of what it saved.
-                out = self._made.data if type(self._made) is torch.Tensor else self._made
+                # take the same values for a change of what it saved. A subclass is the very object that the module
+                # uses, on which attributes may be set.
+                out = self._made.data if type(self._made) is torch.Tensor else member.unsharded
                 self.shard.fsdp_post_all_gather(outputs, self._metadata, self.compute_dtype, out=out)
             if member.unsharded is None:
                 self._show(member)

@@ -1,0 +1,198 @@
+"""`fullshard.state_dict`: get and set with every option, of models sharded in every way, against an unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import fullshard
+from fullshard import state_dict as helpers
+from fullshard.state_dict import StateDictOptions
+from training import assert_same
+
+WAYS = ("rows", "flat", "owner", "wrapper-flat", "wrapper-orig", "wrapper-no-shard", "plain")
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+class Net(nn.Module):
+    """Two trainable layers and a frozen one, with sizes that divide nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.body(x))
+
+
+def build(way: str, double: bool = True) -> nn.Module:
+    model = Net().double() if double else Net()
+    if way.startswith("wrapper"):
+        given = {"use_orig_params": way != "wrapper-flat"}
+        if way == "wrapper-no-shard":
+            given["sharding_strategy"] = fullshard.ShardingStrategy.NO_SHARD
+        return fullshard.FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, **given)
+    if way != "plain":
+        fullshard.fully_shard(model, layout=way, auto_wrap_policy={nn.Linear})
+    return model
+
+
+def optimizers_of(model: nn.Module, several: bool = False) -> list[torch.optim.Optimizer]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [[trainable[0]], trainable[1:]] if several else [trainable]
+    return [torch.optim.AdamW(group, lr=0.02 * (i + 1)) for i, group in enumerate(groups)]
+
+
+def steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], start: int, count: int) -> list[float]:
+    losses = []
+    for step in range(start, start + count):
+        x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))  # on all ranks
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+OPTIONS = {
+    "sharded": {},
+    "sharded on the host": {"cpu_offload": True},
+    "whole": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "whole and flattened": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+}
+
+
+def goes_on(way: str, other: str, option: str, several: bool) -> list[str]:
+    """Save one model with the option, load it into another kind, and go on as the unsharded one does."""
+    options = StateDictOptions(**OPTIONS[option])
+    plain, model, into = build("plain"), build(way), build(other)
+    sets = [optimizers_of(one, several) for one in (plain, model, into)]
+    want = steps(plain, sets[0], 0, 6)
+    got = steps(model, sets[1], 0, 3)
+    state, optim = helpers.get_state_dict(model, sets[1], options=options)
+    problems = []
+    if option == "from rank 0":
+        if bool(state) != (dist.get_rank() == 0) and way != "plain":
+            problems.append("rank 0 only")
+        if way == "plain" and dist.get_rank() != 0:
+            state, optim = {}, {}
+    elif "whole" in option:
+        names = [name for name, _ in plain.named_parameters()]
+        if sorted(state) != sorted(names) or any(type(value) is not torch.Tensor for value in state.values()):
+            problems.append("not whole under the plain names")
+        after = dict(state)
+        if any(after[name].shape != p.shape for name, p in plain.named_parameters()):
+            problems.append("shapes")
+    helpers.set_state_dict(into, sets[2], model_state_dict=state, optim_state_dict=optim, options=options)
+    got += steps(into, sets[2], 3, 3)
+    for step, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        if abs(mine - theirs) > 1e-12 * abs(theirs):
+            problems.append(f"loss of step {step}: {mine!r}, wanted {theirs!r}")
+    return problems
+
+
+@ways
+@pytest.mark.parametrize("option", OPTIONS)
+def test_training_goes_on(run_ranks, way, option):
+    assert_same(run_ranks(goes_on, way, way, option, False))
+
+
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [("rows", "wrapper-flat"), ("wrapper-flat", "flat"), ("flat", "wrapper-orig"), ("wrapper-orig", "rows"),
+     ("wrapper-orig", "wrapper-flat"), ("plain", "wrapper-orig"), ("wrapper-flat", "plain")],
+)  # fmt: skip
+def test_into_another_kind_of_model(run_ranks, way, other):
+    assert_same(run_ranks(goes_on, way, other, "whole", False))
+
+
+@pytest.mark.parametrize("way", ["flat", "wrapper-orig", "rows"])
+def test_several_optimizers(run_ranks, way):
+    assert_same(run_ranks(goes_on, way, way, "whole", True))
+
+
+def filters(way: str) -> list[str]:
+    """Frozen parameters left out, parts of the model alone, and names from there; as of the plain model."""
+    plain, model = build("plain"), build(way)
+    problems = []
+    for keywords, part in (
+        ({"ignore_frozen_params": True}, None),
+        ({}, "body"),
+        ({"keep_submodule_prefixes": False}, "body"),
+        ({"ignore_frozen_params": True, "keep_submodule_prefixes": False}, "body"),
+    ):
+        options = StateDictOptions(full_state_dict=True, **keywords)
+        chosen = {_inner(model).get_submodule("body")} if part else None
+        got = helpers.get_model_state_dict(model, submodules=chosen, options=options)
+        want = {
+            name if keywords.get("keep_submodule_prefixes", True) else name.removeprefix("body."): parameter.detach()
+            for name, parameter in plain.named_parameters()
+            if name.startswith(part or "") and (parameter.requires_grad or "ignore_frozen_params" not in keywords)
+        }
+        if sorted(got) != sorted(want) or any(not torch.equal(got[name], want[name]) for name in want):
+            problems.append(f"{keywords} {part}: {sorted(got)}, wanted {sorted(want)}")
+
+    some = {"frozen.bias": plain.frozen.bias.detach()}
+    try:
+        helpers.set_model_state_dict(model, dict(some), options=StateDictOptions(full_state_dict=True, strict=True))
+    except RuntimeError as error:
+        if "body.0.weight" not in str(error) or "_fsdp_wrapped_module" in str(error):
+            problems.append(str(error))
+    else:
+        problems.append("missing keys were not reported")
+    keys = helpers.set_model_state_dict(model, dict(some), options=StateDictOptions(full_state_dict=True, strict=False))
+    if len(keys.missing_keys) != 5:
+        problems.append(f"{keys}")
+    return problems
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, fullshard.FullyShardedDataParallel) else model
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+def test_filters(run_ranks, way):
+    assert_same(run_ranks(filters, way))
+
+
+def through_dcp(way: str, folder: str) -> list[str]:
+    """Save to disk by torch.distributed.checkpoint; load into a model that has not stepped; go on."""
+    plain, model, into = build("plain"), build(way), build(way)
+    sets = [optimizers_of(one) for one in (plain, model, into)]
+    want = steps(plain, sets[0], 0, 5)
+    got = steps(model, sets[1], 0, 3)
+    state, optim = helpers.get_state_dict(model, sets[1])
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=folder)
+    state, optim = helpers.get_state_dict(into, sets[2])
+    loaded = {"model": state, "optim": optim}
+    dcp.load(loaded, checkpoint_id=folder)
+    helpers.set_state_dict(into, sets[2], model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    got += steps(into, sets[2], 3, 2)
+    return [f"{m!r}, wanted {w!r}" for m, w in zip(got, want, strict=True) if abs(m - w) > 1e-12 * abs(w)]
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper-flat", "wrapper-orig"])
+def test_through_dcp(run_ranks, way, tmp_path):
+    assert_same(run_ranks(through_dcp, way, str(tmp_path / "checkpoint")))
+
+
+def refused() -> str:
+    try:
+        helpers.set_model_state_dict(build("wrapper-flat"), {}, options=StateDictOptions(broadcast_from_rank0=True))
+    except fullshard.ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_broadcast_needs_whole_values(run_ranks):
+    assert all("full_state_dict" in said for said in run_ranks(refused))
