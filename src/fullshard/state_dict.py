@@ -30,7 +30,7 @@ from .api.names import clean_name, clean_path
 from .api.wrapper_optimizer import from_rank0
 from .comm import MeshAxes, resolve_mesh
 from .errors import CheckpointError, ConfigError, message
-from .shard import FlatShard
+from .shard import FlatShard, RowShard
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -160,7 +160,7 @@ def set_model_state_dict(
     """
     options = options or StateDictOptions()
     _check(options)
-    if not (_wrapped(model) or _flat(model)):
+    if not (_wrapped(model) or any(isinstance(p, (FlatShard, RowShard)) for p in model.parameters())):
         return dcp.set_model_state_dict(model, model_state_dict, options=options)
     if options.broadcast_from_rank0:
         sent = from_rank0({"state": {"": dict(model_state_dict)}, "param_groups": []}, _axes(model))
