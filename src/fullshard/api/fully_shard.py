@@ -56,8 +56,8 @@ def fully_shard(
     block, then to the model. A unit's parameters are gathered together before its forward and freed after it. The
     interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
 
-    A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what is
-    gathered, as PyTorch documents; it is split into rows, evenly, whatever the layout.
+    A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what
+    is gathered, as PyTorch documents; it is split into rows, evenly, whatever the layout.
 
     Args:
         module: the module, or a list of modules that form one unit.
