@@ -371,7 +371,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     unit = build_unit(found, settings)
     registries = {id(child._parameters): child for child in module.modules()}
     for gradients in unit.gradients:
-        gradients.keeps_reduce_dtype = arguments.mixed_precision.keep_low_precision_grads
+        gradients.keeps_compute_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
         for one in (unit, *changed.values()):
             show_flat(one, module if one is unit else None, registries)

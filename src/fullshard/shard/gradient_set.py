@@ -122,3 +122,10 @@ def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) ->
         grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
     at = grad.storage_offset()
     return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+
+
+def allow_any_dtype(bucket: Bucket, views: Sequence[OptimizerView]) -> None:
+    """Let `.grad` of the bucket's sharded parameters, and of optimizer views over them, have another dtype than they."""
+    for tensor in (*(member.sharded for member in bucket.members), *(view.tensor for view in views)):
+        if tensor is not None:
+            tensor.grad_dtype = None
