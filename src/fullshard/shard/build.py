@@ -20,6 +20,7 @@ from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, pl
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket
 from .flat_shard import FlatShard
+from .local_bucket import HiddenParameter
 from .member import Draft
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
 from .tensor_parallel import SpmdMesh, TensorParallel, local_part
@@ -93,18 +94,18 @@ def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[
     seen: set[int] = set()
     for module in modules:
         for path, owner, unit in walk(module, unit_of):
-            if id(owner) in seen:
-                continue
+            again = id(owner) in seen  # a module that several others hold: each unit that runs it counts
             seen.add(id(owner))
             inside.add(id(unit))
-            for key, registered in owner._parameters.items():
+            hidden = [(key, value) for key, value in owner.__dict__.items() if type(value) is HiddenParameter]
+            for key, registered in [*owner._parameters.items(), *hidden]:
                 if registered is None or id(registered) in ignored:
                     continue
                 parameter = successor_of(registered)
                 name = f"{path}.{key}" if path else key
                 item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
-                if unit is None:
+                if unit is None and not again and type(registered) is not HiddenParameter:
                     item.places.append((_place_of(owner), key))
     taken = []
     for identity, item in found.items():
@@ -273,7 +274,8 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     planned = []
     for items in classes.values():
         own = replace(settings, axes=items[0].axes or settings.axes)
-        plan = partial(_plan, first=items[0].parameter, settings=own)
+        first = torch.empty(0, dtype=items[0].parameter.dtype, device="meta")  # the parameter itself will be retired
+        plan = partial(_plan, first=first, settings=own)
         layout = plan([_spec(item, own) for item in items])
         if layout.note:
             logger.info("%s: %s", layout.name, layout.note)
@@ -312,6 +314,7 @@ def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> D
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
         return Draft(item.name, item.parameter, item.places, parallel)
+    item.parameter = successor_of(item.parameter)  # another one that left its unit may have moved it
     places, full = item.owner.give_up(item.parameter)
     if keep_object:
         original = item.parameter
@@ -393,9 +396,12 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     parameter, placement = item.parameter, item.placement
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)
-    shape = tuple(parameter.shape)
+    shape, order = tuple(parameter.shape), None
+    if item.owner is not None:  # its sharded form need not have the whole's shape
+        slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
+        shape, order = slot.shape, slot.spec.order
     dim = placement.dim % max(len(shape), 1) if placement is not None else 0
-    return ParameterSpec(item.name, shape, memory_order(parameter), dim)
+    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

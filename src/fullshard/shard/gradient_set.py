@@ -125,7 +125,7 @@ def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) ->
 
 
 def allow_any_dtype(bucket: Bucket, views: Sequence[OptimizerView]) -> None:
-    """Let `.grad` of the bucket's sharded parameters, and of optimizer views over them, have another dtype than they."""
+    """Let `.grad` of the bucket's sharded parameters, and of views over them, have another dtype than they have."""
     for tensor in (*(member.sharded for member in bucket.members), *(view.tensor for view in views)):
         if tensor is not None:
             tensor.grad_dtype = None

@@ -265,6 +265,14 @@ class FlatBucket(LocalBucket):
             self.flat = found
         self.rehome(found.detach().contiguous())
 
+    def without(self, leaving: Member) -> Bucket | None:
+        rest = super().without(leaving)
+        if isinstance(rest, FlatBucket):
+            rest.holder = self.holder
+        else:
+            self.holder._parameters.pop(ATTRIBUTE, None)
+        return rest
+
     def sync_requires_grad(self) -> None:
         wanted = self.flat.requires_grad
         for member in self.members:
