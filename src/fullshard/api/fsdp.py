@@ -24,6 +24,7 @@ from .config import (
     ShardingStrategy,
     StateDictSettings,
 )
+from .copying import deepcopy_module
 from .fully_shard import _move_buffers, find_root
 from .module import HOOKS_KEY, hooks_of, unit_of
 from .summon import is_summoned, summon_full_params
@@ -253,6 +254,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         if hasattr(self, WRAPPED):
             return self.module[key]  # type: ignore[index]
         raise PhaseError("the instance wraps nothing yet")
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """A copy with shards of its own on the same ranks; see `fullshard.api.copying.deepcopy_module`."""
+        for instance in self.fsdp_modules(self):
+            memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
+        copied = deepcopy_module(self, memo)
+        for instance in self.fsdp_modules(self):
+            memo[id(instance)]._buffers_cast.follow(memo)
+        return copied
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective."""

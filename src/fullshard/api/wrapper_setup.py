@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ..errors import ArgumentTypeError, ConfigError, message
 from ..precision import MixedPrecisionPolicy
-from ..shard import FlatBucket, OptimizerView, Unit, owner_of
+from ..shard import FlatBucket, Unit, owner_of
+from ..shard.gradient_set import FlatView
 from ..shard.parameter import successor_of
 from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 from .module import is_unit
@@ -291,8 +292,8 @@ def show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Mod
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         assert isinstance(bucket, FlatBucket)
         at = holder if holder is not None else bucket.holder
-        view = bucket.show_as_flat(at, registries)
-        gradients.views = [OptimizerView(view, 0, bucket.layout.shard_numel, range(len(bucket.members)))]
+        bucket.show_as_flat(at, registries)
+        gradients.views = [FlatView(bucket)]
     unit._unsharded_places = None
 
 

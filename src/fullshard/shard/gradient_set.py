@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,7 +99,12 @@ class OptimizerView:
         tensor: [length], a Parameter over `shard[offset : offset + length]`.
         offset, length: in elements of the shard.
         members: indices of the parameters that lie in the run.
+
+    Class attributes:
+        alone: whether users see the view only, so that its gradient is the one that counts.
     """
+
+    alone = False
 
     def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
         self._tensor = weakref.ref(tensor)
@@ -111,8 +117,23 @@ class OptimizerView:
     @property
     def has_gradient(self) -> bool:
         """Whether it is alive and has a `.grad`."""
-        tensor = self._tensor()
+        tensor = self.tensor
         return tensor is not None and tensor.grad is not None
+
+
+class FlatView(OptimizerView):
+    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
+
+    alone = True
+
+    def __init__(self, bucket: Any) -> None:
+        super().__init__(bucket.flat, 0, bucket.layout.shard_numel, range(len(bucket.members)))
+        self._bucket = bucket
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        found: nn.Parameter = self._bucket.flat
+        return found
 
 
 def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:

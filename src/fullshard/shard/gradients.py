@@ -321,7 +321,7 @@ class Gradients:
         if tensor.grad is None:
             for member in members:
                 write_grad(member.sharded, None)
-        elif all(read_grad(member.sharded) is None for member in members):
+        elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
         elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
             adopt_gradient(self.bucket, view, tensor.grad)
