@@ -16,6 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
@@ -383,3 +386,23 @@ def reassigned(originals: bool) -> None:
 @both
 def test_a_reassigned_parameter_is_taken_over_or_refused(run_ranks, originals: bool) -> None:
     run_ranks(reassigned, originals)
+
+
+# Tensor parallelism is fully_shard's.
+
+
+def tensor_parallel(originals: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = blocks()
+    for block in model:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"(?s)up\.weight.*fully_shard"):
+        wrap(fullshard, model, device_mesh=mesh["data"], use_orig_params=originals)
+    with pytest.raises(ValueError, match=r"(?s)up\.weight.*fully_shard"):
+        wrap(fullshard, model, device_mesh=mesh["data"], use_orig_params=originals, auto_wrap_policy={Block})
+    assert type(model[0]) is Block and isinstance(model[0].up.weight, DTensor)
+
+
+@both
+def test_tensor_parallel_parameters_are_refused_with_the_remedy(run_ranks, originals: bool) -> None:
+    run_ranks(tensor_parallel, originals, world=4)
