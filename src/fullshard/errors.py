@@ -48,6 +48,10 @@ class NotSupportedError(ConfigError, NotImplementedError):
     """A combination of arguments that PyTorch refuses as not implemented, and that has no sense."""
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument of a type that PyTorch's front-end stumbles over with a `TypeError`."""
+
+
 def message(
     what: str,
     *,

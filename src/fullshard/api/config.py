@@ -107,7 +107,7 @@ class MixedPrecision(_Checked):
         reduce_dtype: dtype in which gradients are reduced. None: `param_dtype` if set, else the gradients' own.
             Default None.
         buffer_dtype: dtype that buffers are cast to in the first forward and keep. None: their own. Default None.
-        keep_low_precision_grads: leave gradients in the reduction's dtype rather than the parameter's, for optimizers
+        keep_low_precision_grads: leave gradients in `param_dtype` rather than the parameter's own dtype, for optimizers
             that can use them. Default False.
         cast_forward_inputs: cast this instance's forward arguments to `param_dtype`. Default False.
         cast_root_forward_inputs: cast the root instance's forward arguments to `param_dtype`, whatever

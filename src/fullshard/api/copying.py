@@ -15,7 +15,7 @@ from .module import FORWARD_METHODS_KEY, HOOKS_KEY, FSDPModule, hooks_of, regist
 _COPYING = "fullshard: units being copied"
 
 
-def deepcopy_module(module: FSDPModule, memo: dict[Any, Any]) -> Any:
+def deepcopy_module(module: FSDPModule | nn.Module, memo: dict[Any, Any]) -> Any:
     """A copy of `module`, with units and shards of its own on the same mesh. No communication.
 
     Values, gradients, settings and hooks of the module are copied; what is gathered is not: the copy starts sharded.
@@ -75,7 +75,7 @@ def _set_up(hooks: list[UnitHooks], units: dict[int, Unit], memo: dict[Any, Any]
         for module in old.modules:
             for child in module.modules():
                 if id(child) in memo:
-                    registries[id(child._parameters)] = memo[id(child)]
+                    registries[id(child._parameters)] = registries[id(child.__dict__)] = memo[id(child)]
     for old in hooks:
         modules = old.modules
         missing = [module for module in modules if id(module) not in memo]

@@ -26,6 +26,7 @@ from .config import (
     ShardingStrategy,
     StateDictSettings,
 )
+from .copying import deepcopy_module
 from .fully_shard import _move_buffers, find_root
 from .module import HOOKS_KEY, hooks_of, unit_of
 from .names import WRAPPED, clean_name
@@ -39,6 +40,7 @@ from .wrapper_setup import (
     check_uniform,
     materialise,
     policy_of,
+    refuse_tensor_parallel,
     show_flat,
     wrap_submodules,
 )
@@ -254,6 +256,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             return self.module[key]  # type: ignore[index]
         raise PhaseError("the instance wraps nothing yet")
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """A copy with shards of its own on the same ranks; see `fullshard.api.copying.deepcopy_module`."""
+        for instance in self.fsdp_modules(self):
+            memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
+        copied = deepcopy_module(self, memo)
+        for instance in self.fsdp_modules(self):
+            memo[id(instance)]._buffers_cast.follow(memo)
+        return copied
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective."""
         with summon_full_params(self, recurse=False, writeback=True):
@@ -361,6 +372,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     found = find_parameters([module], unit_of, arguments.ignored)
     for item in found:
         item.name = clean_name(item.name)
+    refuse_tensor_parallel(found)
     check_parameters(found, axes, "flat", extensions=False)
     flat = not instance.use_orig_params
     if flat:
@@ -373,7 +385,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     unit = build_unit(found, settings)
     registries = {id(child._parameters): child for child in module.modules()}
     for gradients in unit.gradients:
-        gradients.keeps_reduce_dtype = arguments.mixed_precision.keep_low_precision_grads
+        gradients.keeps_compute_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
         for one in (unit, *changed.values()):
             show_flat(one, module if one is unit else None, registries)

@@ -32,11 +32,12 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if isinstance(parameter, torch.Tensor) and "_fullshard_successor" in parameter.__dict__:
                 raise ConfigError(
                     message(
-                        f"This {type(optimizer).__name__} was built before fully_shard: it holds parameters that "
-                        "were replaced since, and would train nothing.",
+                        f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
+                        "parameters that were replaced since, and would train nothing.",
                         parameter=parameter.__dict__.get("_fullshard_name", "?"),
-                        expected="an optimizer built from model.parameters() after the last fully_shard call",
-                        remedy="build the optimizer after sharding the model",
+                        expected="an optimizer built from model.parameters() once the model is sharded",
+                        remedy="build the optimizer after sharding the model; or wrap it with "
+                        "FullyShardedDataParallel(use_orig_params=True), which keeps Parameter objects",
                     )
                 )
     _checked[optimizer] = count

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ArgumentTypeError, ConfigError
 from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")
@@ -123,7 +123,7 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return CustomPolicy(policy._lambda_fn).choose
     if callable(policy):
         return None
-    raise ConfigError(
+    raise ArgumentTypeError(
         'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
         f"got {policy!r}"
     )

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
-from ..errors import ConfigError, message
+from ..errors import ArgumentTypeError, ConfigError, message
 from ..precision import MixedPrecisionPolicy
-from ..shard import FlatBucket, OptimizerView, Unit
+from ..shard import FlatBucket, Unit, owner_of
+from ..shard.gradient_set import FlatView
+from ..shard.parameter import successor_of
 from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 from .module import is_unit
 from .wrap import _post_order, plan_wrapping
@@ -130,7 +133,10 @@ def _ignored(
 ) -> tuple[set[nn.Module], set[int]]:
     if modules is not None and states is not None:
         raise ConfigError("ignored_modules and ignored_states exclude each other: ignored_states takes modules too")
-    given = list(modules if modules is not None else states or ())
+    states = modules if modules is not None else states or ()
+    if not isinstance(states, Iterable):
+        raise ArgumentTypeError(f"the ignored modules or states must be given as a list or set, got {states!r}")
+    given = list(states)
     kinds = {isinstance(item, nn.Parameter) for item in given}
     wrong = [item for item in given if not isinstance(item, (nn.Module, nn.Parameter))]
     if wrong or len(kinds) > 1 or (modules is not None and True in kinds):
@@ -159,8 +165,17 @@ def wrap_submodules(
         make: from a module and the arguments that replace the root's, an instance.
 
     Raises:
-        ConfigError: one of them is, or contains, an instance already.
+        ConfigError: `module` is, or contains, an instance already.
     """
+    for name, child in module.named_modules():
+        if is_unit(child):
+            raise ConfigError(
+                message(
+                    "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
+                    got=f"{name or 'the module itself'}, a {type(child).__name__}",
+                    remedy="wrap by the policy or by hand, not both",
+                )
+            )
     planned = plan_wrapping(module, policy, arguments.ignored_modules)
     answers = {id(child): own for _, child, own in planned}
     mixed = arguments.mixed_precision
@@ -171,12 +186,6 @@ def wrap_submodules(
             if isinstance(child, untouched) and child is not module and child not in arguments.ignored_modules:
                 answers[id(child)] = {**answers.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
     order = [child for child in _post_order(module) if id(child) in answers]
-    for child in order:
-        if any(is_unit(inner) for inner in child.modules() if id(inner) not in answers) and is_unit(child):
-            raise ConfigError(
-                f"auto_wrap_policy chose {type(child).__name__}, which is an instance already: wrap once, by the "
-                "policy or by hand"
-            )
     for child in order:
         wrapped = make(child, answers[id(child)])
         for parent in list(module.modules()):
@@ -246,14 +255,16 @@ def materialise(
 
 def _on_meta(owner: nn.Module) -> bool:
     tensors = [*owner._parameters.values(), *owner._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+    return any(tensor is not None and successor_of(tensor).is_meta for tensor in tensors)
 
 
 def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
     """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks."""
     for owner in own_modules(module):
         for tensor in [*owner._parameters.values(), *owner._buffers.values()]:
-            if tensor is None or id(tensor) in ignored or not tensor.numel():
+            if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
+                continue  # those of an instance below were made equal when it was wrapped
+            if not tensor.numel():
                 continue
             with torch.no_grad():
                 sent = tensor.detach().to(axes.device).contiguous()
@@ -271,7 +282,7 @@ def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> Mi
     """
     mixed = arguments.mixed_precision
     if isinstance(mixed, _FullPrecision):
-        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        own = next((p.dtype for p in map(successor_of, module.parameters()) if p.is_floating_point()), torch.float32)
         return MixedPrecisionPolicy(own, None, mixed.output_dtype, True)
     cast = mixed.cast_root_forward_inputs if root else mixed.cast_forward_inputs
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
@@ -282,9 +293,28 @@ def show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Mod
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         assert isinstance(bucket, FlatBucket)
         at = holder if holder is not None else bucket.holder
-        view = bucket.show_as_flat(at, registries)
-        gradients.views = [OptimizerView(view, 0, bucket.layout.shard_numel, range(len(bucket.members)))]
+        bucket.show_as_flat(at, registries)
+        gradients.views = [FlatView(bucket)]
     unit._unsharded_places = None
+
+
+def refuse_tensor_parallel(found: list[Any]) -> None:
+    """Tensor-parallel parameters keep what makes them such in `fully_shard` only.
+
+    Raises:
+        ConfigError: names the first parameter that is a DTensor.
+    """
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            raise ConfigError(
+                message(
+                    "FullyShardedDataParallel was given a parameter that is a DTensor already (tensor parallelism).",
+                    parameter=item.name,
+                    got=f"{item.parameter.placements} over {item.parameter.device_mesh}",
+                    remedy="use fullshard.fully_shard for this model, which shards DTensors further; or pass the "
+                    "parameter in ignored_states",
+                )
+            )
 
 
 def check_uniform(found: list[Any]) -> None:

@@ -45,6 +45,15 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
         )
     if not hybrid and pair:
         raise ConfigError("process_group is a pair only for hybrid strategies; give one group")
+    given = groups if pair else [] if groups is None else [groups]
+    if not all(isinstance(group, dist.ProcessGroup) for group in given) or (pair and len(given) != 2):
+        raise ConfigError(
+            message(
+                "process_group must be a process group, or two of them for hybrid strategies.",
+                got=repr(groups),
+                remedy="make groups with torch.distributed.new_group(ranks), on every rank",
+            )
+        )
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
     key = (id(dist.group.WORLD), tuple(map(id, groups)) if pair else id(groups), hybrid, kind)
     if key not in _cached:

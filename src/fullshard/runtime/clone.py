@@ -21,6 +21,8 @@ SETTINGS = (
     "all_reduce_hook",
     "uses_group_memory",
     "find_root",
+    "backward_depth",
+    "prefetches_late",
 )
 """Attributes of `UnitHooks` that a copy takes over as they are, besides the arguments of its constructor."""
 

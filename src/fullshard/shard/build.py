@@ -22,6 +22,7 @@ from .bucket import Bucket
 from .checks import check_device, check_type
 from .extension import ExtensionBucket, is_extension, weak_module
 from .flat_shard import FlatShard
+from .local_bucket import HiddenParameter
 from .member import Draft
 from .offload import Home
 from .parameter import OWNER_KEY, attributes_of, retire, successor_of
@@ -97,18 +98,18 @@ def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[
     seen: set[int] = set()
     for module in modules:
         for path, owner, unit in walk(module, unit_of):
-            if id(owner) in seen:
-                continue
+            again = id(owner) in seen  # a module that several others hold: each unit that runs it counts
             seen.add(id(owner))
             inside.add(id(unit))
-            for key, registered in owner._parameters.items():
+            hidden = [(key, value) for key, value in owner.__dict__.items() if type(value) is HiddenParameter]
+            for key, registered in [*owner._parameters.items(), *hidden]:
                 if registered is None or id(registered) in ignored:
                     continue
                 parameter = successor_of(registered)
                 name = f"{path}.{key}" if path else key
                 item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter), module=owner))
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
-                if unit is None:
+                if unit is None and not again and type(registered) is not HiddenParameter:
                     item.places.append((_place_of(owner), key))
     taken = []
     for identity, item in found.items():
@@ -287,6 +288,7 @@ def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> D
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
         return Draft(item.name, item.parameter, item.places, parallel, weak_module(item.module))
+    item.parameter = successor_of(item.parameter)  # another one that left its unit may have moved it
     places, full = item.owner.give_up(item.parameter)
     if keep_object:
         original = item.parameter
@@ -368,9 +370,12 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     parameter, placement = item.parameter, item.placement
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)
-    shape = tuple(parameter.shape)
+    shape, order = tuple(parameter.shape), None
+    if item.owner is not None:  # its sharded form need not have the whole's shape
+        slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
+        shape, order = slot.shape, slot.spec.order
     dim = placement.dim % max(len(shape), 1) if placement is not None else 0
-    return ParameterSpec(item.name, shape, memory_order(parameter), dim)
+    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,7 +99,12 @@ class OptimizerView:
         tensor: [length], a Parameter over `shard[offset : offset + length]`.
         offset, length: in elements of the shard.
         members: indices of the parameters that lie in the run.
+
+    Class attributes:
+        alone: whether users see the view only, so that its gradient is the one that counts.
     """
+
+    alone = False
 
     def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
         self._tensor = weakref.ref(tensor)
@@ -111,8 +117,23 @@ class OptimizerView:
     @property
     def has_gradient(self) -> bool:
         """Whether it is alive and has a `.grad`."""
-        tensor = self._tensor()
+        tensor = self.tensor
         return tensor is not None and tensor.grad is not None
+
+
+class FlatView(OptimizerView):
+    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
+
+    alone = True
+
+    def __init__(self, bucket: Any) -> None:
+        super().__init__(bucket.flat, 0, bucket.layout.shard_numel, range(len(bucket.members)))
+        self._bucket = bucket
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        found: nn.Parameter = self._bucket.flat
+        return found
 
 
 def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -122,3 +143,10 @@ def cut_gradient(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) ->
         grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
     at = grad.storage_offset()
     return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+
+
+def allow_any_dtype(bucket: Bucket, views: Sequence[OptimizerView]) -> None:
+    """Let `.grad` of the bucket's sharded parameters, and of views over them, have another dtype than they have."""
+    for tensor in (*(member.sharded for member in bucket.members), *(view.tensor for view in views)):
+        if tensor is not None:
+            tensor.grad_dtype = None

@@ -20,7 +20,7 @@ from ..errors import PhaseError
 from ..layout import Piece
 from .bucket import Bucket
 from .foreach import add_all, copy_all, zero_all
-from .gradient_set import GradientSet, OptimizerView, Scaling, adopt_gradient, cut_gradient
+from .gradient_set import GradientSet, OptimizerView, Scaling, adopt_gradient, allow_any_dtype, cut_gradient
 from .member import Member
 from .offload import copy_home
 from .parameter import read_grad, write_grad
@@ -51,7 +51,7 @@ class Gradients:
         self.views: list[OptimizerView] = []
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.fill_unused = False
-        self.keeps_reduce_dtype = False
+        self.keeps_compute_dtype = False
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
         self.scaling = Scaling(True)
@@ -62,8 +62,8 @@ class Gradients:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of `.grad`: the parameter's, or the reduction's if that is kept."""
-        return self.reduce_dtype if self.keeps_reduce_dtype else self.bucket.storage_dtype
+        """Of `.grad`: the parameter's, or the one that it is computed in if that is kept."""
+        return self.bucket.compute_dtype if self.keeps_compute_dtype else self.bucket.storage_dtype
 
     @property
     def buffer_bytes(self) -> int:
@@ -218,6 +218,8 @@ class Gradients:
         assert self._slice is not None
         if self.scaling.after != 1.0:
             self._slice.mul_(self.scaling.after)
+        if self.keeps_compute_dtype:
+            allow_any_dtype(self.bucket, self.views)
         given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
         self._reset(keep_got=False)
         return given
@@ -331,7 +333,7 @@ class Gradients:
         if tensor.grad is None:
             for member in members:
                 write_grad(member.sharded, None)
-        elif all(read_grad(member.sharded) is None for member in members):
+        elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
         elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
             adopt_gradient(self.bucket, view, tensor.grad)

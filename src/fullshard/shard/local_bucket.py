@@ -247,15 +247,26 @@ class FlatBucket(LocalBucket):
             flat.data_ptr() != shard.data_ptr()
             or flat.is_meta != shard.is_meta
             or self.holder._parameters.get(ATTRIBUTE) is not flat
+            or self._covered() is not None
         )
 
+    def _covered(self) -> Member | None:
+        """The first member in whose place on a module the user put something."""
+        for member in self.members:
+            for place, key in member.places:
+                if place.get(key) is not member.hidden:
+                    return member
+        return None
+
     def take_over(self) -> None:
+        if (covered := self._covered()) is not None:
+            self._refuse(covered, registry_of(covered.places[0][0]).get(covered.places[0][1]))
         found = self.holder._parameters.get(ATTRIBUTE)
         if not isinstance(found, nn.Parameter) or found.shape != self.shard.shape:
             raise ConfigError(
                 message(
                     "A FlatParameter was replaced by something that is not its shard.",
-                    parameter=self.flat._fqns[0],
+                    parameter=", ".join(member.name for member in self.members),
                     rank=self.axes.global_rank,
                     expected=f"a Parameter of shape {tuple(self.shard.shape)}",
                     got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
@@ -266,6 +277,14 @@ class FlatBucket(LocalBucket):
             found.__dict__.update(self.flat.__dict__)
             self.flat = found
         self.rehome(found.detach().contiguous())
+
+    def without(self, leaving: Member) -> Bucket | None:
+        rest = super().without(leaving)
+        if isinstance(rest, FlatBucket):
+            rest.holder = self.holder
+        else:
+            self.holder._parameters.pop(ATTRIBUTE, None)
+        return rest
 
     def sync_requires_grad(self) -> None:
         wanted = self.flat.requires_grad

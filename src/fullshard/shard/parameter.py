@@ -181,9 +181,10 @@ def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
 
 
 def successor_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter that took `parameter`'s place, or `parameter` itself."""
-    found: torch.Tensor = parameter.__dict__.get("_fullshard_successor", parameter)
-    return found
+    """The sharded parameter that took `parameter`'s place (or that of the one which did), or `parameter` itself."""
+    while (successor := parameter.__dict__.get("_fullshard_successor")) is not None:
+        parameter = successor
+    return parameter
 
 
 def rows_tensor(local: torch.Tensor, slot: Slot, axes: MeshAxes, apart: bool = False) -> DTensor:

@@ -285,8 +285,9 @@ class Unit:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""
         for member in self.members:
             if member.sharded is parameter:
+                known = {(id(getattr(place, "module", place)), key) for place, key in member.places}
                 for place in places:
-                    if place not in member.places:
+                    if (id(getattr(place[0], "module", place[0])), place[1]) not in known:
                         member.places.append(place)
                         place[0][place[1]] = parameter
         self._unsharded_places = None
