@@ -17,7 +17,7 @@ from wrapped import Wrapping, wrap_example, wrapped_parity
 SHARDED = fullshard.FullyShardedDataParallel
 both = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 # Not here: units that are lists of modules, and methods other than forward, which the wrapper does not have.
-NAMES = [name for name in EXAMPLES if name not in ("gpt_list_unit", "two_ways", "tied_across")]
+NAMES = [name for name in EXAMPLES if name not in ("gpt_list_unit", "two_ways")]
 NOT_IN_TORCH = ("tied_across", "two_types", "frozen", "tied_within", "shapes", "scalar", "unused")
 """What PyTorch's wrapper refuses, gets wrong, or leaves without gradient on some ranks."""
 
