@@ -406,3 +406,18 @@ def tensor_parallel(originals: bool) -> None:
 @both
 def test_tensor_parallel_parameters_are_refused_with_the_remedy(run_ranks, originals: bool) -> None:
     run_ranks(tensor_parallel, originals, world=4)
+
+
+def copied_with_cast_buffers(originals: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    mixed = fullshard.MixedPrecision(buffer_dtype=torch.float64)
+    model = wrap(fullshard, model, mixed_precision=mixed, use_orig_params=originals)
+    assert model.check_is_root()  # settles the root, which casts buffers
+    twin = copy.deepcopy(model)
+    assert twin.module[1].running_mean.dtype == torch.float64
+    assert twin.state_dict()["1.running_mean"].dtype == torch.float32
+
+
+@both
+def test_copies_know_the_dtypes_that_buffers_had(run_ranks, originals: bool) -> None:
+    run_ranks(copied_with_cast_buffers, originals)
