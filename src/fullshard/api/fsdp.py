@@ -14,6 +14,7 @@ from ..comm import Comm, make_comm
 from ..errors import PhaseError, UsageError, message
 from ..runtime import Root, UnitHooks
 from ..shard import FlatBucket, LocalBucket
+from ..shard.flat_parameter import ATTRIBUTE
 from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
 from ..structure import map_tensors
 from . import optimizer_guard
@@ -368,11 +369,15 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     policy = policy_of(arguments, module)
     settings = BuildSettings(axes, comm, policy, "flat", bucket=FlatBucket if flat else LocalBucket)
     changed = {id(item.owner): item.owner for item in found if item.owner is not None}
+    before = [(bucket, one) for one in changed.values() for bucket in one.buckets]
     unit = build_unit(found, settings)
     registries = {id(child._parameters): child for child in module.modules()}
     for gradients in unit.gradients:
         gradients.keeps_reduce_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
+        for bucket, one in before:
+            if isinstance(bucket, FlatBucket) and not one.buckets:  # all its parameters are the new unit's
+                bucket.holder._parameters.pop(ATTRIBUTE, None)
         for one in (unit, *changed.values()):
             show_flat(one, module if one is unit else None, registries)
     hooks = UnitHooks(unit, [instance], comm, policy, strategy in FULL_SHARD, prefetch)

@@ -15,6 +15,8 @@ from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ..errors import ConfigError, message
 from ..precision import MixedPrecisionPolicy
 from ..shard import FlatBucket, OptimizerView, Unit
+from ..shard.parameter import successor_of
+from ..shard.unit import owner_of
 from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 from .module import is_unit
 from .wrap import _post_order, plan_wrapping
@@ -246,14 +248,16 @@ def materialise(
 
 def _on_meta(owner: nn.Module) -> bool:
     tensors = [*owner._parameters.values(), *owner._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+    return any(tensor is not None and successor_of(tensor).is_meta for tensor in tensors)
 
 
 def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
     """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks."""
     for owner in own_modules(module):
         for tensor in [*owner._parameters.values(), *owner._buffers.values()]:
-            if tensor is None or id(tensor) in ignored or not tensor.numel():
+            if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
+                continue  # the last: tied to a parameter that an instance elsewhere has sharded
+            if not tensor.numel():
                 continue
             with torch.no_grad():
                 sent = tensor.detach().to(axes.device).contiguous()

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, PhaseError, message
 from ..runtime import UnitHooks
 from ..shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
 from ..shard.flat_parameter import ATTRIBUTE
+from ..shard.unit import owner_of
 from .config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -319,7 +320,7 @@ def _strip(result: Any, prefix: str) -> None:
     if metadata is not None:
         for key in list(metadata):
             if f"{key}.".startswith(inside):
-                metadata[(prefix + f"{key}."[len(inside) :]).rstrip(".")] = metadata.pop(key)
+                metadata[(prefix + clean_name(f"{key}."[len(inside) :])).rstrip(".")] = metadata.pop(key)
 
 
 # Loading.
@@ -346,21 +347,28 @@ def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_shapes(instance: Any, state_dict: Any, prefix: str) -> None:
-    """Refuse wrong shapes before anything changes."""
-    for _, member, names in names_of_members(instance):
-        for name in names:
-            value = state_dict.get(prefix + name)
-            shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
-            if value is not None and shape is not None and tuple(shape) != member.slot.shape:
-                raise CheckpointError(
-                    message(
-                        "A state dict does not fit the model; nothing was loaded.",
-                        parameter=prefix + name,
-                        expected=f"shape {member.slot.shape}",
-                        got=f"shape {tuple(shape)}",
-                        remedy="load it into the model it was saved from, or fix the model's configuration",
-                    )
+    """Refuse wrong shapes, of parameters, buffers and ignored parameters, before anything changes."""
+    wanted = {name: member.slot.shape for _, member, names in names_of_members(instance) for name in names}
+    for path, child in instance._modules[WRAPPED].named_modules():
+        if isinstance(child, StateDictMethods):
+            continue
+        plain = {k: v for k, v in child._buffers.items() if k not in child._non_persistent_buffers_set}
+        for key, tensor in {**plain, **child._parameters}.items():
+            if tensor is not None and key != ATTRIBUTE and owner_of(tensor) is None:
+                wanted.setdefault(clean_name(f"{path}.{key}" if path else key), tuple(tensor.shape))
+    for name, expected in wanted.items():
+        value = state_dict.get(prefix + name)
+        shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
+        if value is not None and shape is not None and tuple(shape) != expected:
+            raise CheckpointError(
+                message(
+                    "A state dict does not fit the model; nothing was loaded.",
+                    parameter=prefix + name,
+                    expected=f"shape {expected}",
+                    got=f"shape {tuple(shape)}",
+                    remedy="load it into the model it was saved from, or fix the model's configuration",
                 )
+            )
 
 
 def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
@@ -376,16 +384,17 @@ def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: 
         if sliced:
             _take_slice(values.pop(name), local, prefix + name)
         for member, names in members:
-            given = [values.pop(n) for n in names if n in values]
+            present = [n for n in names if n in values]
+            given = [values.pop(n) for n in present]
             if given and not sliced:
-                part = cut_for(bucket, member, whole_of(given[0], bucket.axes.device))
+                part = cut_for(bucket, member, whole_of(given[-1], bucket.axes.device))
                 if part.numel():
                     bucket.view_of(local, member.slot).copy_(part)
             if not isinstance(bucket, FlatBucket) and (given or sliced):
                 own = bucket.tensor_of(bucket.view_of(local, member.slot), member.slot)
-                values.update(dict.fromkeys(names, own))
-            elif isinstance(bucket, FlatBucket) and not (given or sliced):
-                missing.extend(prefix + n for n in names)
+                values.update(dict.fromkeys(names if sliced else present, own))
+            elif isinstance(bucket, FlatBucket) and not sliced:
+                missing.extend(prefix + n for n in names if n not in present)
         if isinstance(bucket, FlatBucket):
             values[ATTRIBUTE] = local
 

@@ -394,6 +394,9 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     if item.owner is None and isinstance(parameter, DTensor):
         parameter = local_part(parameter)
     shape = tuple(parameter.shape)
+    for member in item.owner.members if item.owner is not None else ():
+        if member.sharded is parameter and member.slot.shape != shape:  # a plain tensor, of this rank's part
+            return ParameterSpec(item.name, member.slot.shape, member.slot.spec.order)
     dim = placement.dim % max(len(shape), 1) if placement is not None else 0
     return ParameterSpec(item.name, shape, memory_order(parameter), dim)
 
