@@ -131,7 +131,7 @@ def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
     problems = []
     for case in cases:
         for other in others:
-            for kind, config in KINDS:
+            for kind, config in KINDS if other != "inside_plain" else KINDS[:2]:
                 source, plain = wrapped(case, orig, seed=3)
                 target, _ = wrapped(other, not orig, seed=4)
                 with typed(kind, source, config):

@@ -40,12 +40,9 @@ from .wrapper_setup import (
     show_flat,
     wrap_submodules,
 )
-from .wrapper_state import StateDictMethods, clean_name
+from .wrapper_names import WRAPPED, clean_name
+from .wrapper_state import StateDictMethods
 from .wrapper_training import clip_gradients, register_hook
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The name under which an instance holds the module it wraps."""
-
 
 class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):
     """Wraps a module, so that its parameters, gradients and optimizer state are sharded over ranks.

@@ -15,7 +15,6 @@ from ..errors import CheckpointError, PhaseError, message
 from ..runtime import UnitHooks
 from ..shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
 from ..shard.flat_parameter import ATTRIBUTE
-from ..shard.unit import owner_of
 from .config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -30,22 +29,13 @@ from .config import (
     accept,
 )
 from .summon import is_summoned
-
-WRAPPED = "_fsdp_wrapped_module"
-_PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
+from .wrapper_names import WRAPPED, check_shapes, clean_name, names_of_members
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-
-
-def clean_name(name: str) -> str:
-    """`name` without what wrapping (and activation checkpointing) put into it."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def instances_of(module: nn.Module) -> list[Any]:
@@ -196,7 +186,11 @@ class StateDictMethods:
         hooks.reshard()
         hooks.unit.refresh()
         for inner_path, inner in _named_instances(instance):
-            _check_shapes(inner, state_dict, prefix + inner_path)
+            unmanaged = check_shapes(inner, state_dict, prefix + inner_path)
+            for key in unmanaged if inner is instance else ():
+                value = state_dict.get(prefix + key)
+                if is_sharded_tensor(value) or hasattr(value, "full_tensor"):  # saved where an instance managed it
+                    state_dict[prefix + key] = whole_of(value, instance.compute_device)
         inside = f"{prefix}{WRAPPED}."
         values = {key[len(prefix) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         _load_unit(instance, hooks, values, prefix, missing)
@@ -326,49 +320,11 @@ def _strip(result: Any, prefix: str) -> None:
 # Loading.
 
 
-def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
-    """The instance's own parameters, each with the clean names it has within it (several if it is tied)."""
-    paths: dict[int, str] = {}
-    for path, child in instance._modules[WRAPPED].named_modules(remove_duplicate=False):
-        paths.setdefault(id(child._parameters), clean_name(f"{path}." if path else ""))
-    found = []
-    for bucket in instance._hooks().unit.buckets:
-        for member in bucket.members:
-            names = [paths[id(registry_of(p))] + key for p, key in member.places if id(registry_of(p)) in paths]
-            found.append((bucket, member, names or [member.slot.name]))
-    return found
-
-
 def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
     for path, child in instance.named_modules():
         if isinstance(child, StateDictMethods):
             cleaned = clean_name(f"{path}." if path else "")
             yield cleaned, child
-
-
-def _check_shapes(instance: Any, state_dict: Any, prefix: str) -> None:
-    """Refuse wrong shapes, of parameters, buffers and ignored parameters, before anything changes."""
-    wanted = {name: member.slot.shape for _, member, names in names_of_members(instance) for name in names}
-    for path, child in instance._modules[WRAPPED].named_modules():
-        if isinstance(child, StateDictMethods):
-            continue
-        plain = {k: v for k, v in child._buffers.items() if k not in child._non_persistent_buffers_set}
-        for key, tensor in {**plain, **child._parameters}.items():
-            if tensor is not None and key != ATTRIBUTE and owner_of(tensor) is None:
-                wanted.setdefault(clean_name(f"{path}.{key}" if path else key), tuple(tensor.shape))
-    for name, expected in wanted.items():
-        value = state_dict.get(prefix + name)
-        shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
-        if value is not None and shape is not None and tuple(shape) != expected:
-            raise CheckpointError(
-                message(
-                    "A state dict does not fit the model; nothing was loaded.",
-                    parameter=prefix + name,
-                    expected=f"shape {expected}",
-                    got=f"shape {tuple(shape)}",
-                    remedy="load it into the model it was saved from, or fix the model's configuration",
-                )
-            )
 
 
 def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
