@@ -18,7 +18,7 @@ FLOORS = {
     "shard": 3, "insight": 3,
     "runtime": 4, "checkpoint": 4, "optim": 4,
     "api": 5, "cli": 5, "integrations": 5,
-    "wrap": 6,
+    "wrap": 6, "state_dict": 6,
     "__init__": 7,
 }  # fmt: skip
 
