@@ -53,8 +53,12 @@ def _is_flat(model: nn.Module) -> bool:
     return any(isinstance(parameter, FlatShard) for parameter in model.parameters())
 
 
-def _checked(options: StateDictOptions | None) -> StateDictOptions:
+def _checked(options: StateDictOptions | None, wrapped: bool) -> StateDictOptions:
     options = options or StateDictOptions()
+    if options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers and wrapped:
+        raise ConfigError(
+            "dsd_fqn_modifiers is for models that PyTorch's functions name; wrapped modules have one name"
+        )
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
     return options
@@ -120,7 +124,7 @@ def get_model_state_dict(
         options: `full_state_dict`: whole values (with `cpu_offload` on rank 0 only); else sharded ones.
             `ignore_frozen_params`, `keep_submodule_prefixes`: as in PyTorch.
     """
-    options = _checked(options)
+    options = _checked(options, _is_wrapped(model))
     if not _is_wrapped(model):
         if not (options.full_state_dict and _is_flat(model)):
             return _torch.get_model_state_dict(model, submodules=submodules, options=options)
@@ -156,7 +160,7 @@ def set_model_state_dict(
     Raises:
         CheckpointError: a shape that does not fit; nothing was loaded then.
     """
-    options = _checked(options)
+    options = _checked(options, _is_wrapped(model))
     if not _is_wrapped(model):
         return _torch.set_model_state_dict(model, model_state_dict, options=options)
     state: dict[str, Any] = dict(model_state_dict)
@@ -196,7 +200,7 @@ def get_optimizer_state_dict(
             one level of keys, "state.<name>.<key>" and "param_groups.<name>.<key>".
         optimizers: of the model's parameters; one that has not stepped is given blank state.
     """
-    options, listed = _checked(options), _listed(optimizers)
+    options, listed = _checked(options, _is_wrapped(model)), _listed(optimizers)
     if not _is_wrapped(model):
         if not (options.full_state_dict and _is_flat(model)):
             return _torch.get_optimizer_state_dict(model, listed, submodules=submodules, options=options)
@@ -261,7 +265,7 @@ def set_optimizer_state_dict(
     Raises:
         CheckpointError: a shape or scalar that does not fit.
     """
-    options, listed = _checked(options), _listed(optimizers)
+    options, listed = _checked(options, _is_wrapped(model)), _listed(optimizers)
     if not _is_wrapped(model):
         _torch.set_optimizer_state_dict(model, listed, optim_state_dict, options=options)
         return
@@ -271,7 +275,7 @@ def set_optimizer_state_dict(
         if state and "state" not in state:
             state = {"state": {"": state}, "param_groups": []}
         state = _from_rank0(state, axes)
-        state = state["state"][""] if "" in state["state"] else state
+        state = state["state"].get("", state)
     with _settings(model, replace(options, full_state_dict=False, broadcast_from_rank0=False)):
         for optimizer in listed:
             own = state

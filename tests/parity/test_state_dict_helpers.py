@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_functions
+from wrapping import differences, make, train, whole, wrap
 
 import fullshard
 import fullshard.state_dict as helpers
 from fullshard.state_dict import StateDictOptions
 from training import assert_same
-from wrapping import differences, make, train, whole, wrap
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 STEPS = 2
@@ -102,10 +102,12 @@ def sets(orig: bool) -> list[str]:
     keys = helpers.set_model_state_dict(model, part, options=StateDictOptions(strict=False))
     if sorted(keys.missing_keys) != ["side.bias", "side.weight"]:
         problems.append(f"strict=False: {keys}")
-    with pytest.raises(RuntimeError, match="side.weight"):
+    with pytest.raises(RuntimeError, match=r"side\.weight"):
         helpers.set_model_state_dict(model, part)
     with pytest.raises(fullshard.ConfigError, match="full_state_dict"):
         helpers.set_model_state_dict(model, part, options=StateDictOptions(broadcast_from_rank0=True))
+    with pytest.raises(fullshard.ConfigError, match="dsd_fqn_modifiers"):
+        helpers.get_model_state_dict(model, options=StateDictOptions(dsd_fqn_modifiers="other"))
     return problems
 
 

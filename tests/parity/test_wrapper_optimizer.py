@@ -10,15 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from wrapping import differences, make, train, typed, whole, wrap
 
 import fullshard
+from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
 from training import assert_same
-from wrapping import CPU, FSDP, differences, make, mesh_of, train, typed, whole, wrap
 
-assert mesh_of and CPU
 FULL, SHARDED = fullshard.FullOptimStateDictConfig, fullshard.ShardedOptimStateDictConfig
-KINDS = [("FULL", FULL()), ("FULL", FULL(offload_to_cpu=True)), ("SHARDED", SHARDED()), ("SHARDED", SHARDED(_use_dtensor=True))]
+KINDS = [
+    ("FULL", FULL()),
+    ("FULL", FULL(offload_to_cpu=True)),
+    ("SHARDED", SHARDED()),
+    ("SHARDED", SHARDED(_use_dtensor=True)),
+]
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -35,7 +40,9 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": layers, "lr": 0.03, "weight_decay": 0.0}, {"params": rest}]
 
 
-def trained(orig: bool, name: str = "adamw", groups: bool = False, seed: int = 3, steps: int = STEPS, **options: Any) -> Any:
+def trained(
+    orig: bool, name: str = "adamw", groups: bool = False, seed: int = 3, steps: int = STEPS, **options: Any
+) -> Any:
     model = wrap(make(seed), use_orig_params=orig, **options)
     optimizer = OPTIMIZERS[name](groups_of(model) if groups else model.parameters())
     train(model, optimizer, range(steps))
@@ -144,17 +151,19 @@ def test_parameters_never_updated_have_no_state(run_ranks, orig):
 
 
 class RowMeans(torch.optim.Optimizer):
-    """Like Adafactor: keeps one value per row of a matrix."""
+    """Like Adafactor: keeps one value per row of a matrix, and per element of a vector or one for all of it."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, whole: bool = False) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.whole = whole
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    rows = p.grad.pow(2).reshape(p.shape[0] if p.numel() else 0, -1).mean(1) if p.dim() > 1 else p.grad.pow(2).mean()[None]
+                    squares = p.grad.pow(2)
+                    rows = squares.mean(1) if p.dim() > 1 else squares if self.whole else squares.sum()[None]
                     self.state[p]["rows"] = self.state[p].get("rows", 0) + rows
                     p.sub_(p.grad, alpha=group["lr"])
 
@@ -168,7 +177,7 @@ def by_row(orig: bool) -> list[str]:
         FSDP.optim_state_dict(model, optimizer)
     if orig:
         model, plain = wrap(make(), use_orig_params=True, strategy="NO_SHARD"), make()
-        optimizer, other = RowMeans(model.parameters()), RowMeans(plain.parameters())
+        optimizer, other = RowMeans(model.parameters(), True), RowMeans(plain.parameters(), True)
         train(model, optimizer, range(1))
         train(plain, other, range(1), list(range(dist.get_world_size())))
         state = FSDP.optim_state_dict(model, optimizer)
@@ -210,7 +219,9 @@ def legacy(orig: bool) -> list[str]:
                 "shard": lambda t=target, o=loaded: FSDP.shard_full_optim_state_dict(everywhere, t, optim=o),
                 "scatter": lambda t=target, o=loaded: FSDP.scatter_full_optim_state_dict(rank0 or None, t, optim=o),
                 "flatten": lambda t=target, o=loaded: FSDP.flatten_sharded_optim_state_dict(shards, t, o),
-                "input": lambda t=target: FSDP.shard_full_optim_state_dict(everywhere, t, [{"params": t.parameters(), **OPTIONS}]),
+                "input": lambda t=target: FSDP.shard_full_optim_state_dict(
+                    everywhere, t, [{"params": t.parameters(), **OPTIONS}]
+                ),
             }[kind]()
             loaded.load_state_dict(made)
             got = train(target, loaded, range(STEPS, 2 * STEPS))
@@ -221,9 +232,12 @@ def legacy(orig: bool) -> list[str]:
         problems += differences("rekeyed", flattened(by_name(plain, reference_optimizer)), wanted, 2e-6)
         back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain, list(plain.parameters()))
         problems += differences("back", flattened(back["state"]), flattened(everywhere["state"]))
-        if numbered["param_groups"][0]["params"] != list(range(len(names))) or back["param_groups"][0]["params"] != names:
+        if (
+            numbered["param_groups"][0]["params"] != list(range(len(names)))
+            or back["param_groups"][0]["params"] != names
+        ):
             problems.append(f"rekeyed groups: {numbered['param_groups']}, {back['param_groups']}")
-        with pytest.raises(fullshard.CheckpointError, match="missing.name"):
+        with pytest.raises(fullshard.CheckpointError, match=r"missing\.name"):
             wrong = {"state": {"missing.name": {}}, "param_groups": []}
             FSDP.rekey_optim_state_dict(wrong, OptimStateKeyType.PARAM_ID, plain)
     return problems

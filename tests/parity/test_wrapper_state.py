@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from wrapping import Layer, differences, make, train, typed, whole, wrap
 
 import fullshard
+from fullshard import FullyShardedDataParallel as FSDP
 from training import assert_same
-from wrapping import FSDP, Layer, differences, make, train, typed, whole, wrap
 
 FULL, SHARDED = fullshard.FullStateDictConfig, fullshard.ShardedStateDictConfig
 KINDS = [
@@ -48,10 +49,14 @@ def wrapped(case: str, orig: bool, seed: int = 3) -> tuple[nn.Module, nn.Module]
     elif kind == "ignored_parameter":
         keywords["ignored_states"] = [model.tokens.weight, model.layers[1].gain]
     elif kind == "checkpoint_inside":
-        model.layers = nn.ModuleList(wrap(checkpoint_wrapper(x), **(keywords | {"auto_wrap_policy": None})) for x in model.layers)
+        model.layers = nn.ModuleList(
+            wrap(checkpoint_wrapper(x), **(keywords | {"auto_wrap_policy": None})) for x in model.layers
+        )
         keywords["auto_wrap_policy"] = None
     elif kind == "checkpoint_outside":
-        model.layers = nn.ModuleList(checkpoint_wrapper(wrap(x, **(keywords | {"auto_wrap_policy": None}))) for x in model.layers)
+        model.layers = nn.ModuleList(
+            checkpoint_wrapper(wrap(x, **(keywords | {"auto_wrap_policy": None}))) for x in model.layers
+        )
         keywords["auto_wrap_policy"] = None
     elif kind == "inside_plain":
         model.layers = nn.ModuleList(wrap(x, **(keywords | {"auto_wrap_policy": None})) for x in model.layers)
@@ -241,7 +246,10 @@ def strictness(orig: bool) -> list[str]:
         got_error = refused(model, state, True)
         for line in want_error.splitlines()[1:]:
             names = sorted(line.split(":", 1)[1].replace('"', "").replace(" ", "").strip(".").split(","))
-            if not any(sorted(g.split(":", 1)[-1].replace('"', "").replace(" ", "").strip(".").split(",")) == names for g in got_error.splitlines()):
+            if not any(
+                sorted(g.split(":", 1)[-1].replace('"', "").replace(" ", "").strip(".").split(",")) == names
+                for g in got_error.splitlines()
+            ):
                 problems.append(f"{case}: {got_error} where {want_error}")
         plain = make(4, tied=case.startswith("tied"))
         want, got = plain.load_state_dict(state, strict=False), model.load_state_dict(dict(state), strict=False)
@@ -391,12 +399,16 @@ def settings_faults() -> list[str]:
         with pytest.raises(fullshard.PhaseError):
             model.load_state_dict(make().state_dict())
     seen = []
-    model.module.layers[0].module.up.register_forward_hook(lambda *_: seen.append(pytest.raises(fullshard.PhaseError, model.state_dict)))
+
+    def save_inside(*_: object) -> None:
+        with pytest.raises(fullshard.PhaseError):
+            model.state_dict()
+        seen.append(1)
+
+    model.module.layers[0].module.up.register_forward_hook(save_inside)
     model(torch.tensor([1]))
     return [] if seen else ["the hook did not run"]
 
 
 def test_mistakes_are_refused(run_ranks):
     assert_same(run_ranks(settings_faults))
-
-

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy, StateDictType
 from fullshard.checkpoint.parts import whole_of
 
 CPU = torch.device("cpu")
@@ -86,9 +84,7 @@ def wrap(module: nn.Module, library: types.ModuleType = fullshard, mesh: bool = 
         options["device_id"] = CPU
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return library.FullyShardedDataParallel(
-            module, sharding_strategy=library.ShardingStrategy[strategy], **options
-        )
+        return library.FullyShardedDataParallel(module, sharding_strategy=library.ShardingStrategy[strategy], **options)
 
 
 def whole(state: Any) -> dict[str, Any]:
@@ -127,7 +123,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (6,), generator=generator), torch.randint(11, (6,), generator=generator)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: list[int] | None = None) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: list[int] | None = None
+) -> list[float]:
     """Steps on every rank's own batch (or, of one process, on those of `ranks`); the mean losses."""
     losses = []
     for step in steps:
@@ -143,9 +141,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
             dist.all_reduce(mean)
         losses.append(mean.item())
     return losses
-
-
-__all__ = [
-    "CPU", "FSDP", "Layer", "Net", "ShardingStrategy", "StateDictType", "batch", "differences", "layers_policy",
-    "make", "mesh_of", "train", "typed", "whole", "wrap",
-]  # fmt: skip

@@ -14,8 +14,8 @@ from ..comm import Comm, make_comm
 from ..errors import PhaseError, UsageError, message
 from ..runtime import Root, UnitHooks
 from ..shard import FlatBucket, LocalBucket
-from ..shard.flat_parameter import ATTRIBUTE
 from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ..shard.flat_parameter import ATTRIBUTE
 from ..structure import map_tensors
 from . import optimizer_guard
 from .config import (
@@ -28,6 +28,7 @@ from .config import (
 from .fully_shard import _move_buffers, find_root
 from .module import HOOKS_KEY, hooks_of, unit_of
 from .summon import is_summoned, summon_full_params
+from .wrapper_names import WRAPPED, clean_name
 from .wrapper_optimizer import OptimizerStateMethods
 from .wrapper_precision import Buffers, use_full_precision
 from .wrapper_setup import (
@@ -40,9 +41,9 @@ from .wrapper_setup import (
     show_flat,
     wrap_submodules,
 )
-from .wrapper_names import WRAPPED, clean_name
 from .wrapper_state import StateDictMethods
 from .wrapper_training import clip_gradients, register_hook
+
 
 class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):
     """Wraps a module, so that its parameters, gradients and optimizer state are sharded over ranks.

@@ -15,6 +15,7 @@ WRAPPED = "_fsdp_wrapped_module"
 
 _PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
 
+
 def clean_name(name: str) -> str:
     """`name` without what wrapping (and activation checkpointing) put into it."""
     for prefix in _PREFIXES:

@@ -42,10 +42,6 @@ StateOf = Callable[[Entry], dict[str, Any]]
 Kinds = dict[str, tuple[str, Any]]  # by state key: what it is ("element", "value" or "other"), and its dtype or value
 
 
-def _local_shape(entry: Entry, position: int) -> tuple[int, ...]:
-    return tuple(entry.tensor.shape) if not entry.flat else tuple(entry.members[position].local.shape)
-
-
 def _is_whole(entry: Entry) -> bool:
     """Whether the optimizer has the whole parameter, so that state of any shape keeps its meaning."""
     return entry.bucket is None or (entry.bucket.layout.world == 1 and not entry.flat)
@@ -169,22 +165,19 @@ def _collect_bucket(
         views: dict[int, torch.Tensor] = {}
         if dtype is not None:
             local = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-            for entry, _, state in own:
-                value = state.get(key)
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    _place(bucket, entry, value, local)
+            for entry, kinds, state in own:
+                if key in state and kinds[key][0] == "element":
+                    _place(bucket, entry, state[key], local)
             whole = gather_whole(comm, bucket, local.to(bucket.axes.device))
             views = {id(m): v for m, v in zip(bucket.members, whole_views(bucket, whole), strict=True)}
         if not wanted:
             continue
         for entry, kinds, state in own:
-            if key not in kinds:
-                continue
-            kind, detail = kinds[key]
+            kind, detail = kinds.get(key, (None, None))
             if kind == "other":
                 result.setdefault(entry.names[0], {})[key] = finish(state[key], None)
                 continue
-            for name, member in zip(entry.names, entry.members, strict=True):
+            for name, member in zip(entry.names if kind else (), entry.members if kind else (), strict=True):
                 kept = finish(views[id(member)], bucket.axes) if kind == "element" else _copied(detail)
                 result.setdefault(name, {})[key] = kept
 
