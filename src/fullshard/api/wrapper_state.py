@@ -352,7 +352,8 @@ def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: 
             elif isinstance(bucket, FlatBucket) and not sliced:
                 missing.extend(prefix + n for n in names if n not in present)
         if isinstance(bucket, FlatBucket):
-            values[ATTRIBUTE] = local
+            with torch.no_grad():  # here, for a checkpoint wrapper around the module would rename the key
+                bucket.shard.copy_(local)
 
 
 def _take_slice(given: Any, local: torch.Tensor, name: str) -> None:
