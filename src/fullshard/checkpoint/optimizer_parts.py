@@ -173,7 +173,7 @@ def _collect_bucket(
         if not wanted:
             continue
         for entry, kinds, state in own:
-            kind, detail = kinds.get(key, (None, None))
+            kind, detail = kinds.get(key, ("", None))
             if kind == "other":
                 result.setdefault(entry.names[0], {})[key] = finish(state[key], None)
                 continue
