@@ -61,6 +61,7 @@ def get_model_state_dict(
         CheckpointError: `model` is in the middle of a step.
     """
     options = options or StateDictOptions()
+    _check(model, options)
     if _wrapped(model):
         with _types(model, options):
             state = dict(model.state_dict())
@@ -101,6 +102,7 @@ def get_optimizer_state_dict(
         CheckpointError: state that is neither a scalar nor one value per element.
     """
     options = options or StateDictOptions()
+    _check(model, options)
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     if _wrapped(model):
         merged: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -159,7 +161,7 @@ def set_model_state_dict(
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
-    _check(options)
+    _check(model, options)
     if not (_wrapped(model) or any(isinstance(p, (FlatShard, RowShard)) for p in model.parameters())):
         return dcp.set_model_state_dict(model, model_state_dict, options=options)
     if options.broadcast_from_rank0:
@@ -187,7 +189,7 @@ def set_optimizer_state_dict(
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
-    _check(options)
+    _check(model, options)
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     if options.flatten_optimizer_state_dict and "state" not in optim_state_dict and optim_state_dict:
         optim_state_dict = _unflattened(optim_state_dict)
@@ -236,7 +238,11 @@ def _flat(model: nn.Module) -> bool:
     return any(isinstance(parameter, FlatShard) for parameter in model.parameters())
 
 
-def _check(options: StateDictOptions) -> None:
+def _check(model: nn.Module, options: StateDictOptions) -> None:
+    if _wrapped(model) and options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
+        raise ConfigError(
+            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
+        )
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
 

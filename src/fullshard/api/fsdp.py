@@ -16,6 +16,7 @@ from ..offload import CPUOffloadPolicy, OffloadPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import FlatBucket, LocalBucket
 from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ..shard.flat_parameter import ATTRIBUTE
 from ..shard.offload import home_of
 from ..structure import map_tensors
 from . import optimizer_guard
@@ -379,14 +380,18 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
         check_uniform(found)
     policy = policy_of(arguments, module)
     offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
-    home, bucket = home_of(offload, axes.device), FlatBucket if flat else LocalBucket
-    settings = BuildSettings(axes, comm, policy, "flat", bucket=bucket, home=home)
+    kind = FlatBucket if flat else LocalBucket
+    settings = BuildSettings(axes, comm, policy, "flat", bucket=kind, home=home_of(offload, axes.device))
     changed = {id(item.owner): item.owner for item in found if item.owner is not None}
+    before = [(bucket, one) for one in changed.values() for bucket in one.buckets]
     unit = build_unit(found, settings)
     registries = {id(child._parameters): child for child in module.modules()}
     for gradients in unit.gradients:
         gradients.keeps_compute_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
+        for bucket, one in before:
+            if isinstance(bucket, FlatBucket) and not one.buckets:  # all its parameters are the new unit's
+                bucket.holder._parameters.pop(ATTRIBUTE, None)
         for one in (unit, *changed.values()):
             show_flat(one, module if one is unit else None, registries)
     hooks = UnitHooks(unit, [instance], comm, policy, strategy in FULL_SHARD, prefetch)

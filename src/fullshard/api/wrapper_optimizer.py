@@ -13,12 +13,13 @@ from torch import nn
 
 from ..checkpoint.optimizer_parts import Entry, collect, cut_state
 from ..checkpoint.parts import split_whole
-from ..comm import MeshAxes
+from ..comm import Axis, MeshAxes
 from ..errors import CheckpointError, message
 from ..shard import FlatBucket
 from .config import OptimStateKeyType, StateDictType, accept
 from .names import clean_name
-from .wrapper_state import instances_of, names_of_members, settings_of
+from .wrapper_names import names_of_members
+from .wrapper_state import instances_of, settings_of
 
 
 class OptimizerStateMethods:
@@ -317,20 +318,33 @@ def _to_load(model: nn.Module, optim: Any, saved: dict[str, Any], named: bool = 
 
 
 def from_rank0(saved: dict[str, Any] | None, axes: MeshAxes) -> dict[str, Any]:
-    """Rank 0's state dict on every rank, sent tensor by tensor."""
-    axis = axes.shard if axes.shard.size > 1 or axes.replicate is None else axes.replicate
+    """Rank 0's state dict on every rank, sent tensor by tensor: to the first rank of every replica, and from there.
+
+    Raises:
+        CheckpointError: rank 0 has none; on every rank.
+    """
+    result = saved
+    if axes.replicate is not None and axes.shard.rank == 0:
+        result = _broadcast(result, axes.replicate, axes.device)
+    result = _broadcast(result, axes.shard, axes.device)
+    if result is None:
+        raise CheckpointError("rank 0 has no optimizer state dict to send to the others")
+    return result
+
+
+def _broadcast(saved: dict[str, Any] | None, axis: Axis, device: torch.device) -> dict[str, Any] | None:
     if axis.size == 1:
-        return saved or {}
-    source = axis.rank == 0
+        return saved or None
     plan: list[Any] = [None]
-    if source:
-        assert saved is not None
+    if axis.rank == 0 and saved:
         state = {
             name: {k: ("tensor", v.dtype, tuple(v.shape)) if _sendable(v) else ("value", v) for k, v in own.items()}
             for name, own in saved["state"].items()
         }
         plan = [{"state": state, "param_groups": saved["param_groups"]}]
     dist.broadcast_object_list(plan, group_src=0, group=axis.group)
+    if plan[0] is None:
+        return None
     result: dict[str, Any] = {"state": {}, "param_groups": plan[0]["param_groups"]}
     for name, own in plan[0]["state"].items():
         result["state"][name] = {}
@@ -339,8 +353,8 @@ def from_rank0(saved: dict[str, Any] | None, axes: MeshAxes) -> dict[str, Any]:
                 result["state"][name][key] = detail[0]
                 continue
             dtype, shape = detail
-            sent = torch.empty(shape, dtype=dtype, device=axes.device)
-            if source and saved is not None:
+            sent = torch.empty(shape, dtype=dtype, device=device)
+            if axis.rank == 0 and saved is not None:
                 sent.copy_(saved["state"][name][key])
             dist.broadcast(sent, group_src=0, group=axis.group)
             result["state"][name][key] = sent.cpu()

@@ -30,6 +30,7 @@ from .config import (
 )
 from .names import WRAPPED, clean_name
 from .summon import is_summoned
+from .wrapper_names import check_shapes, names_of_members
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -186,7 +187,11 @@ class StateDictMethods:
         hooks.reshard()
         hooks.unit.refresh()
         for inner_path, inner in _named_instances(instance):
-            _check_shapes(inner, state_dict, prefix + inner_path)
+            unmanaged = check_shapes(inner, state_dict, prefix + inner_path)
+            for key in unmanaged if inner is instance else ():
+                value = state_dict.get(prefix + key)
+                if is_sharded_tensor(value) or hasattr(value, "full_tensor"):  # saved where an instance managed it
+                    state_dict[prefix + key] = whole_of(value, instance.compute_device)
         inside = f"{prefix}{WRAPPED}."
         values = {key[len(prefix) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         _load_unit(instance, hooks, values, prefix, missing)
@@ -310,23 +315,10 @@ def _strip(result: Any, prefix: str) -> None:
     if metadata is not None:
         for key in list(metadata):
             if f"{key}.".startswith(inside):
-                metadata[(prefix + f"{key}."[len(inside) :]).rstrip(".")] = metadata.pop(key)
+                metadata[(prefix + clean_name(f"{key}."[len(inside) :])).rstrip(".")] = metadata.pop(key)
 
 
 # Loading.
-
-
-def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
-    """The instance's own parameters, each with the clean names it has within it (several if it is tied)."""
-    paths: dict[int, str] = {}
-    for path, child in instance._modules[WRAPPED].named_modules(remove_duplicate=False):
-        paths.setdefault(id(child._parameters), clean_name(f"{path}." if path else ""))
-    found = []
-    for bucket in instance._hooks().unit.buckets:
-        for member in bucket.members:
-            names = [paths[id(registry_of(p))] + key for p, key in member.places if id(registry_of(p)) in paths]
-            found.append((bucket, member, names or [member.slot.name]))
-    return found
 
 
 def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
@@ -334,24 +326,6 @@ def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(child, StateDictMethods):
             cleaned = clean_name(f"{path}." if path else "")
             yield cleaned, child
-
-
-def _check_shapes(instance: Any, state_dict: Any, prefix: str) -> None:
-    """Refuse wrong shapes before anything changes."""
-    for _, member, names in names_of_members(instance):
-        for name in names:
-            value = state_dict.get(prefix + name)
-            shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
-            if value is not None and shape is not None and tuple(shape) != member.slot.shape:
-                raise CheckpointError(
-                    message(
-                        "A state dict does not fit the model; nothing was loaded.",
-                        parameter=prefix + name,
-                        expected=f"shape {member.slot.shape}",
-                        got=f"shape {tuple(shape)}",
-                        remedy="load it into the model it was saved from, or fix the model's configuration",
-                    )
-                )
 
 
 def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
@@ -367,18 +341,20 @@ def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: 
         if sliced:
             _take_slice(values.pop(name), local, prefix + name)
         for member, names in members:
-            given = [values.pop(n) for n in names if n in values]
+            present = [n for n in names if n in values]
+            given = [values.pop(n) for n in present]
             if given and not sliced:
-                part = cut_for(bucket, member, whole_of(given[0], bucket.axes.device))
+                part = cut_for(bucket, member, whole_of(given[-1], bucket.axes.device))
                 if part.numel():
                     bucket.view_of(local, member.slot).copy_(part)
             if not isinstance(bucket, FlatBucket) and (given or sliced):
                 own = bucket.tensor_of(bucket.view_of(local, member.slot), member.slot)
-                values.update(dict.fromkeys(names, own))
-            elif isinstance(bucket, FlatBucket) and not (given or sliced):
-                missing.extend(prefix + n for n in names)
+                values.update(dict.fromkeys(names if sliced else present, own))
+            elif isinstance(bucket, FlatBucket) and not sliced:
+                missing.extend(prefix + n for n in names if n not in present)
         if isinstance(bucket, FlatBucket):
-            values[ATTRIBUTE] = local
+            with torch.no_grad():  # here, for a checkpoint wrapper around the module would rename the key
+                bucket.shard.copy_(local)
 
 
 def _take_slice(given: Any, local: torch.Tensor, name: str) -> None:

@@ -39,17 +39,21 @@ class Entry:
 
 
 StateOf = Callable[[Entry], dict[str, Any]]
-Kinds = dict[str, tuple[str, Any]]  # by state key: what it is ("element" or "value"), and its dtype or value
+Kinds = dict[str, tuple[str, Any]]  # by state key: what it is ("element", "value" or "other"), and its dtype or value
 
 
-def _local_shape(entry: Entry, position: int) -> tuple[int, ...]:
-    return tuple(entry.tensor.shape) if not entry.flat else tuple(entry.members[position].local.shape)
+def _is_whole(entry: Entry) -> bool:
+    """Whether the optimizer has the whole parameter, so that state of any shape keeps its meaning."""
+    return entry.bucket is None or (entry.bucket.layout.world == 1 and not entry.flat)
 
 
 def _kinds(entry: Entry, state: dict[str, Any]) -> Kinds:
     found: Kinds = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if tuple(value.shape) != tuple(entry.tensor.shape) and _is_whole(entry):
+                found[key] = ("other", None)
+                continue
             if tuple(value.shape) != tuple(entry.tensor.shape):
                 raise CheckpointError(
                     message(
@@ -90,8 +94,13 @@ def collect(
         CheckpointError: state that is neither a scalar nor one value per element.
     """
     entries = list(entries)
-    mine = [_kinds(entry, state_of(entry)) for entry in entries]
-    merged = _merge(mine, axes)
+    mine: list[Kinds] = []
+    error: CheckpointError | None = None
+    try:
+        mine = [_kinds(entry, state_of(entry)) for entry in entries]
+    except CheckpointError as found:
+        error = found
+    merged = _merge(mine, str(error) if error is not None else None, axes)
     result: dict[str, dict[str, Any]] = {}
     buckets: dict[int, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -116,15 +125,21 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _merge(mine: list[Kinds], axes: MeshAxes) -> list[Kinds]:
-    """What state there is anywhere: a rank that owns nothing of a parameter learns it from the others."""
-    group = axes.shard.group
-    if axes.shard.size == 1:
-        return mine
-    everyone: list[Any] = [None] * axes.shard.size
-    dist.all_gather_object(everyone, mine, group=group)
+def _merge(mine: list[Kinds], error: str | None, axes: MeshAxes) -> list[Kinds]:
+    """What state there is anywhere: a rank that owns nothing of a parameter learns it from the others.
+
+    Raises:
+        CheckpointError: the first rank's `error`, on every rank.
+    """
+    everyone: list[Any] = [(mine, error)]
+    if axes.shard.size > 1:
+        everyone = [None] * axes.shard.size
+        dist.all_gather_object(everyone, (mine, error), group=axes.shard.group)
+    for _, found in everyone:
+        if found is not None:
+            raise CheckpointError(found)
     merged: list[Kinds] = [{} for _ in mine]
-    for theirs in everyone:
+    for theirs, _ in everyone:
         for known, kinds in zip(merged, theirs, strict=True):
             for key, kind in kinds.items():
                 known.setdefault(key, kind)
@@ -150,19 +165,19 @@ def _collect_bucket(
         views: dict[int, torch.Tensor] = {}
         if dtype is not None:
             local = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
-            for entry, _, state in own:
-                value = state.get(key)
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    _place(bucket, entry, value, local)
+            for entry, kinds, state in own:
+                if key in state and kinds[key][0] == "element":
+                    _place(bucket, entry, state[key], local)
             whole = gather_whole(comm, bucket, local.to(bucket.axes.device))
             views = {id(m): v for m, v in zip(bucket.members, whole_views(bucket, whole), strict=True)}
         if not wanted:
             continue
-        for entry, kinds, _ in own:
-            if key not in kinds:
+        for entry, kinds, state in own:
+            kind, detail = kinds.get(key, ("", None))
+            if kind == "other":
+                result.setdefault(entry.names[0], {})[key] = finish(state[key], None)
                 continue
-            kind, detail = kinds[key]
-            for name, member in zip(entry.names, entry.members, strict=True):
+            for name, member in zip(entry.names if kind else (), entry.members if kind else (), strict=True):
                 kept = finish(views[id(member)], bucket.axes) if kind == "element" else _copied(detail)
                 result.setdefault(name, {})[key] = kept
 
@@ -216,6 +231,9 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 result[key] = _copied(value)
                 continue
             whole = whole_of(value, device)
+            if tuple(whole.shape) != member.slot.shape and _is_whole(entry):
+                result[key] = whole.clone().to(bucket.device)
+                continue
             if tuple(whole.shape) != member.slot.shape:
                 raise CheckpointError(
                     message(

@@ -1,0 +1,62 @@
+"""Names of what wrapper instances hold, as the unwrapped module has them, and what a state dict must fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint.sharded_tensor import is_sharded_tensor
+from ..errors import CheckpointError, message
+from ..shard import Bucket, Member, registry_of
+from ..shard.flat_parameter import ATTRIBUTE
+from ..shard.unit import owner_of
+from .names import WRAPPED, clean_name
+
+
+def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
+    """The instance's own parameters, each with the clean names it has within it (several if it is tied)."""
+    paths: dict[int, str] = {}
+    for path, child in instance._modules[WRAPPED].named_modules(remove_duplicate=False):
+        paths.setdefault(id(child._parameters), clean_name(f"{path}." if path else ""))
+    found = []
+    for bucket in instance._hooks().unit.buckets:
+        for member in bucket.members:
+            names = [paths[id(registry_of(p))] + key for p, key in member.places if id(registry_of(p)) in paths]
+            found.append((bucket, member, names or [member.slot.name]))
+    return found
+
+
+def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
+    """Refuse wrong shapes before anything changes.
+
+    Returns:
+        Names, within the instance, of plain buffers and parameters that no instance manages.
+
+    Raises:
+        CheckpointError: a parameter, managed or ignored, or a buffer has another shape in `state_dict`.
+    """
+    wanted = {name: member.slot.shape for _, member, names in names_of_members(instance) for name in names}
+    unmanaged: list[str] = []
+    for path, child in instance._modules[WRAPPED].named_modules():
+        if hasattr(child, "_arguments"):
+            continue
+        plain = {k: v for k, v in child._buffers.items() if k not in child._non_persistent_buffers_set}
+        for key, tensor in {**plain, **child._parameters}.items():
+            if tensor is not None and key != ATTRIBUTE and owner_of(tensor) is None:
+                name = clean_name(f"{path}.{key}" if path else key)
+                wanted.setdefault(name, tuple(tensor.shape))
+                if not hasattr(tensor, "full_tensor"):
+                    unmanaged.append(name)
+    for name, expected in wanted.items():
+        value = state_dict.get(prefix + name)
+        shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
+        if value is not None and shape is not None and tuple(shape) != expected:
+            raise CheckpointError(
+                message(
+                    "A state dict does not fit the model; nothing was loaded.",
+                    parameter=prefix + name,
+                    expected=f"shape {expected}",
+                    got=f"shape {tuple(shape)}",
+                    remedy="load it into the model it was saved from, or fix the model's configuration",
+                )
+            )
+    return unmanaged

@@ -1,0 +1,321 @@
+"""The wrapper's optimizer state dicts: the unsharded optimizer's, by parameter name, and back into any wrapping."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from wrapping import differences, make, train, typed, whole, wrap
+
+import fullshard
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import OptimStateKeyType
+from training import assert_same
+
+FULL, SHARDED = fullshard.FullOptimStateDictConfig, fullshard.ShardedOptimStateDictConfig
+KINDS = [
+    ("FULL", FULL()),
+    ("FULL", FULL(offload_to_cpu=True)),
+    ("SHARDED", SHARDED()),
+    ("SHARDED", SHARDED(_use_dtensor=True)),
+]
+ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3, amsgrad=True),
+}
+STEPS = 2
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Layers with a rate of their own; an instance's parameters are in one group."""
+    layers = [p for n, p in model.named_parameters() if "layers." in n]
+    rest = [p for n, p in model.named_parameters() if "layers." not in n]
+    return [{"params": layers, "lr": 0.03, "weight_decay": 0.0}, {"params": rest}]
+
+
+def trained(
+    orig: bool, name: str = "adamw", groups: bool = False, seed: int = 3, steps: int = STEPS, **options: Any
+) -> Any:
+    model = wrap(make(seed), use_orig_params=orig, **options)
+    optimizer = OPTIMIZERS[name](groups_of(model) if groups else model.parameters())
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def reference(name: str, world: int, groups: bool = False, steps: int = STEPS) -> Any:
+    """One process on all ranks' batches: its model, optimizer and losses."""
+    model = make()
+    optimizer = OPTIMIZERS[name](groups_of(model) if groups else model.parameters())
+    return model, optimizer, train(model, optimizer, range(steps), list(range(world)))
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    return {names[id(p)]: dict(s) for p, s in optimizer.state.items()}
+
+
+def flattened(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    flat = {f"{name} {key}": value for name in sorted(state) for key, value in sorted(state[name].items())}
+    return dict(whole(flat))
+
+
+def saves(orig: bool) -> list[str]:
+    problems = []
+    for name in OPTIMIZERS:
+        for strategy in ("FULL_SHARD", "NO_SHARD") if name == "adamw" else ("FULL_SHARD",):
+            for groups in (False, True):
+                model, optimizer = trained(orig, name, groups, strategy=strategy)
+                plain, other, _ = reference(name, dist.get_world_size(), groups)
+                names = {id(p): n for n, p in plain.named_parameters()}
+                for kind, config in KINDS:
+                    with typed(kind, model, None, config):
+                        state = FSDP.optim_state_dict(model, optimizer)
+                    where = f"{name} {strategy} groups={groups} {kind}"
+                    problems += differences(where, flattened(state["state"]), flattened(by_name(plain, other)), 2e-6)
+                    got = [{**g, "params": sorted(g["params"])} for g in state["param_groups"]]
+                    want = [{**g, "params": sorted(names[id(p)] for p in g["params"])} for g in other.param_groups]
+                    if got != want:
+                        problems.append(f"{where}: groups {got} where {want}")
+    with typed("FULL", model, None, FULL(rank0_only=True, offload_to_cpu=True)):
+        state = FSDP.optim_state_dict(model, optimizer)
+    if (dist.get_rank() == 0) != bool(state):
+        problems.append(f"rank0_only: rank {dist.get_rank()} has {list(state)}")
+    return problems
+
+
+@ORIG
+def test_state_is_the_unsharded_optimizers_by_name(run_ranks, orig):
+    assert_same(run_ranks(saves, orig))
+
+
+def resumes(orig: bool) -> list[str]:
+    """Every kind into other wrappings; the steps after it equal those of one process without interruption."""
+    problems = []
+    _, _, want = reference("adamw", dist.get_world_size(), steps=2 * STEPS)
+    source, optimizer = trained(orig)
+    targets: list[dict[str, Any]] = [{}, {"auto_wrap_policy": None}, {"strategy": "NO_SHARD"}, {"mesh": True}]
+    for kind, config in [*KINDS, ("FULL", FULL(rank0_only=True))]:
+        for other in (False, True):
+            for options in targets:
+                with typed(kind, source, None, config):
+                    values, state = source.state_dict(), FSDP.optim_state_dict(source, optimizer)
+                target = wrap(make(4), use_orig_params=other, **options)
+                loaded = OPTIMIZERS["adamw"](target.parameters())
+                with typed(kind, target, None, config):
+                    target.load_state_dict(values)
+                    made = FSDP.optim_state_dict_to_load(target, loaded, state, load_directly=options == {})
+                if options:
+                    loaded.load_state_dict(made)
+                got = train(target, loaded, range(STEPS, 2 * STEPS))
+                if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
+                    problems.append(f"{kind} {config} -> {other} {options}: losses {got} where {want[STEPS:]}")
+    return problems
+
+
+@ORIG
+def test_training_goes_on_with_the_same_losses(run_ranks, orig):
+    assert_same(run_ranks(resumes, orig))
+
+
+def never_updated(orig: bool) -> list[str]:
+    """Parameters without gradients have no state, in the state dict and after loading it."""
+    model = wrap(make(), use_orig_params=orig)
+    for parameter in model.module.layers[1].parameters():
+        parameter.requires_grad_(False)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    state = FSDP.optim_state_dict(model, optimizer)
+    extra = [name for name in state["state"] if name.startswith("layers.1.")]
+    missing = {n for n, _ in make().named_parameters() if not n.startswith("layers.1.")} - state["state"].keys()
+    target = wrap(make(), use_orig_params=not orig)
+    loaded = OPTIMIZERS["adamw"](target.parameters())
+    FSDP.optim_state_dict_to_load(target, loaded, state, load_directly=True)
+    again = FSDP.optim_state_dict(target, loaded)
+    problems = differences("again", flattened(again["state"]), flattened(state["state"]))
+    named = FSDP.optim_state_dict_to_load(target, loaded, state, is_named_optimizer=True)
+    if not all(isinstance(key, str) for key in [*named["state"], *named["param_groups"][0]["params"]]):
+        problems.append(f"is_named_optimizer gave {list(named['state'])}")
+    return problems + ([f"state of {extra}, none of {missing}"] if extra or missing else [])
+
+
+@ORIG
+def test_parameters_never_updated_have_no_state(run_ranks, orig):
+    assert_same(run_ranks(never_updated, orig))
+
+
+class RowMeans(torch.optim.Optimizer):
+    """Like Adafactor: keeps one value per row of a matrix, and per element of a vector or one for all of it."""
+
+    def __init__(self, params: Any, whole: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    squares = p.grad.pow(2)
+                    rows = squares.mean(1) if p.dim() > 1 else squares if self.whole else squares.sum()[None]
+                    self.state[p]["rows"] = self.state[p].get("rows", 0) + rows
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+def by_row(orig: bool) -> list[str]:
+    problems = []
+    model = wrap(make(), use_orig_params=orig)
+    optimizer = RowMeans(model.parameters())
+    train(model, optimizer, range(1))
+    with pytest.raises(fullshard.CheckpointError, match=r"rows[\s\S]*tokens.weight|rows[\s\S]*shift"):
+        FSDP.optim_state_dict(model, optimizer)
+    if orig:
+        model, plain = wrap(make(), use_orig_params=True, strategy="NO_SHARD"), make()
+        optimizer, other = RowMeans(model.parameters(), True), RowMeans(plain.parameters(), True)
+        train(model, optimizer, range(1))
+        train(plain, other, range(1), list(range(dist.get_world_size())))
+        state = FSDP.optim_state_dict(model, optimizer)
+        problems += differences("rows", flattened(state["state"]), flattened(by_name(plain, other)), 1e-6)
+        made = FSDP.optim_state_dict_to_load(model, optimizer, state)
+        optimizer.load_state_dict(made)
+        again = FSDP.optim_state_dict(model, optimizer)
+        problems += differences("again", flattened(again["state"]), flattened(state["state"]))
+    return problems
+
+
+@ORIG
+def test_state_that_is_not_element_wise(run_ranks, orig):
+    assert_same(run_ranks(by_row, orig))
+
+
+def legacy(orig: bool) -> list[str]:
+    problems = []
+    model, optimizer = trained(orig)
+    plain, reference_optimizer, want = reference("adamw", dist.get_world_size(), steps=2 * STEPS)
+    plain, reference_optimizer, _ = reference("adamw", dist.get_world_size())
+    names = [n for n, _ in plain.named_parameters()]
+    wanted = flattened(by_name(plain, reference_optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        rank0 = FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
+        shards = FSDP.sharded_optim_state_dict(model, optimizer)
+        problems += differences("full", flattened(everywhere["state"]), wanted, 2e-6)
+        problems += differences("sharded", flattened(shards["state"]), wanted, 2e-6)
+        if bool(rank0) != (dist.get_rank() == 0):
+            problems.append(f"full_optim_state_dict on rank {dist.get_rank()}: {list(rank0)}")
+        values = model.state_dict()
+        for kind in ("shard", "scatter", "flatten", "input"):
+            target = wrap(make(4), use_orig_params=not orig)
+            target.load_state_dict(values)
+            loaded = OPTIMIZERS["adamw"](target.parameters())
+            made = {
+                "shard": lambda t=target, o=loaded: FSDP.shard_full_optim_state_dict(everywhere, t, optim=o),
+                "scatter": lambda t=target, o=loaded: FSDP.scatter_full_optim_state_dict(rank0 or None, t, optim=o),
+                "flatten": lambda t=target, o=loaded: FSDP.flatten_sharded_optim_state_dict(shards, t, o),
+                "input": lambda t=target: FSDP.shard_full_optim_state_dict(
+                    everywhere, t, [{"params": t.parameters(), **OPTIONS}]
+                ),
+            }[kind]()
+            loaded.load_state_dict(made)
+            got = train(target, loaded, range(STEPS, 2 * STEPS))
+            if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
+                problems.append(f"{kind}: losses {got} where {want[STEPS:]}")
+        numbered = FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, plain, optim=reference_optimizer)
+        reference_optimizer.load_state_dict(numbered)
+        problems += differences("rekeyed", flattened(by_name(plain, reference_optimizer)), wanted, 2e-6)
+        back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain, list(plain.parameters()))
+        problems += differences("back", flattened(back["state"]), flattened(everywhere["state"]))
+        if (
+            numbered["param_groups"][0]["params"] != list(range(len(names)))
+            or back["param_groups"][0]["params"] != names
+        ):
+            problems.append(f"rekeyed groups: {numbered['param_groups']}, {back['param_groups']}")
+        with pytest.raises(fullshard.CheckpointError, match=r"missing\.name"):
+            wrong = {"state": {"missing.name": {}}, "param_groups": []}
+            FSDP.rekey_optim_state_dict(wrong, OptimStateKeyType.PARAM_ID, plain)
+    return problems
+
+
+OPTIONS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+
+
+@ORIG
+def test_older_methods(run_ranks, orig):
+    assert_same(run_ranks(legacy, orig))
+
+
+def save_files(folder: str, orig: bool) -> None:
+    model, optimizer = trained(orig, steps=2)
+    for name, config in (("sharded", SHARDED()), ("dtensor", SHARDED(_use_dtensor=True))):
+        model_config = fullshard.ShardedStateDictConfig(_use_dtensor=config._use_dtensor)
+        with typed("SHARDED", model, model_config, config):
+            state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+    with typed("FULL", model, None, FULL(rank0_only=True)):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    if dist.get_rank() == 0:
+        torch.save(state, f"{folder}/full.pt")
+
+
+def load_files(folder: str, orig: bool) -> list[str]:
+    want: dict[str, Tensor] = {}
+    problems = []
+    first = torch.load(f"{folder}/full.pt")
+    want = flattened(first["optimizer"]["state"])
+    strategies = ("FULL_SHARD", "HYBRID_SHARD") if dist.get_world_size() == 4 else ("FULL_SHARD",)
+    for strategy in strategies:
+        for name in ("sharded", "dtensor", "full"):
+            model, optimizer = trained(orig, seed=4, steps=1, strategy=strategy)
+            dtensor = "HYBRID" in strategy or orig
+            if name == "full":
+                state = first if dist.get_rank() == 0 else {"model": first["model"], "optimizer": None}
+                with typed("FULL", model, None, FULL(rank0_only=True)):
+                    FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
+            else:
+                with typed("SHARDED", model, None, SHARDED(_use_dtensor=dtensor)):
+                    state = {"optimizer": FSDP.optim_state_dict(model, optimizer)}
+                    dcp.load(state, checkpoint_id=f"{folder}/{name}")
+                    FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
+            got = FSDP.optim_state_dict(model, optimizer)
+            problems += differences(f"{strategy} {name}", flattened(got["state"]), want)
+    return problems
+
+
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2)])
+def test_files_load_on_other_numbers_of_ranks(run_ranks, tmp_path, worlds):
+    for orig in (False, True) if worlds == (4, 2) else (False,):
+        folder = tmp_path / str(orig)
+        folder.mkdir()
+        run_ranks(save_files, str(folder), orig, world=worlds[0])
+        assert_same(run_ranks(load_files, str(folder), not orig, world=worlds[1]))
+
+
+def faults() -> list[str]:
+    model, optimizer = trained(False)
+    state = FSDP.optim_state_dict(model, optimizer)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(fullshard.CheckpointError, match="not the model's"):
+        FSDP.optim_state_dict(model, foreign)
+    state["state"]["shift"]["step"] = torch.tensor(9.0)
+    with pytest.raises(fullshard.CheckpointError, match=r"step[\s\S]*FlatParameter"):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
+    state["state"]["shift"]["step"] = state["state"]["tokens.weight"]["step"]
+    state["state"]["shift"]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(fullshard.CheckpointError, match=r"another shape[\s\S]*shift"):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
+    with typed("FULL", model, None, FULL(rank0_only=True)), pytest.raises(fullshard.CheckpointError, match="rank 0"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {})
+    with pytest.raises(fullshard.CheckpointError, match="contains no"):
+        FSDP.optim_state_dict(make(), optimizer)
+    return []
+
+
+def test_mistakes_are_refused_by_name(run_ranks):
+    assert_same(run_ranks(faults))
