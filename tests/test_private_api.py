@@ -174,3 +174,22 @@ def test_a_grad_scaler_looks_at_gradients_in_one_overridable_place() -> None:
     grads, found = [torch.full((3,), 8.0), torch.tensor([torch.inf])], torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.25))
     assert grads[0].tolist() == [2.0] * 3 and found.item() == 1.0
+
+
+def test_dynamo_says_whether_it_is_active() -> None:
+    from fullshard.runtime import outside_compile
+
+    assert outside_compile.HAS_CALLBACK, "runtime/outside_compile.py falls back to torch.compiler.disable, 8 us a call"
+    seen: list[str] = []
+
+    @outside_compile.outside_compile
+    def engine(x: torch.Tensor) -> torch.Tensor:
+        seen.append("compiling" if torch.compiler.is_compiling() else "eager")
+        return x + 1
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return engine(x * 2) * 3
+
+    assert torch.equal(block(torch.ones(2)), torch.full((2,), 9.0))
+    assert torch.equal(torch.compile(block, backend="eager")(torch.ones(2)), torch.full((2,), 9.0))
+    assert seen == ["eager", "eager"]

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,18 +28,12 @@ from ..precision import MixedPrecisionPolicy, cast_floating
 from ..shard import State, Unit, plain_access, refuse_meta
 from ..structure import map_tensors, tensors_in
 from .call import Call
+from .outside_compile import outside_compile
 from .root import Root
 from .tensor_hooks import on_gradient
 
 _no_grad = torch.no_grad
 _NOTHING = nullcontext()
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def _outside_compile(function: FunctionT) -> FunctionT:
-    """Keep Dynamo out of a hook: a compiled block is one graph between its hooks."""
-    disabled: FunctionT = torch.compiler.disable(function)
-    return disabled
 
 
 class UnitHooks:
@@ -115,7 +109,7 @@ class UnitHooks:
             raise
         return self.after_forward(module, output)
 
-    @_outside_compile
+    @outside_compile
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
         root = self.root
@@ -183,7 +177,7 @@ class UnitHooks:
             self._count_gradients()
         return args, kwargs
 
-    @_outside_compile
+    @outside_compile
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Watch the output, and free; `output` is None if the forward raised. Returns it, cast."""
         root = self.root
