@@ -28,7 +28,7 @@ from ..precision import MixedPrecisionPolicy, cast_floating
 from ..shard import State, Unit, plain_access, refuse_meta
 from ..structure import map_tensors, tensors_in
 from .call import Call
-from .outside_compile import outside_compile
+from .outside_compile import dynamo_is_active
 from .root import Root
 from .tensor_hooks import on_gradient
 
@@ -99,17 +99,20 @@ class UnitHooks:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
+        if torch.compiler.is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
+            before, after = self._guarded_before, self._guarded_after
+        else:
+            before, after = self.before_forward, self.after_forward
         try:
-            args, kwargs = self.before_forward(module, args, kwargs)
+            args, kwargs = before(module, args, kwargs)
             output = forward(*args, **kwargs)
         except BaseException:
             if self.root is not None:
                 self.root.checks_order = False  # the other ranks are elsewhere
-            self.after_forward(module, None)
+            after(module, None)
             raise
-        return self.after_forward(module, output)
+        return after(module, output)
 
-    @outside_compile
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
         root = self.root
@@ -177,7 +180,6 @@ class UnitHooks:
             self._count_gradients()
         return args, kwargs
 
-    @outside_compile
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Watch the output, and free; `output` is None if the forward raised. Returns it, cast."""
         root = self.root
@@ -198,6 +200,9 @@ class UnitHooks:
         else:
             self._after_pass(root, module)
         return output
+
+    _guarded_before = torch.compiler.disable(before_forward)
+    _guarded_after = torch.compiler.disable(after_forward)
 
     def _watch_outputs(self, output: Any, call: Call) -> None:
         hook = call.before_backward
