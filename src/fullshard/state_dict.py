@@ -259,7 +259,9 @@ def _types(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
     """The wrapper's settings for these options."""
     cpu = options.cpu_offload
     kind = StateDictType.FULL_STATE_DICT if options.full_state_dict else StateDictType.SHARDED_STATE_DICT
-    configs: tuple[Any, Any] = (ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu))
+    # DTensors also where PyTorch's would give ShardedTensors: of one that is empty on some rank (a dim smaller than the
+    # world) torch.distributed.checkpoint loses the key on that rank, and cannot load what it saved.
+    configs: tuple[Any, Any] = (ShardedStateDictConfig(cpu, True), ShardedOptimStateDictConfig(cpu, True))
     if options.full_state_dict:
         configs = (FullStateDictConfig(cpu, cpu), FullOptimStateDictConfig(cpu, cpu))
     with FullyShardedDataParallel.state_dict_type(model, kind, *configs):

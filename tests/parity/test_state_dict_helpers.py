@@ -186,6 +186,39 @@ def test_through_dcp(run_ranks, way, tmp_path):
     assert_same(run_ranks(through_dcp, way, str(tmp_path / "checkpoint")))
 
 
+def saved_at(way: str, folder: str) -> list[float]:
+    """Three steps, saved; the losses of three more."""
+    model = build(way)
+    optimizers = optimizers_of(model)
+    steps(model, optimizers, 0, 3)
+    state, optim = helpers.get_state_dict(model, optimizers)
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=folder)
+    return steps(model, optimizers, 3, 3)
+
+
+def loaded_at(way: str, folder: str) -> list[float]:
+    model = build(way)
+    optimizers = optimizers_of(model)
+    state, optim = helpers.get_state_dict(model, optimizers)
+    loaded = {"model": state, "optim": optim}
+    dcp.load(loaded, checkpoint_id=folder)
+    helpers.set_state_dict(model, optimizers, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    return steps(model, optimizers, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [("wrapper-orig", "wrapper-flat"), ("wrapper-flat", "wrapper-orig"), ("rows", "wrapper-orig"), ("flat", "rows")],
+)
+@pytest.mark.parametrize(("worlds"), [(2, 4), (4, 2)], ids=str)
+def test_another_number_of_ranks(run_ranks, way, other, worlds, tmp_path):
+    """Dims of 3 over 4 ranks: some hold nothing of a parameter."""
+    folder = str(tmp_path / "checkpoint")
+    want = run_ranks(saved_at, way, folder, world=worlds[0])[0]
+    for got in run_ranks(loaded_at, other, folder, world=worlds[1]):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
 def refused() -> str:
     try:
         helpers.set_model_state_dict(build("wrapper-flat"), {}, options=StateDictOptions(broadcast_from_rank0=True))
