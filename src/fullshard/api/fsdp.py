@@ -41,7 +41,6 @@ from .wrapper_setup import (
     check_uniform,
     materialise,
     policy_of,
-    refuse_tensor_parallel,
     show_flat,
     wrap_submodules,
 )
@@ -373,8 +372,7 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     found = find_parameters([module], unit_of, arguments.ignored)
     for item in found:
         item.name = clean_name(item.name)
-    refuse_tensor_parallel(found)
-    check_parameters(found, axes, "flat", extensions=False)
+    check_parameters(found, axes, "flat", wrapper=True)
     flat = not instance.use_orig_params
     if flat:
         check_uniform(found)

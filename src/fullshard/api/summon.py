@@ -13,6 +13,7 @@ from ..errors import ConfigError, NotSupportedError, UsageError, message
 from ..runtime import UnitHooks
 from ..shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
 from ..shard.flat_parameter import ATTRIBUTE
+from ..shard.tensor_parallel import local_part
 from .module import hooks_of
 
 _SUMMONED = "_fullshard_summoned"
@@ -146,16 +147,20 @@ class _Whole:
         for member, has_grad in zip(bucket.members, self.with_grad, strict=True):
             slot = member.slot
             view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
-            if bucket.keeps_originals:
+            parallel = bucket.parallel.get(slot.name)
+            if bucket.keeps_originals and parallel is None:
                 parameter = member.sharded
                 self.saved.append(parameter.grad)
                 parameter.grad = None
                 parameter.data = view
-            else:
-                parameter = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+            else:  # a tensor-parallel one is shown as the DTensor it was
+                self.saved.append(None)
+                shown = view if parallel is None else parallel.unsharded(view)
+                parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
             if has_grad and self.grads is not None:
                 at = self.grads.storage_offset() + slot.offset
-                parameter.grad = self.grads.as_strided(slot.shape, slot.stride, at)
+                grad = self.grads.as_strided(slot.shape, slot.stride, at)
+                parameter.grad = grad if parallel is None else parallel.unsharded(grad)
             self.parameters.append(parameter)
             for place, key in member.places:
                 registry = registry_of(place)
@@ -176,7 +181,7 @@ class _Whole:
                 self._collect(member, parameter, writeback)
             except ConfigError as found:
                 error = found
-            if bucket.keeps_originals:
+            if bucket.keeps_originals and member.slot.name not in bucket.parallel:
                 grad, parameter.grad = self.saved[i], None
                 parameter.data = member.local
                 member.sharded = parameter
@@ -202,6 +207,8 @@ class _Whole:
         place, key = member.places[0]
         found = registry_of(place).get(key)
         value = found if isinstance(found, torch.Tensor) else parameter
+        value_grad = None if value.grad is None else local_part(value.grad)
+        value = local_part(value)
         view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
         if value.shape != view.shape:
             raise ConfigError(
@@ -215,11 +222,11 @@ class _Whole:
         if writeback and value.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(value)
-        if writeback and self.grads is not None and value.grad is not None:
+        if writeback and self.grads is not None and value_grad is not None:
             at = self.grads.storage_offset() + slot.offset
             target = self.grads.as_strided(slot.shape, slot.stride, at)
-            if value.grad.data_ptr() != target.data_ptr():
-                target.copy_(value.grad)
+            if value_grad.data_ptr() != target.data_ptr():
+                target.copy_(value_grad)
 
     def _write_gradients(self) -> None:
         assert self.grads is not None

@@ -34,7 +34,9 @@ def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
     Raises:
         CheckpointError: a parameter, managed or ignored, or a buffer has another shape in `state_dict`.
     """
-    wanted = {name: member.slot.shape for _, member, names in names_of_members(instance) for name in names}
+    wanted = {
+        name: bucket.whole_shape(member) for bucket, member, names in names_of_members(instance) for name in names
+    }
     unmanaged: list[str] = []
     for path, child in instance._modules[WRAPPED].named_modules():
         if hasattr(child, "_arguments"):

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.optimizer_parts import Entry, collect, cut_state
-from ..checkpoint.parts import split_whole
+from ..checkpoint.parts import joined_whole, split_part
 from ..comm import Axis, MeshAxes
 from ..errors import CheckpointError, message
-from ..shard import FlatBucket
+from ..shard import Bucket, FlatBucket, Member
 from .config import OptimStateKeyType, StateDictType, accept
 from .names import clean_name
 from .wrapper_names import names_of_members
@@ -275,11 +275,12 @@ def _collect(
             return optim.state.get(entry.tensor) or {}
         return by_number.get(entry.index) or by_number.get(entry.names[0]) or {}
 
-    def finish(whole: torch.Tensor, axes: MeshAxes | None) -> Any:
-        if full or axes is None:
-            made = whole.detach().cpu() if to_cpu else whole.detach()
-            return made.clone() if made.data_ptr() == whole.data_ptr() else made
-        return split_whole(whole.detach(), axes, use_dtensor, to_cpu)
+    def finish(view: torch.Tensor, place: tuple[Bucket, Member] | None) -> Any:
+        if full or place is None:
+            whole = view.detach() if place is None else joined_whole(*place, view.detach())
+            made = whole.cpu() if to_cpu else whole
+            return made.clone() if made.data_ptr() == view.data_ptr() else made
+        return split_part(*place, view.detach(), use_dtensor, to_cpu)
 
     wanted = not rank0_only or first.rank == 0
     state = collect(entries, state_of, finish, first._arguments.axes, wanted)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ..errors import ArgumentTypeError, ConfigError, message
@@ -296,25 +295,6 @@ def show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Mod
         bucket.show_as_flat(at, registries)
         gradients.views = [FlatView(bucket)]
     unit._unsharded_places = None
-
-
-def refuse_tensor_parallel(found: list[Any]) -> None:
-    """Tensor-parallel parameters keep what makes them such in `fully_shard` only.
-
-    Raises:
-        ConfigError: names the first parameter that is a DTensor.
-    """
-    for item in found:
-        if isinstance(item.parameter, DTensor):
-            raise ConfigError(
-                message(
-                    "FullyShardedDataParallel was given a parameter that is a DTensor already (tensor parallelism).",
-                    parameter=item.name,
-                    got=f"{item.parameter.placements} over {item.parameter.device_mesh}",
-                    remedy="use fullshard.fully_shard for this model, which shards DTensors further; or pass the "
-                    "parameter in ignored_states",
-                )
-            )
 
 
 def check_uniform(found: list[Any]) -> None:

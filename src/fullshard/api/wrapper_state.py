@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.parts import cut_for, split_whole, whole_of
+from ..checkpoint.parts import cut_for, joined_whole, split_part, whole_of
 from ..checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
 from ..errors import CheckpointError, PhaseError, message
 from ..runtime import UnitHooks
@@ -263,7 +263,7 @@ def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
         if not wanted:
             continue
         for member, view in zip(bucket.members, whole_views(bucket, whole), strict=True):
-            value = _value(view.detach(), bucket, kind, config)
+            value = _value(view.detach(), bucket, member, kind, config)
             for key in keys.get(id(member), ()):
                 result[key] = value
         del whole
@@ -286,11 +286,12 @@ def _finish_others(instance: Any, result: Any, prefix: str, to_cpu: bool, wanted
         result[key] = value
 
 
-def _value(view: torch.Tensor, bucket: Bucket, kind: StateDictType, config: Any) -> Any:
-    if kind is StateDictType.FULL_STATE_DICT:
-        made = view.cpu() if config.offload_to_cpu else view
-        return made.clone() if made.data_ptr() == view.data_ptr() else made
-    return split_whole(view, bucket.axes, config._use_dtensor, config.offload_to_cpu)
+def _value(view: torch.Tensor, bucket: Bucket, member: Member, kind: StateDictType, config: Any) -> Any:
+    if kind is not StateDictType.FULL_STATE_DICT:
+        return split_part(bucket, member, view, config._use_dtensor, config.offload_to_cpu)
+    whole = joined_whole(bucket, member, view)
+    made = whole.cpu() if config.offload_to_cpu else whole
+    return made.clone() if made.data_ptr() == view.data_ptr() else made
 
 
 def _fill_local(bucket: Bucket, result: Any, keys: dict[int, list[str]], prefix: str, index: int) -> None:

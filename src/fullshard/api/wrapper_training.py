@@ -9,27 +9,40 @@ import torch
 
 from ..comm import HookComm
 from ..errors import ConfigError, UsageError, message
-from ..optim.clip import clip_local_gradients
-from ..shard import owner_of
+from ..optim.clip import clip_local_gradients, shard_groups
+from ..shard import FlatBucket, owner_of
+from ..shard.tensor_parallel import local_part
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """`FullyShardedDataParallel.clip_grad_norm_`, for the root instance."""
-    sharded: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+    parts: dict[tuple[int, ...], tuple[list[Any], list[torch.Tensor]]] = {(): ([], [])}
+    grads: list[torch.Tensor] = []
+    seen: set[int] = set()
     for child in root.fsdp_modules(root):
-        axis = child._arguments.axes.shard
-        if axis.size > 1 and child._hooks().unit.buckets:
-            sharded.setdefault(id(axis.group), (axis, []))
-    whole: list[torch.Tensor] = []
+        for bucket in child._hooks().unit.buckets:
+            axis = bucket.axes.shard
+            over = [axis.group] if axis.size > 1 else []
+            for member in bucket.members:
+                parallel = bucket.parallel.get(member.slot.name)
+                groups = over if parallel is None else [*over, *parallel.groups()]
+                entry = parts.setdefault(tuple(map(id, groups)), (groups, []))  # on every rank, whatever it holds
+                shown = bucket.flat.grad if isinstance(bucket, FlatBucket) else member.sharded.grad
+                if shown is None:
+                    continue
+                entry[1].append(bucket.view_of(shown, member.slot) if isinstance(bucket, FlatBucket) else shown)
+                if id(shown) not in seen:
+                    seen.add(id(shown))
+                    grads.append(shown)
     for parameter in root.parameters():
-        unit = owner_of(parameter)
-        if parameter.grad is None:
-            continue
-        if unit is not None and unit.buckets[0].axes.shard.size > 1:
-            sharded[id(unit.buckets[0].axes.shard.group)][1].append(parameter.grad)
-        else:
-            whole.append(parameter.grad)
-    return clip_local_gradients(list(sharded.values()), whole, max_norm, norm_type, root.compute_device)
+        if owner_of(parameter) is None:
+            groups = shard_groups(parameter)
+            entry = parts.setdefault(tuple(map(id, groups)), (groups, []))
+            if parameter.grad is not None:
+                local = local_part(parameter.grad)
+                entry[1].append(local)
+                grads.append(local)
+    return clip_local_gradients(list(parts.values()), grads, max_norm, norm_type, root.compute_device)
 
 
 def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:

@@ -38,6 +38,7 @@ class Entry:
     flat: bool = False
 
 
+Finish = Callable[[torch.Tensor, tuple[Bucket, Member] | None], Any]
 StateOf = Callable[[Entry], dict[str, Any]]
 Kinds = dict[str, tuple[str, Any]]  # by state key: what it is ("element", "value" or "other"), and its dtype or value
 
@@ -74,7 +75,7 @@ def _kinds(entry: Entry, state: dict[str, Any]) -> Kinds:
 def collect(
     entries: Iterable[Entry],
     state_of: StateOf,
-    finish: Callable[[torch.Tensor, MeshAxes | None], Any],
+    finish: Finish,
     axes: MeshAxes,
     wanted: bool,
 ) -> dict[str, dict[str, Any]]:
@@ -86,7 +87,8 @@ def collect(
     Args:
         entries: the same on every rank.
         state_of: this rank's state of an entry; empty if there is none.
-        finish: from a whole value (in memory that is reused) and the axes it is to be split over, what to keep.
+        finish: from a value (in memory that is reused) that is whole but for tensor parallelism, and where it is from,
+            what to keep.
         axes: of the root instance, whose ranks compare what state they have.
         wanted: whether this rank keeps a result.
 
@@ -117,7 +119,7 @@ def collect(
     return {name: result[name] for name in order if name in result}
 
 
-def _plain(value: Any, finish: Callable[[torch.Tensor, MeshAxes | None], Any]) -> Any:
+def _plain(value: Any, finish: Finish) -> Any:
     return finish(value, None) if isinstance(value, torch.Tensor) and value.dim() > 0 else _copied(value)
 
 
@@ -148,7 +150,7 @@ def _merge(mine: list[Kinds], error: str | None, axes: MeshAxes) -> list[Kinds]:
 
 def _collect_bucket(
     own: list[tuple[Entry, Kinds, dict[str, Any]]],
-    finish: Callable[[torch.Tensor, MeshAxes | None], Any],
+    finish: Finish,
     wanted: bool,
     result: dict[str, dict[str, Any]],
 ) -> None:
@@ -178,7 +180,7 @@ def _collect_bucket(
                 result.setdefault(entry.names[0], {})[key] = finish(state[key], None)
                 continue
             for name, member in zip(entry.names if kind else (), entry.members if kind else (), strict=True):
-                kept = finish(views[id(member)], bucket.axes) if kind == "element" else _copied(detail)
+                kept = finish(views[id(member)], (bucket, member)) if kind == "element" else _copied(detail)
                 result.setdefault(name, {})[key] = kept
 
 
@@ -231,15 +233,15 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 result[key] = _copied(value)
                 continue
             whole = whole_of(value, device)
-            if tuple(whole.shape) != member.slot.shape and _is_whole(entry):
+            if tuple(whole.shape) != bucket.whole_shape(member) and _is_whole(entry):
                 result[key] = whole.clone().to(bucket.device)
                 continue
-            if tuple(whole.shape) != member.slot.shape:
+            if tuple(whole.shape) != bucket.whole_shape(member):
                 raise CheckpointError(
                     message(
                         f"State {key!r} has another shape than its parameter.",
                         parameter=name,
-                        expected=member.slot.shape,
+                        expected=bucket.whole_shape(member),
                         got=tuple(whole.shape),
                     )
                 )

@@ -54,7 +54,7 @@ def _sharded_tensor(
     shards = []
     for rank, (offset, extent) in enumerate(boxes):
         at = "cpu" if kind == "cpu" else f"{kind}{rank % torch.accelerator.device_count()}"
-        shards.append(ShardMetadata(offset, extent, f"rank:{rank}/{at}"))
+        shards.append(ShardMetadata(offset, extent, f"rank:{axis.ranks[rank]}/{at}"))  # the global rank
     held = []
     if local is not None and axis.rank < len(shards):
         held = [Shard(local, shards[axis.rank])]
@@ -73,15 +73,16 @@ def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
     metadata = value.metadata()
     group = value._process_group or dist.group.WORLD
     ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
     numels = [0] * ranks
     for shard in metadata.shards_metadata:
-        numels[shard.placement.rank()] += torch.Size(shard.shard_sizes).numel()
+        numels[place[shard.placement.rank()]] += torch.Size(shard.shard_sizes).numel()
     dtype = metadata.tensor_properties.dtype
     own = torch.zeros(max(numels), dtype=dtype, device=device)
     at = 0
     by_offset = {tuple(s.metadata.shard_offsets): s.tensor for s in value.local_shards()}
     for shard in metadata.shards_metadata:
-        if shard.placement.rank() == mine:
+        if place[shard.placement.rank()] == mine:
             tensor = by_offset[tuple(shard.shard_offsets)]
             own[at : at + tensor.numel()] = tensor.detach().reshape(-1).to(device)
             at += tensor.numel()
@@ -90,7 +91,7 @@ def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
     whole = torch.empty(metadata.size, dtype=dtype, device=device)
     taken = [0] * ranks
     for shard in metadata.shards_metadata:
-        rank, numel = shard.placement.rank(), torch.Size(shard.shard_sizes).numel()
+        rank, numel = place[shard.placement.rank()], torch.Size(shard.shard_sizes).numel()
         box = whole
         for dim, (offset, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
             box = box.narrow(dim, offset, size)

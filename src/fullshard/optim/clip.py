@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..comm import Axis, reduce_value
+from ..comm import reduce_value
 from ..errors import ConfigError, message
 from ..shard import FlatShard, LocalBucket, owner_of
 
@@ -61,7 +61,7 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     Returns:
         A 0-d tensor, float32 (float64 if a gradient is); zero if there are no gradients.
     """
-    return _norm_of([(grad, _shard_groups(grad)) for grad in grads], norm_type)
+    return _norm_of([(grad, shard_groups(grad)) for grad in grads], norm_type)
 
 
 def _norm_of(
@@ -112,10 +112,10 @@ def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
             )
         )
     assert parameter.grad is not None
-    return _shard_groups(parameter.grad)
+    return shard_groups(parameter.grad)
 
 
-def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
+def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
     """The groups over which a gradient's elements are split."""
     if isinstance(grad, FlatShard):
         axis = grad._run.axis
@@ -134,21 +134,22 @@ def _shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
 
 
 def clip_local_gradients(
-    sharded: Sequence[tuple[Axis, list[torch.Tensor]]],
-    whole: Sequence[torch.Tensor],
+    parts: Sequence[tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]],
+    grads: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """As `clip_grad_norm_`, of plain tensors: those that are parts split over an axis, and those that are whole.
+    """As `clip_grad_norm_`, of plain tensors, each this rank's part of a gradient.
 
     Args:
-        sharded: per shard axis of which this rank is part, its parts; the same axes in the same order on every rank.
-        whole: gradients that are the same on every rank.
+        parts: the groups over which elements are split (none: they are the same on every rank), and parts; the same
+            groups in the same order on every rank, whatever parts it has.
+        grads: what to scale: the memory that the parts lie in.
         device: where the ranks talk.
 
     Returns:
-        The total norm, in the widest dtype of the given gradients; float32 if this rank has none.
+        The total norm, in the widest dtype of `grads`; float32 if this rank has none.
 
     Raises:
         ConfigError: `norm_type` is not positive.
@@ -156,19 +157,17 @@ def clip_local_gradients(
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be positive, got {norm_type}")
     infinite = math.isinf(norm_type)
-    grads = [grad for _, parts in sharded for grad in parts] + list(whole)
+    op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for axis, tensors in [*sharded, (None, list(whole))]:
+    for groups, tensors in parts:
         held = [grad for grad in tensors if grad.numel()]
         part = torch.zeros((), dtype=torch.float64, device=total.device)
         if held:
             norms = torch.stack([norm.to(part) for norm in torch._foreach_norm(held, norm_type, dtype=dtype)])
             part = norms.max() if infinite else (norms**norm_type).sum()
-        if axis is not None:
-            torch.distributed.all_reduce(
-                part, torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM, group=axis.group
-            )
+        for group in groups:
+            torch.distributed.all_reduce(part, op, group=group)
         total = torch.maximum(total, part) if infinite else total + part
     if not infinite:
         total = total ** (1.0 / norm_type)

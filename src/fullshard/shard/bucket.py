@@ -147,6 +147,11 @@ class Bucket:
         full: torch.Tensor = whole.full_tensor()
         return full
 
+    def whole_shape(self, member: Member) -> tuple[int, ...]:
+        """The shape that the parameter has as a whole, over all kinds of parallelism."""
+        parallel = self.parallel.get(member.slot.name)
+        return member.slot.shape if parallel is None else tuple(parallel.shape)
+
     def keep_object(self, old: Member, new: Member) -> None:
         """`new`, of this bucket, holds what `old` of another one held."""
         old.sharded.__dict__["_fullshard_successor"] = new.sharded

@@ -155,8 +155,11 @@ def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Mo
                 )
 
 
-def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, extensions: bool = True) -> None:
+def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
     """Refuse what cannot be sharded, before anything changes.
+
+    Args:
+        wrapper: for `LocalBucket`s, which take DTensors but no tensor subclasses with a gather of their own.
 
     Raises:
         ConfigError: a parameter on another device, a DTensor in another layout than rows.
@@ -177,8 +180,8 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                     )
                 )
             continue
-        check_type(item.name, parameter, extensions)
-        if isinstance(parameter, DTensor) and layout != "rows":
+        check_type(item.name, parameter, extensions=not wrapper)
+        if isinstance(parameter, DTensor) and layout != "rows" and not wrapper:
             raise ConfigError(
                 message(
                     "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
@@ -280,7 +283,8 @@ def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, Tens
     for item in items:
         if item.owner is None and isinstance(item.parameter, DTensor):
             dim = _spec(item, settings).dim
-            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd)
+            apart = settings.layout == "flat"  # of the wrapper: its sharded parameters are plain tensors
+            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd, apart)
     return found
 
 

@@ -20,6 +20,7 @@ from .flat_shard import FlatShard
 from .member import Draft, Member
 from .parameter import OWNER_KEY, attributes_of, identity_of, part_view
 from .replacement import check_meta
+from .tensor_parallel import local_part
 from .unit import owner_of
 
 
@@ -36,7 +37,7 @@ class LocalBucket(Bucket):
         original = draft.original
         if not original.is_meta and part.numel:
             with torch.no_grad():
-                memory = original.detach().permute(slot.spec.order).reshape(-1)
+                memory = local_part(original).permute(slot.spec.order).reshape(-1)
                 local.copy_(memory[part.start : part.start + part.numel])
         shown = self.tensor_of(local, slot)
         if self.keeps_originals and type(original) is nn.Parameter and original.is_meta == shown.is_meta:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..comm import MeshAxes, joined
@@ -69,11 +69,14 @@ class TensorParallel:
     data_dims: tuple[int, ...] = ()  # of `mesh`, on which the parameter is whole and gradients are to be reduced
 
     @classmethod
-    def of(cls, parameter: DTensor, name: str, axes: MeshAxes, dim: int, spmd: SpmdMesh | None) -> TensorParallel:
+    def of(
+        cls, parameter: DTensor, name: str, axes: MeshAxes, dim: int, spmd: SpmdMesh | None, apart: bool = False
+    ) -> TensorParallel:
         """The description of `parameter`, to be sharded on `dim` over `axes`.
 
         Args:
             spmd: the mesh of all kinds of parallelism, if `fully_shard` was given one (`dp_mesh_dims`).
+            apart: the two meshes need not be parts of one; then there is no form over both.
 
         Raises:
             ConfigError: a placement that is not Shard or Replicate, or a mesh that does not go with `axes`.
@@ -101,13 +104,18 @@ class TensorParallel:
             if isinstance(placement, Shard) and placement.dim == dim:
                 splits *= mesh.size(index)
         inner: Placement = Shard(dim) if splits == 1 else _StridedShard(dim, split_factor=splits)
-        ours = (inner,) if axes.replicate is None else (Replicate(), inner)
+        ours: tuple[Placement, ...] = (inner,) if axes.replicate is None else (Replicate(), inner)
         outer = axes.mesh
         if not data_dims:
-            outer = joined(axes.mesh, mesh, name)
+            try:
+                outer = joined(axes.mesh, mesh, name)
+            except ConfigError:
+                if not apart:
+                    raise
+                ours = ()  # no form over both
         elif kept:
             outer = joined(axes.mesh, mesh[tuple((mesh.mesh_dim_names or ())[index] for index in kept)], name)
-        placed = (*ours, *(placements[index] for index in kept))
+        placed = (*ours, *(placements[index] for index in kept)) if ours else ()
         return cls(mesh, placements, outer, placed, parameter.shape, parameter.stride(), data_dims)
 
     def sharded(self, local: torch.Tensor) -> DTensor:
@@ -121,6 +129,20 @@ class TensorParallel:
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+    def local_of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor of the parameter's shape. No communication."""
+        cut: Any = distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
+        local: torch.Tensor = cut._local_tensor
+        return local
+
+    def groups(self) -> list[Any]:
+        """The groups over which the parameter's elements are split."""
+        return [
+            self.mesh.get_group(index)
+            for index, placement in enumerate(self.placements)
+            if not placement.is_replicate() and self.mesh.size(index) > 1
+        ]
 
     def local_gradient(self, gradient: Any) -> torch.Tensor:
         """The gradient of this rank's part; sums over the tensor-parallel ranks where autograd left that open."""
