@@ -117,7 +117,11 @@ def storage_bytes() -> int:
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+            try:
+                grad = thing.grad if thing.is_leaf else None
+            except RuntimeError:  # what torch says of a broken view that an earlier test left in this process
+                grad = None
+            for tensor in (thing, grad):
                 if type(tensor) in (torch.Tensor, nn.Parameter):
                     storage = tensor.untyped_storage()
                     sizes[storage._cdata] = storage.nbytes()
