@@ -36,8 +36,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                         "parameters that were replaced since, and would train nothing.",
                         parameter=parameter.__dict__.get("_fullshard_name", "?"),
                         expected="an optimizer built from model.parameters() once the model is sharded",
-                        remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap the "
-                        "model with use_orig_params=True, which keeps Parameter objects",
+                        remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
+                        "the model with use_orig_params=True, which keeps Parameter objects",
                     )
                 )
     _checked[optimizer] = count
