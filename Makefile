@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NPROC  ?= 2
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
@@ -23,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) examples/pretrain.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
