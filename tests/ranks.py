@@ -241,9 +241,11 @@ def perform(message: bytes, rank: int) -> bytes:
 
 
 def settle() -> bytes:
-    """Leaves nothing behind: garbage collected, defaults restored, all ranks at the same collective."""
+    """Leaves nothing behind: garbage and groups gone, defaults restored, all ranks at the same collective."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor import debug
 
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -253,4 +255,10 @@ def settle() -> bytes:
     if ranks.item() != dist.get_world_size():
         failure = RankFailure(f"an all-reduce of ones gave {ranks.item()}: a collective was left unmatched")
         return pickle.dumps((False, (pickle.dumps(failure), str(failure))))
+    custom = sys.modules.get("fullshard.comm.custom")
+    kept = {dist.group.WORLD, *(group for _, group in custom._separate.values())} if custom else {dist.group.WORLD}
+    if groups := [group for group in _world.pg_map if group not in kept]:
+        for group in groups:  # a gloo group's threads wake 100 times a second, used or not
+            dist.destroy_process_group(group)
+        debug._clear_sharding_prop_cache()  # its meshes equal those of later tasks, which have other groups
     return pickle.dumps((True, None))

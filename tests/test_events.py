@@ -92,7 +92,7 @@ def memory(model: nn.Module) -> dict[str, int]:
 
 def watch(layout: str, settings: dict[str, object], steps_before: int = 2) -> Seen:
     """A step of a model that has taken some, with everything recorded."""
-    before = storage_bytes()
+    gc.freeze()  # what earlier tests left is looked at no more
     model = tower(layout, **settings)
     for _ in range(steps_before):
         step(model)
@@ -102,7 +102,7 @@ def watch(layout: str, settings: dict[str, object], steps_before: int = 2) -> Se
 
     def look(event: fullshard.Event) -> None:
         uses.append(memory(model))
-        stored.append(storage_bytes() - before)
+        stored.append(storage_bytes())
 
     with fullshard.record_events(look) as events:
         step(model)
@@ -113,15 +113,11 @@ def watch(layout: str, settings: dict[str, object], steps_before: int = 2) -> Se
 
 
 def storage_bytes() -> int:
-    """Bytes of every storage in this process that a tensor refers to; each once, and none below LARGE."""
+    """Bytes of every storage made since `gc.freeze()` that a tensor refers to; each once, and none below LARGE."""
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter):
-            try:
-                grad = thing.grad if thing.is_leaf else None
-            except RuntimeError:  # what torch says of a broken view that an earlier test left in this process
-                grad = None
-            for tensor in (thing, grad):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if type(tensor) in (torch.Tensor, nn.Parameter):
                     storage = tensor.untyped_storage()
                     sizes[storage._cdata] = storage.nbytes()

@@ -243,7 +243,6 @@ CHANGES = {
 
 def difference(layout: str, mesh: str, use: str) -> tuple[float, float]:
     """From PyTorch's gradients, and from those of a plain backward: the latter shows that the method did something."""
-    mesh_of(mesh)
     ours, theirs = (gradients_after(library, layout, mesh, use) for library in (fullshard, torch_fsdp))
     CHANGES["plain"] = lambda model, backward: backward(0)
     plain = gradients_after(fullshard, layout, mesh, "plain")

@@ -34,23 +34,16 @@ class Wrapping:
     step: Options = field(default_factory=Options)  # scenario, micro-batches, steps, dtype
 
 
-_groups: dict[str, Any] = {}
-
-
 def hybrid_groups() -> tuple[Any, Any]:
-    """(shard, replicate) of this rank: 2 x 2 over 4 ranks; made once per process."""
-    if "pair" not in _groups:
-        rank = dist.get_rank()
-        shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        _groups["pair"] = (shards[rank // 2], replicas[rank % 2])
-    return _groups["pair"]
+    """(shard, replicate) of this rank: 2 x 2 over 4 ranks."""
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return shards[rank // 2], replicas[rank % 2]
 
 
 def hybrid_mesh() -> Any:
-    if "mesh" not in _groups:
-        _groups["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return _groups["mesh"]
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def arguments(library: types.ModuleType, wrapping: Wrapping) -> dict[str, Any]:

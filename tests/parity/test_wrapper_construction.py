@@ -311,7 +311,6 @@ def test_device_ids(run_ranks) -> None:
 # Groups and meshes.
 
 
-@functools.cache
 def halves() -> Any:
     return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])], [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
 

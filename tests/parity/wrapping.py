@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections import OrderedDict
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,7 +61,6 @@ def make(seed: int = 3, **options: bool) -> Net:
     return Net(**options)
 
 
-@lru_cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
