@@ -11,17 +11,24 @@ import torch.distributed.fsdp as torch_fsdp
 
 import fullshard
 
-METHODS = [name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_")]
+NEWER = {  # than torch 2.13, whose surface is promised
+    "finalize_backward",
+    "param_dtype_override_fn",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
+}
+METHODS = sorted({name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_")} - NEWER)
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"]
 
 
 def parameters(function: object) -> list[tuple[str, object, object]]:
-    """Name, kind and default of each parameter; a default that is an object of the library is told by its repr."""
+    """Name, kind and default of each parameter; a default that is an object of the library is told by its class."""
     found = []
     for parameter in inspect.signature(function).parameters.values():
         default = parameter.default
         plain = default is inspect.Parameter.empty or isinstance(default, (bool, int, str, type(None), torch.dtype))
-        found.append((parameter.name, parameter.kind, default if plain else repr(default)))
+        if parameter.name not in NEWER:
+            found.append((parameter.name, parameter.kind, default if plain else type(default).__name__))
     return found
 
 

@@ -94,6 +94,8 @@ def shard(library: types.ModuleType, model: nn.Module, example: Example, options
     keywords: dict[str, object] = {"reshard_after_forward": options.reshard, "mesh": mesh_of(options.mesh)}
     if options.precision != "none":
         computed, reduced = PRECISIONS[options.precision]
+        if library is not fullshard:
+            reduced = reduced or computed  # what None means here and up to torch 2.14; from 2.15 on the parameter's
         keywords["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
     if library is fullshard:
         keywords |= {"layout": options.layout, "prefetch": options.prefetch}

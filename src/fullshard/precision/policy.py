@@ -20,7 +20,7 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of gathers and of forward and backward computation; None keeps each parameter's own.
             The sharded parameters, which the optimizer updates, keep their own dtype.
         reduce_dtype: dtype in which gradients are reduced and, without gradient sync, accumulated; None means
-            the dtype of computation.
+            the dtype of computation (as in PyTorch up to 2.14; from 2.15 on PyTorch's means the parameter's own).
         output_dtype: if given, floating-point outputs of the forward are cast to it.
         cast_forward_inputs: whether floating-point inputs of the forward (arguments, keyword arguments, nested
             containers) are cast to `param_dtype`.
