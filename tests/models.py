@@ -368,6 +368,7 @@ EXAMPLES: dict[str, Example] = {
     "repeated": Example(RepeatingGPT, blocks_of),
     "checkpoint_outside": Example(partial(CheckpointingGPT, reentrant=False), blocks_of),
     "checkpoint_outside_reentrant": Example(partial(CheckpointingGPT, reentrant=True), blocks_of),
+    "checkpoint_outside_nested": Example(partial(CheckpointingGPT, reentrant=True), nested_units),
     "checkpoint_inside": Example(partial(checkpointing_blocks, False), blocks_of),
     "checkpoint_inside_reentrant": Example(partial(checkpointing_blocks, True), blocks_of),
     "tuple_and_dict": Example(partial(Containers, ("tuple", "dict", "namedtuple")), blocks_of, kind="vectors"),

@@ -186,7 +186,9 @@ def test_scenario_beyond_pytorch(run_ranks, scenario, layout):
 
 
 @both_layouts
-@pytest.mark.parametrize("name", ["tied_across", "checkpoint_outside_reentrant", "nested", "repeated"])
+@pytest.mark.parametrize(
+    "name", ["tied_across", "checkpoint_outside_reentrant", "checkpoint_outside_nested", "nested", "repeated"]
+)
 def test_two_forwards_on_harder_models(run_ranks, name, layout):
     for scenario in (two_forwards_two_backwards, two_forwards_one_backward):
         options = Options(layout=layout, dtype=torch.float64, scenario=scenario)

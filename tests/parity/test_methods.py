@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,6 +151,30 @@ def divided_gradients(options: Options) -> list[str]:
 def test_optimizer_view(run_ranks, layout):
     """Plain local tensors for the optimizer, the same numbers, and state dicts that see every step."""
     assert_same(run_ranks(viewed, double(layout)))
+
+
+@both_layouts
+def test_optimizer_view_says_which_gradient_is_zero(run_ranks, layout):
+    """A parameter that nothing used, beside one that was: one warning that names it, from a rank that holds it."""
+    said = [text for texts in run_ranks(warnings_of_views, layout) for text in texts]
+    assert said
+    assert all("unused" in text and "optimizer_view(model, params=...)" in text for text in said)
+
+
+def warnings_of_views(layout: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].unused = nn.Parameter(torch.ones(4))
+    for module in (*model, model):
+        fullshard.fully_shard(module, layout=layout)
+    views = fullshard.optimizer_view(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+    texts = [str(warning.message) for warning in caught if "optimizer view" in str(warning.message)]
+    assert len(views) == 2 and len(texts) <= 1
+    return texts
 
 
 def viewed(options: Options) -> list[str]:

@@ -235,9 +235,12 @@ class UnitHooks:
         return self.reshard_after_forward
 
     def _after_recompute(self, root: Root) -> None:
-        """Activation checkpointing ran the forward again; its backward comes next for the last such unit only."""
+        """Activation checkpointing ran the forward again; its backward comes next for the last such unit only.
+
+        A unit around this one may have been the last before: it runs again now, and is not to be freed.
+        """
         previous, root.recomputed = root.recomputed, self
-        if previous is not None and previous is not self and not previous.in_backward:
+        if previous not in (None, self) and not (previous.in_backward or previous._running):
             previous.release_after_backward()
 
     # Backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import message
 from ..layout import Piece
 from .bucket import Bucket
 from .member import Member
-from .parameter import write_grad
+from .parameter import read_grad, write_grad
 from .references import holders
 
 
@@ -150,3 +152,29 @@ def allow_any_dtype(bucket: Bucket, views: Sequence[OptimizerView]) -> None:
     for tensor in (*(member.sharded for member in bucket.members), *(view.tensor for view in views)):
         if tensor is not None:
             tensor.grad_dtype = None
+
+
+def warn_of_zero_gradients(bucket: Bucket, views: Sequence[OptimizerView]) -> bool:
+    """Say which parameter has no gradient although the optimizer's view of it and its neighbours has one.
+
+    Returns:
+        Whether there is one.
+    """
+    rank = bucket.axes.shard.rank
+    for view in views:
+        if view.alone or not view.has_gradient:
+            continue
+        for member in (bucket.members[i] for i in view.members):
+            if read_grad(member.sharded) is None and bucket.layout.part(member.slot, rank).numel:
+                warnings.warn(
+                    message(
+                        "A parameter got no gradient in this step, but others in its optimizer view did: to the "
+                        "optimizer it is zero, so that weight decay and momentum still move the parameter.",
+                        parameter=member.name,
+                        remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
+                        "optimizer model.parameters(); said once per unit",
+                    ),
+                    stacklevel=2,
+                )
+                return True
+    return False

@@ -20,7 +20,15 @@ from ..errors import PhaseError
 from ..layout import Piece
 from .bucket import Bucket
 from .foreach import add_all, copy_all, zero_all
-from .gradient_set import GradientSet, OptimizerView, Scaling, adopt_gradient, allow_any_dtype, cut_gradient
+from .gradient_set import (
+    GradientSet,
+    OptimizerView,
+    Scaling,
+    adopt_gradient,
+    allow_any_dtype,
+    cut_gradient,
+    warn_of_zero_gradients,
+)
 from .member import Member
 from .offload import copy_home
 from .parameter import read_grad, write_grad
@@ -49,6 +57,7 @@ class Gradients:
         self.buffer: Scratch | None = None  # [world * shard_numel], reduce dtype
         self.set: GradientSet | None = None
         self.views: list[OptimizerView] = []
+        self._told_of_zeros = False
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.fill_unused = False
         self.keeps_compute_dtype = False
@@ -261,6 +270,8 @@ class Gradients:
                 write_grad(member.sharded, part)
                 given.append(member)
         self._show_views(target)
+        if self.views and len(given) < len(target.parts) and not self._told_of_zeros:
+            self._told_of_zeros = warn_of_zero_gradients(self.bucket, self.views)
         return given
 
     def _deliver_added(self) -> list[Member]:
