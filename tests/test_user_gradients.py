@@ -248,3 +248,120 @@ def offloaded(layout: str) -> bool:
         results.append(steps(model, example, after))
         assert {p.device.type for p in model.parameters()} == {"cpu"}
     return same(*results)
+
+
+# Parameters that are frozen and trained again, and inputs that need a gradient in some steps only.
+
+
+def two_layers() -> nn.Sequential:
+    """A unit of two layers, so that one of them can be frozen, and the root."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(2, 5), nn.GELU(), nn.Linear(5, 5))
+    return nn.Sequential(inner, nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def sharded_two_layers(layout: str) -> nn.Sequential:
+    model = two_layers()
+    fully_shard(model[0], layout=layout)
+    return fully_shard(model, layout=layout)
+
+
+def gradients_equal(model: nn.Module, x: Tensor, reference: nn.Module, same_x: Tensor) -> bool:
+    """The gradients of both models' parameters and inputs, which were given the same batch on every rank."""
+    for got, want in zip((*model.parameters(), x), (*reference.parameters(), same_x), strict=True):
+        assert (got.grad is None) == (want.grad is None)
+        if want.grad is not None:
+            whole = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
+            torch.testing.assert_close(whole, want.grad, rtol=1e-12, atol=1e-14)
+    return True
+
+
+@both_layouts
+def test_what_is_frozen_and_what_needs_a_gradient_varies(run_ranks, layout):
+    assert all(run_ranks(varying, layout))
+
+
+def varying(layout: str) -> bool:
+    """A frozen layer's weight is needed as long as the input needs a gradient, whatever else is complete."""
+    model, reference = sharded_two_layers(layout), two_layers()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(24):
+        trains = torch.rand(5, generator=generator) < 0.5
+        x = torch.randn(3, 2, generator=generator, dtype=torch.float64, requires_grad=bool(trains[4]))
+        same_x = x.detach().clone().requires_grad_(x.requires_grad)
+        for each, batch in ((model, x), (reference, same_x)):
+            for parameter, trained in zip(each[0].parameters(), trains, strict=False):
+                parameter.requires_grad_(bool(trained))
+            each.zero_grad()
+            each(batch).square().mean().backward()
+        assert gradients_equal(model, x, reference, same_x)
+    return True
+
+
+def penalised(model: nn.Module, x: Tensor, order: str) -> None:
+    """A gradient penalty, with what happens between the two backwards of its loss and after them."""
+    loss = model(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = loss + slope.square().sum()
+    if order == "again":
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return
+    other = model(2 * x).mean() if order != "alone" else None
+    losses = {"alone": [loss], "other after": [loss, other], "other before": [other, loss]}[order]
+    for each in losses:
+        each.backward()
+
+
+@both_layouts
+@pytest.mark.parametrize("order", ["alone", "again", "other after", "other before"])
+@pytest.mark.parametrize("frozen", [(), (0, 1), (2, 3), (0, 1, 2, 3)], ids=str)
+def test_a_second_backward_finds_the_parameters_gathered(run_ranks, frozen, order, layout):
+    assert all(run_ranks(second_backward, frozen, order, layout))
+
+
+def second_backward(frozen: tuple[int, ...], order: str, layout: str) -> bool:
+    model, reference = sharded_two_layers(layout), two_layers()
+    for index in frozen:
+        for each in (model, reference):
+            list(each[0].parameters())[index].requires_grad_(False)
+    for seed in range(2):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
+        same_x = x.detach().clone().requires_grad_()
+        for each, batch in ((model, x), (reference, same_x)):
+            each.zero_grad()
+            penalised(each, batch, order)
+        assert gradients_equal(model, x, reference, same_x)
+    return True
+
+
+@both_layouts
+@pytest.mark.parametrize("when", ["after an error", "after unshard"])
+def test_what_is_frozen_while_whole_parameters_are_seen_stays_frozen(run_ranks, when, layout):
+    assert all(run_ranks(frozen_while_seen, when, layout))
+
+
+def frozen_while_seen(when: str, layout: str) -> bool:
+    model, x = sharded_two_layers(layout), torch.ones(3, 2, dtype=torch.float64)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError
+
+    def fail_in_backward(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    if when == "after unshard":
+        model[0].unshard()
+    else:
+        handle = model[0][0].register_forward_hook(fail_in_backward)
+        with pytest.raises(KeyError):
+            model(x).sum().backward()
+        handle.remove()
+        model.zero_grad()
+    model[0][2].weight.requires_grad_(False)
+    for _ in range(2):
+        model(x).sum().backward()
+        trained = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert trained == {name for name, _ in model.named_parameters()} - {"0.2.weight"}
+        model.zero_grad()
+    return True

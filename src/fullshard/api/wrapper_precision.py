@@ -85,4 +85,3 @@ def use_full_precision(root: Any, full: bool) -> None:
         for gradients in hooks.unit.gradients:
             gradients.buffer = None
         hooks.unit._unsharded_places = None
-        hooks._counted = None

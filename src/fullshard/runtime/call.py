@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .tensor_hooks import on_gradient
+
 if TYPE_CHECKING:
     from .hooks import UnitHooks
 
@@ -32,5 +34,7 @@ class Call:
         if not self.done:
             self.done = True
             hooks.open_calls -= 1
+        if grad.requires_grad:  # create_graph: whoever differentiates this gradient needs the unit's parameters first
+            on_gradient(grad, self.before_backward)
         if hooks.in_backward:
             hooks.after_backward()

@@ -34,6 +34,7 @@ from .tensor_hooks import on_gradient
 
 _no_grad = torch.no_grad
 _NOTHING = nullcontext()
+_COUNTED = "_fullshard_counted"  # on an unsharded parameter: its arriving gradients are counted
 
 
 class UnitHooks:
@@ -85,7 +86,7 @@ class UnitHooks:
         self.keep_gathered = False  # the user called unshard(), or asked not to reshard after backward
         self._ran: set[int] = set()  # ids of modules of a grouped unit that ran since it was last freed
         self._running = 0  # of this unit's modules, how many are inside their forward now
-        self._counted: nn.Parameter | None = None  # the last parameter whose arriving gradients are counted
+        self._watched = False  # whether an input of the last call tells when its backward is over
         self._arrived = 0
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
         self.second_backward = False  # the graph of this backward is kept, to be differentiated again
@@ -176,6 +177,7 @@ class UnitHooks:
             args = map_tensors(watch, args)
         if kwargs:
             kwargs = map_tensors(watch, kwargs)
+        self._watched = watched
         if not watched:
             self._count_gradients()
         return args, kwargs
@@ -314,7 +316,6 @@ class UnitHooks:
         if self.second_backward:
             self.second_backward = False
             self.unit.show_sharded()
-            self._count_gradients()  # those of the second backward pass no output of this unit
         elif self.unit.state is not State.SHARDED:
             if self.unit.state is State.GATHERING:
                 self.unit.finish_gather()
@@ -337,24 +338,23 @@ class UnitHooks:
     # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
 
     def _count_gradients(self) -> None:
-        counted = [m.unsharded for m in self.unit.members if m.unsharded is not None and m.unsharded.requires_grad]
-        if not counted or counted[-1] is self._counted:
-            return
-        self._counted = counted[-1]
         arrived = weakref.WeakMethod(self._arrived_one)  # the parameter must not keep its own unit alive
 
         def hook(parameter: torch.Tensor) -> None:
             if (method := arrived()) is not None:
                 method(parameter)
 
-        for parameter in counted:
-            parameter.register_post_accumulate_grad_hook(hook)
+        for member in self.unit.members:
+            parameter = member.unsharded
+            if parameter is not None and parameter.requires_grad and _COUNTED not in parameter.__dict__:
+                parameter.__dict__[_COUNTED] = True
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def _arrived_one(self, parameter: torch.Tensor) -> None:
         root = self.root
         if root is not None and not root.in_backward:
             root.begin_backward()
-        if not self.in_backward or self.open_calls > 1 or self.is_top:
+        if not self.in_backward or self._watched or self.open_calls > 1 or self.is_top:
             return
         self._arrived += 1
         if self._arrived >= sum(m.unsharded is not None and m.unsharded.requires_grad for m in self.unit.members):

@@ -300,7 +300,8 @@ class Bucket:
         if slot.name in self.parallel:
             view = self.parallel[slot.name].unsharded(view)
         if member.unsharded is None:
-            member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+            member.trains = member.sharded.requires_grad
+            member.unsharded = nn.Parameter(view, requires_grad=member.trains)
             member.unsharded.__dict__.update(attributes_of(member.sharded))
             member.unsharded.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
         elif slot.name in self.parallel:
@@ -392,4 +393,12 @@ class Bucket:
         for member in self.members:
             unsharded = member.unsharded
             if unsharded is not None and unsharded.requires_grad != member.sharded.requires_grad:
-                unsharded.requires_grad_(member.sharded.requires_grad)
+                member.trains = member.sharded.requires_grad
+                unsharded.requires_grad_(member.trains)
+
+    def take_requires_grad(self) -> None:
+        """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""
+        for member in self.members:
+            if member.unsharded is not None and member.unsharded.requires_grad != member.trains:
+                member.trains = member.unsharded.requires_grad
+                member.sharded.requires_grad_(member.trains)

@@ -197,7 +197,8 @@ class ExtensionBucket(Bucket):
                 )
             )
         view = made.data if type(made) is torch.Tensor else made
-        member.unsharded = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+        member.trains = member.sharded.requires_grad
+        member.unsharded = nn.Parameter(view, requires_grad=member.trains)
         member.unsharded.__dict__.update(attributes_of(member.sharded))
         member.unsharded.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
 

@@ -27,6 +27,7 @@ class Member:
         unsharded: what the module computes with; None until the first gather.
         local: the view of the shard inside `sharded`, to tell whether somebody replaced it.
         got_grad: whether it received a gradient since the last reduction.
+        trains: the `requires_grad` that `unsharded` was given; another one there was set by the user.
     """
 
     slot: Slot
@@ -35,6 +36,7 @@ class Member:
     local: torch.Tensor
     unsharded: nn.Parameter | None = None
     got_grad: bool = False
+    trains: bool = True
     hidden: Any = None  # what modules show in place of `sharded` while sharded, if anything
     qualified: str | None = None  # its name from the root, once that is known
 

@@ -218,6 +218,8 @@ class Unit:
                 bucket.take_over()
                 gradients.forget()
                 self._unsharded_places = None
+            if self._shown:  # since unshard()
+                bucket.take_requires_grad()
             bucket.sync_requires_grad()
             gradients.release()
 
@@ -377,6 +379,9 @@ class Unit:
             self.ledger.reducing -= live
         self.ledger.reducing -= self._scratch_bytes
         self._scratch_bytes = 0
+        if self._shown:
+            for bucket in self.buckets:
+                bucket.take_requires_grad()
         self.show_sharded()
         self.drop_small()
         if self.state is not State.SHARDED:
