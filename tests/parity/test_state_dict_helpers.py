@@ -229,3 +229,50 @@ def refused() -> str:
 
 def test_broadcast_needs_whole_values(run_ranks):
     assert all("full_state_dict" in said for said in run_ranks(refused))
+
+
+class Shared(nn.Module):
+    """Two layers with one weight; the wrapper's instance that manages it is not the one where its first name is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def shared(way: str) -> nn.Module:
+    model = Shared().double()
+    if not way.startswith("wrapper"):
+        return model if way == "plain" else fullshard.fully_shard(model, layout=way, auto_wrap_policy={nn.Linear})
+    given = {"use_orig_params": way == "wrapper-orig"}
+    model.second = fullshard.FullyShardedDataParallel(model.second, **given)
+    model.first = fullshard.FullyShardedDataParallel(model.first, **given)
+    return fullshard.FullyShardedDataParallel(model, **given)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "wrapper-no-shard"])
+def test_state_of_a_shared_weight_has_the_name_that_it_has_unwrapped(run_ranks, way):
+    run_ranks(state_of_shared_weight, way)
+
+
+def state_of_shared_weight(way: str) -> None:
+    model, plain = shared(way), shared("plain")
+    optimizers, plain_optimizers = optimizers_of(model), optimizers_of(plain)
+    assert steps(model, optimizers, 0, 2) == pytest.approx(steps(plain, plain_optimizers, 0, 2), rel=1e-9)
+    whole = StateDictOptions(full_state_dict=True)
+    got = helpers.get_optimizer_state_dict(model, optimizers, options=whole)
+    want = helpers.get_optimizer_state_dict(plain, plain_optimizers, options=whole)
+    assert got["state"].keys() == want["state"].keys() == {"first.weight", "first.bias", "second.bias"}
+    again = shared(way)
+    loaded = optimizers_of(again)
+    values = helpers.get_model_state_dict(model, options=whole)
+    if way.startswith("wrapper"):  # older files have the other name
+        got["state"]["second.weight"] = got["state"].pop("first.weight")
+        for group in got["param_groups"]:
+            group["params"] = ["second.weight" if name == "first.weight" else name for name in group["params"]]
+    helpers.set_state_dict(again, loaded, model_state_dict=values, optim_state_dict=got, options=whole)
+    assert steps(again, loaded, 2, 2) == pytest.approx(steps(plain, plain_optimizers, 2, 2), rel=1e-9)

@@ -25,6 +25,28 @@ def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
     return found
 
 
+def prefixes_in(model: Any) -> dict[int, tuple[int, str]]:
+    """By the id of each module's registry of parameters: its number in `model`, and what its clean names begin with."""
+    found: dict[int, tuple[int, str]] = {}
+    for number, (path, module) in enumerate(model.named_modules(remove_duplicate=False)):
+        found.setdefault(id(module._parameters), (number, clean_name(f"{path}." if path else "")))
+    return found
+
+
+def names_in(prefixes: dict[int, tuple[int, str]], member: Member) -> list[str]:
+    """The clean names of a parameter in a model, from `prefixes_in`.
+
+    The first is what `named_parameters` of the unwrapped model says, whichever instance manages a shared parameter.
+    """
+    found = []
+    for place, key in member.places:
+        registry = id(registry_of(place))
+        if registry in prefixes:
+            number, prefix = prefixes[registry]
+            found.append((number, prefix + key))
+    return [name for _, name in sorted(found, key=lambda item: item[0])]
+
+
 def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
     """Refuse wrong shapes before anything changes.
 

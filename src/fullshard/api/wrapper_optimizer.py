@@ -18,7 +18,7 @@ from ..errors import CheckpointError, message
 from ..shard import Bucket, FlatBucket, Member
 from .config import OptimStateKeyType, StateDictType, accept
 from .names import clean_name
-from .wrapper_names import names_of_members
+from .wrapper_names import names_in, names_of_members, prefixes_in
 from .wrapper_state import instances_of, settings_of
 
 
@@ -222,18 +222,20 @@ def _entries(model: nn.Module, optim: Any) -> list[Entry]:
         CheckpointError: a tensor that is neither a parameter of the model nor a `FlatParameter` of it.
     """
     known: dict[int, Entry] = {}
+    prefixes = prefixes_in(model)
     for path, instance in model.named_modules():
         if instance not in instances_of(model):
             continue
         prefix = clean_name(f"{path}." if path else "")
         comm = instance._hooks().comm
-        for bucket, member, names in names_of_members(instance):
+        for bucket, member, own in names_of_members(instance):
+            name = (names_in(prefixes, member) or [prefix + own[0]])[0]
             if isinstance(bucket, FlatBucket):
                 entry = known.setdefault(id(bucket.flat), Entry(bucket.flat, [], bucket, [], comm, flat=True))
-                entry.names.append(prefix + names[0])
+                entry.names.append(name)
                 entry.members.append(member)
             else:
-                known[id(member.sharded)] = Entry(member.sharded, [prefix + names[0]], bucket, [member], comm)
+                known[id(member.sharded)] = Entry(member.sharded, [name], bucket, [member], comm)
     for name, parameter in model.named_parameters():
         known.setdefault(id(parameter), Entry(parameter, [clean_name(name)]))
     found: list[Entry] = []
@@ -299,6 +301,7 @@ def _to_load(model: nn.Module, optim: Any, saved: dict[str, Any], named: bool = 
     first = _first(model)
     first._lazy_init()
     entries = _entries(model, optim)
+    saved = _under_first_names(model, saved)
     device = first._arguments.axes.device
     state = {}
     for entry in entries:
@@ -316,6 +319,25 @@ def _to_load(model: nn.Module, optim: Any, saved: dict[str, Any], named: bool = 
         keys = [entry.names[0] if named else entry.index for entry in own_entries]
         groups.append({**settings, "params": keys})
     return {"state": state, "param_groups": groups}
+
+
+def _under_first_names(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved` with the state of shared parameters under the first of their names, whichever it was saved under."""
+    prefixes = prefixes_in(model)
+    renamed: dict[str, str] = {}
+    for instance in instances_of(model):
+        for member in instance._hooks().unit.members:
+            names = names_in(prefixes, member)
+            renamed |= {name: names[0] for name in names[1:] if name in saved["state"]}
+    renamed = {name: first for name, first in renamed.items() if first not in saved["state"]}
+    if not renamed:
+        return saved
+    groups = [
+        {**group, "params": [renamed.get(name, name) for name in group["params"]]}
+        for group in saved.get("param_groups", [])
+    ]
+    state = {renamed.get(name, name): own for name, own in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def from_rank0(saved: dict[str, Any] | None, axes: MeshAxes) -> dict[str, Any]:
