@@ -8,6 +8,7 @@
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
         UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
+      ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.

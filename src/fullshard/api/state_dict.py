@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,19 +38,24 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
         value = state_dict.get(prefix + name)
         if isinstance(parameter, (RowShard, FlatShard)) and isinstance(value, torch.Tensor):
             if tuple(value.shape) != tuple(parameter.shape):
-                raise CheckpointError(
-                    message(
-                        "A state dict does not fit the model; nothing was loaded.",
-                        parameter=prefix + name,
-                        expected=f"shape {tuple(parameter.shape)}",
-                        got=f"shape {tuple(value.shape)}",
-                        remedy="load it into the model it was saved from, or fix the model's configuration",
-                    )
-                )
+                raise shape_error(prefix + name, parameter.shape, value.shape)
     for name, parameter in named:
         value = state_dict.get(prefix + name)
         if isinstance(parameter, (RowShard, FlatShard)) and isinstance(value, torch.Tensor):
             state_dict[prefix + name] = _cut_for(parameter, value)
+
+
+def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> CheckpointError:
+    """What to raise for a state dict whose value for a parameter has another shape."""
+    return CheckpointError(
+        message(
+            "A state dict does not fit the model; nothing was loaded.",
+            parameter=name,
+            expected=f"shape {tuple(expected)}",
+            got=f"shape {tuple(got)}",
+            remedy="load it into the model it was saved from, or fix the model's configuration",
+        )
+    )
 
 
 def _cut_for(parameter: Any, value: torch.Tensor) -> torch.Tensor:

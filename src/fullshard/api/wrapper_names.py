@@ -5,24 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint.sharded_tensor import is_sharded_tensor
-from ..errors import CheckpointError, message
 from ..shard import Bucket, Member, registry_of
 from ..shard.flat_parameter import ATTRIBUTE
 from ..shard.unit import owner_of
 from .names import WRAPPED, clean_name
-
-
-def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
-    """The instance's own parameters, each with the clean names it has within it (several if it is tied)."""
-    paths: dict[int, str] = {}
-    for path, child in instance._modules[WRAPPED].named_modules(remove_duplicate=False):
-        paths.setdefault(id(child._parameters), clean_name(f"{path}." if path else ""))
-    found = []
-    for bucket in instance._hooks().unit.buckets:
-        for member in bucket.members:
-            names = [paths[id(registry_of(p))] + key for p, key in member.places if id(registry_of(p)) in paths]
-            found.append((bucket, member, names or [member.slot.name]))
-    return found
+from .state_dict import shape_error
 
 
 def prefixes_in(model: Any) -> dict[int, tuple[int, str]]:
@@ -34,7 +21,7 @@ def prefixes_in(model: Any) -> dict[int, tuple[int, str]]:
 
 
 def names_in(prefixes: dict[int, tuple[int, str]], member: Member) -> list[str]:
-    """The clean names of a parameter in a model, from `prefixes_in`.
+    """The clean names of a parameter in a model, from `prefixes_in`; several if it is tied.
 
     The first is what `named_parameters` of the unwrapped model says, whichever instance manages a shared parameter.
     """
@@ -45,6 +32,16 @@ def names_in(prefixes: dict[int, tuple[int, str]], member: Member) -> list[str]:
             number, prefix = prefixes[registry]
             found.append((number, prefix + key))
     return [name for _, name in sorted(found, key=lambda item: item[0])]
+
+
+def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
+    """The instance's own parameters, each with its names within it."""
+    prefixes = prefixes_in(instance._modules[WRAPPED])
+    return [
+        (bucket, member, names_in(prefixes, member) or [member.slot.name])
+        for bucket in instance._hooks().unit.buckets
+        for member in bucket.members
+    ]
 
 
 def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
@@ -74,13 +71,5 @@ def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
         value = state_dict.get(prefix + name)
         shape = getattr(value, "shape", None) if not is_sharded_tensor(value) else value.size()
         if value is not None and shape is not None and tuple(shape) != expected:
-            raise CheckpointError(
-                message(
-                    "A state dict does not fit the model; nothing was loaded.",
-                    parameter=prefix + name,
-                    expected=f"shape {expected}",
-                    got=f"shape {tuple(shape)}",
-                    remedy="load it into the model it was saved from, or fix the model's configuration",
-                )
-            )
+            raise shape_error(prefix + name, expected, shape)
     return unmanaged

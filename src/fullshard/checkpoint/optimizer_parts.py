@@ -174,12 +174,12 @@ def _collect_bucket(
             views = {id(m): v for m, v in zip(bucket.members, whole_views(bucket, whole), strict=True)}
         if not wanted:
             continue
-        for entry, kinds, state in own:
-            kind, detail = kinds.get(key, ("", None))
+        for entry, kinds, state in [one for one in own if key in one[1]]:
+            kind, detail = kinds[key]
             if kind == "other":
                 result.setdefault(entry.names[0], {})[key] = finish(state[key], None)
                 continue
-            for name, member in zip(entry.names if kind else (), entry.members if kind else (), strict=True):
+            for name, member in zip(entry.names, entry.members, strict=True):
                 kept = finish(views[id(member)], (bucket, member)) if kind == "element" else _copied(detail)
                 result.setdefault(name, {})[key] = kept
 

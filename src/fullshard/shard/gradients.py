@@ -227,8 +227,6 @@ class Gradients:
         assert self._slice is not None
         if self.scaling.after != 1.0:
             self._slice.mul_(self.scaling.after)
-        if self.keeps_compute_dtype:
-            allow_any_dtype(self.bucket, self.views)
         given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
         self._reset(keep_got=False)
         return given
@@ -364,6 +362,8 @@ class Gradients:
         bucket = self.bucket
         parts = [bucket.tensor_of(bucket.view_of(flat, m.slot), m.slot) for m in bucket.members]
         views = [flat.narrow(0, view.offset, view.length) for view in self.views]
+        if self.keeps_compute_dtype:
+            allow_any_dtype(bucket, self.views)
         return GradientSet(flat, parts, views)
 
     def release(self) -> None:
