@@ -17,8 +17,43 @@ PyTorch's errors still catches ours.
 from __future__ import annotations
 
 
+def message(
+    what: str,
+    *,
+    parameter: str | None = None,
+    rank: int | None = None,
+    expected: object = None,
+    got: object = None,
+    remedy: str | None = None,
+) -> str:
+    """The text of an error or a warning: what happened, then the facts, a line each."""
+    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy}
+    lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
+    return "\n".join([what, *lines])
+
+
 class FullshardError(Exception):
-    """Base of all errors raised by Fullshard."""
+    """Base of all errors raised by Fullshard: what happened, then the facts a reader needs, a line each.
+
+    Args:
+        what: what happened, in one sentence.
+        parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        parameter: str | None = None,
+        rank: int | None = None,
+        expected: object = None,
+        got: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(
+            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy),
+        )
+        self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
 
 
 class ConfigError(FullshardError, ValueError):
@@ -51,18 +86,3 @@ class NotSupportedError(ConfigError, NotImplementedError):
 
 class ArgumentTypeError(ConfigError, TypeError):
     """An argument of a type that PyTorch's front-end stumbles over with a `TypeError`."""
-
-
-def message(
-    what: str,
-    *,
-    parameter: str | None = None,
-    rank: int | None = None,
-    expected: object = None,
-    got: object = None,
-    remedy: str | None = None,
-) -> str:
-    """One error text: what happened, then the facts a reader needs, a line each."""
-    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy}
-    lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
-    return "\n".join([what, *lines])

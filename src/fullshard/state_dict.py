@@ -29,7 +29,7 @@ from .api.fsdp import FullyShardedDataParallel
 from .api.names import clean_name, clean_path
 from .api.wrapper_optimizer import from_rank0
 from .comm import MeshAxes, resolve_mesh
-from .errors import CheckpointError, ConfigError, message
+from .errors import CheckpointError, ConfigError
 from .shard import FlatShard, RowShard
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -330,12 +330,10 @@ def _cut(parameter: Any, value: Any) -> Any:
     whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
     if tuple(whole.shape) != tuple(parameter.shape):
         raise CheckpointError(
-            message(
-                "Optimizer state has another shape than its parameter.",
-                parameter=parameter._run.name,
-                expected=tuple(parameter.shape),
-                got=tuple(whole.shape),
-            )
+            "Optimizer state has another shape than its parameter.",
+            parameter=parameter._run.name,
+            expected=tuple(parameter.shape),
+            got=tuple(whole.shape),
         )
     return FlatShard(parameter._run.cut(whole.detach()).clone(), parameter._run)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 T = TypeVar("T")
 
@@ -90,9 +90,7 @@ class _Checked:
         if name not in self.__dataclass_fields__:  # type: ignore[attr-defined]
             raise ConfigError(f"{type(self).__name__} has no field {name!r}")
         if not fits:
-            raise ConfigError(
-                message(f"{type(self).__name__}.{name} does not fit.", expected=expected, got=repr(value))
-            )
+            raise ConfigError(f"{type(self).__name__}.{name} does not fit.", expected=expected, got=repr(value))
         return value
 
 
@@ -322,5 +320,7 @@ def accept(value: Any, kind: type[T], argument: str) -> T:
             if cls.__name__ == name and all(hasattr(value, field) for field in names):
                 return cls(**{field: getattr(value, field) for field in names})
     raise ConfigError(
-        message(f"{argument} does not fit.", expected=f"fullshard.{kind.__name__}", got=repr(value)),
+        f"{argument} does not fit.",
+        expected=f"fullshard.{kind.__name__}",
+        got=repr(value),
     )

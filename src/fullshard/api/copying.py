@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PhaseError, message
+from ..errors import PhaseError
 from ..runtime import UnitHooks, clone_hooks, clone_prefetches
 from ..shard import Unit, clone_unit, place_clone
 from .module import FORWARD_METHODS_KEY, HOOKS_KEY, FSDPModule, hooks_of, register_fsdp_forward_method
@@ -50,10 +50,8 @@ def _check_idle(hooks: UnitHooks, module: nn.Module) -> None:
     root = hooks.root
     if root is not None and (root.pass_top is not None or root.in_backward):
         raise PhaseError(
-            message(
-                f"{type(module).__name__} was deep-copied while a forward or backward through it runs.",
-                remedy="copy it between steps; after an exception, call reset_iter_state() on the root first",
-            )
+            f"{type(module).__name__} was deep-copied while a forward or backward through it runs.",
+            remedy="copy it between steps; after an exception, call reset_iter_state() on the root first",
         )
 
 
@@ -81,10 +79,8 @@ def _set_up(hooks: list[UnitHooks], units: dict[int, Unit], memo: dict[Any, Any]
         missing = [module for module in modules if id(module) not in memo]
         if missing:
             raise PhaseError(
-                message(
-                    f"{type(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
-                    remedy="deep-copy a module that contains all modules of the unit",
-                )
+                f"{type(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
+                remedy="deep-copy a module that contains all modules of the unit",
             )
         unit = units[id(old)]
         place_clone(unit, old.unit, registries)

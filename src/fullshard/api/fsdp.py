@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Comm, make_comm
-from ..errors import PhaseError, UsageError, message
+from ..errors import PhaseError, UsageError
 from ..offload import CPUOffloadPolicy, OffloadPolicy
 from ..runtime import Root, UnitHooks
 from ..shard import FlatBucket, LocalBucket
@@ -345,11 +345,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     def _must_be_root(self, what: str) -> None:
         if not self.check_is_root():
             raise PhaseError(
-                message(
-                    f"{what} is for the root instance.",
-                    got=f"the instance {self._hooks().unit.name!r} below it",
-                    remedy=f"call {what} on the outermost FullyShardedDataParallel",
-                )
+                f"{what} is for the root instance.",
+                got=f"the instance {self._hooks().unit.name!r} below it",
+                remedy=f"call {what} on the outermost FullyShardedDataParallel",
             )
 
     @staticmethod

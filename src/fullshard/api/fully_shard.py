@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
-from ..errors import ConfigError, PhaseError, message
+from ..errors import ConfigError, PhaseError
 from ..layout import Blocks
 from ..offload import OffloadPolicy
 from ..precision import MixedPrecisionPolicy
@@ -129,11 +129,9 @@ def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[t
         wrong = sorted(set(own) - set(PER_UNIT))
         if wrong:
             raise ConfigError(
-                message(
-                    f"auto_wrap_policy has arguments for {name!r} ({type(block).__name__}) that a unit cannot have.",
-                    expected=f"any of {', '.join(PER_UNIT)}",
-                    got=", ".join(wrong),
-                )
+                f"auto_wrap_policy has arguments for {name!r} ({type(block).__name__}) that a unit cannot have.",
+                expected=f"any of {', '.join(PER_UNIT)}",
+                got=", ".join(wrong),
             )
         policy_given = own.get("mp_policy")
         if "mp_policy" in own and not isinstance(policy_given, MixedPrecisionPolicy):
@@ -179,18 +177,14 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
             raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
         if not _has_forward(module):
             raise ConfigError(
-                message(
-                    f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
-                    "nothing would tell when to gather its parameters.",
-                    remedy="apply fully_shard to each module in it, or to the list of them as one unit",
-                )
+                f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
+                "nothing would tell when to gather its parameters.",
+                remedy="apply fully_shard to each module in it, or to the list of them as one unit",
             )
         if is_unit(module):
             raise ConfigError(
-                message(
-                    f"fully_shard was applied to this {type(module).__name__} already.",
-                    remedy="apply it once to each module, innermost first",
-                )
+                f"fully_shard was applied to this {type(module).__name__} already.",
+                remedy="apply it once to each module, innermost first",
             )
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}")
@@ -205,11 +199,9 @@ def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh,
     names = [getattr(dims, field, None) for field in ("shard", "replicate")]  # PyTorch's own class serves as well
     if mesh is None or not isinstance(mesh, DeviceMesh) or not hasattr(dims, "shard"):
         raise ConfigError(
-            message(
-                "dp_mesh_dims says which dims of mesh= are data-parallel.",
-                expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
-                got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
-            )
+            "dp_mesh_dims says which dims of mesh= are data-parallel.",
+            expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
+            got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
         )
     ours = DataParallelMeshDims(*names)
     found = data_parallel_mesh(mesh, ours)
@@ -276,12 +268,10 @@ def find_root(top: UnitHooks) -> Root:
                 continue
             if hooks.root is not None:
                 raise PhaseError(
-                    message(
-                        f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
-                        expected="the first forward to be the root's",
-                        got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
-                        remedy="run the root first; or build the model anew, and run this unit only through the root",
-                    )
+                    f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
+                    expected="the first forward to be the root's",
+                    got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
+                    remedy="run the root first; or build the model anew, and run this unit only through the root",
                 )
             units.append(hooks)
             hooks.unit.name = clean_path(path)

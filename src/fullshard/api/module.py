@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
-from ..errors import ConfigError, PhaseError, message
+from ..errors import ConfigError, PhaseError
 from ..runtime import UnitHooks
 from ..shard import Unit
 
@@ -196,10 +196,7 @@ class FSDPModule:
     def _check_callable(self, comm: Any, what: str) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise ConfigError(
-                message(
-                    f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).",
-                    got=repr(comm),
-                )
+                f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).", got=repr(comm)
             )
         if self._hooks().uses_group_memory:
             raise ConfigError(
@@ -238,12 +235,10 @@ class FSDPModule:
         """
         used = {bucket.axes.shard.backend for hooks in self._units() for bucket in hooks.unit.buckets}
         raise ConfigError(
-            message(
-                f"Symmetric memory ({backend}) cannot be used for this model's communication.",
-                got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
-                remedy="leave the call out: gathers already go straight into the unit's own memory; or, on NCCL, try "
-                "set_allocate_memory_from_process_group_for_comm(True)",
-            )
+            f"Symmetric memory ({backend}) cannot be used for this model's communication.",
+            got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
+            remedy="leave the call out: gathers already go straight into the unit's own memory; or, on NCCL, try "
+            "set_allocate_memory_from_process_group_for_comm(True)",
         )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -335,11 +330,7 @@ def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tup
         hooks = hooks_of(module) if isinstance(module, nn.Module) else None
         if hooks is None:
             raise ConfigError(
-                message(
-                    f"Only units can {what}.",
-                    expected="modules that fully_shard was applied to",
-                    got=type(module).__name__,
-                )
+                f"Only units can {what}.", expected="modules that fully_shard was applied to", got=type(module).__name__
             )
         found.append(hooks)
     return tuple(found)
@@ -359,11 +350,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for one, module in zip(hooks, modules, strict=True):
         if one.root is not None and not one.is_top:
             raise ConfigError(
-                message(
-                    "share_comm_ctx takes roots, whose forward is called from outside.",
-                    got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
-                    remedy="pass the root modules alone: what is below them comes along",
-                )
+                "share_comm_ctx takes roots, whose forward is called from outside.",
+                got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
+                remedy="pass the root modules alone: what is below them comes along",
             )
     if not hooks:
         return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from ..shard import Clock
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -31,13 +31,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, torch.Tensor) and "_fullshard_successor" in parameter.__dict__:
                 raise ConfigError(
-                    message(
-                        f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
-                        "parameters that were replaced since, and would train nothing.",
-                        parameter=parameter.__dict__.get("_fullshard_name", "?"),
-                        expected="an optimizer built from model.parameters() once the model is sharded",
-                        remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
-                        "the model with use_orig_params=True, which keeps Parameter objects",
-                    )
+                    f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
+                    "parameters that were replaced since, and would train nothing.",
+                    parameter=parameter.__dict__.get("_fullshard_name", "?"),
+                    expected="an optimizer built from model.parameters() once the model is sharded",
+                    remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
+                    "the model with use_orig_params=True, which keeps Parameter objects",
                 )
     _checked[optimizer] = count

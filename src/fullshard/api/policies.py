@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 
 class ModuleWrapPolicy:
@@ -64,11 +64,9 @@ class CustomPolicy:
             return dict(answer)
         if not isinstance(answer, bool):
             raise ConfigError(
-                message(
-                    f"CustomPolicy's lambda_fn gave no answer for a {type(module).__name__}.",
-                    expected="False, True or a dict of arguments",
-                    got=repr(answer),
-                )
+                f"CustomPolicy's lambda_fn gave no answer for a {type(module).__name__}.",
+                expected="False, True or a dict of arguments",
+                got=repr(answer),
             )
         return {} if answer else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 from ..shard import FlatShard, RowShard
 from .module import hooks_of
 
@@ -48,13 +48,11 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
 def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> CheckpointError:
     """What to raise for a state dict whose value for a parameter has another shape."""
     return CheckpointError(
-        message(
-            "A state dict does not fit the model; nothing was loaded.",
-            parameter=name,
-            expected=f"shape {tuple(expected)}",
-            got=f"shape {tuple(got)}",
-            remedy="load it into the model it was saved from, or fix the model's configuration",
-        )
+        "A state dict does not fit the model; nothing was loaded.",
+        parameter=name,
+        expected=f"shape {tuple(expected)}",
+        got=f"shape {tuple(got)}",
+        remedy="load it into the model it was saved from, or fix the model's configuration",
     )
 
 

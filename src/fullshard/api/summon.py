@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, NotSupportedError, UsageError, message
+from ..errors import ConfigError, NotSupportedError, UsageError
 from ..runtime import UnitHooks
 from ..shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
 from ..shard.flat_parameter import ATTRIBUTE
@@ -53,10 +53,8 @@ def summon_full_params(
     """
     if writeback and rank0_only:
         raise NotSupportedError(
-            message(
-                "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
-                remedy="set writeback=False, or rank0_only=False",
-            )
+            "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
+            remedy="set writeback=False, or rank0_only=False",
         )
     instances = [child for child in module.modules() if hasattr(child, "_arguments") and hooks_of(child) is not None]
     if not recurse:
@@ -212,12 +210,10 @@ class _Whole:
         view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
         if value.shape != view.shape:
             raise ConfigError(
-                message(
-                    "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
-                    parameter=member.name,
-                    expected=slot.shape,
-                    got=tuple(value.shape),
-                )
+                "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
+                parameter=member.name,
+                expected=slot.shape,
+                got=tuple(value.shape),
             )
         if writeback and value.data_ptr() != view.data_ptr():
             with torch.no_grad():

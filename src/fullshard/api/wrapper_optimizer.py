@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoint.optimizer_parts import Entry, collect, cut_state
 from ..checkpoint.parts import joined_whole, split_part
 from ..comm import Axis, MeshAxes
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 from ..shard import Bucket, FlatBucket, Member
 from .config import OptimStateKeyType, StateDictType, accept
 from .names import clean_name
@@ -169,9 +169,7 @@ class OptimizerStateMethods:
             to = {name: number for number, name in to.items()}
         for key in [*optim_state_dict["state"], *(p for g in optim_state_dict["param_groups"] for p in g["params"])]:
             if key not in to:
-                raise CheckpointError(
-                    message("The optimizer state has a key that the optimizer does not.", parameter=str(key))
-                )
+                raise CheckpointError("The optimizer state has a key that the optimizer does not.", parameter=str(key))
         return {
             "state": {to[key]: value for key, value in optim_state_dict["state"].items()},
             "param_groups": [
@@ -243,11 +241,9 @@ def _entries(model: nn.Module, optim: Any) -> list[Entry]:
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise CheckpointError(
-                    message(
-                        "The optimizer holds a tensor that is not the model's.",
-                        got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
-                        remedy="build it from model.parameters() after wrapping",
-                    )
+                    "The optimizer holds a tensor that is not the model's.",
+                    got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
+                    remedy="build it from model.parameters() after wrapping",
                 )
             entry = known[id(tensor)]
             entry.group, entry.index = g, len(found)

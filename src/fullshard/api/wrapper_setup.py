@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
-from ..errors import ArgumentTypeError, ConfigError, message
+from ..errors import ArgumentTypeError, ConfigError
 from ..precision import MixedPrecisionPolicy
 from ..shard import FlatBucket, Unit, owner_of
 from ..shard.gradient_set import FlatView
@@ -77,12 +77,10 @@ def check_arguments(
         axes = resolve_mesh(device_mesh)
         if hybrid != (axes.replicate is not None):
             raise ConfigError(
-                message(
-                    f"{chosen.name} and the device_mesh do not fit together.",
-                    expected="a 2-D mesh (replicate, shard)" if hybrid else "a 1-D mesh",
-                    got=f"shape {tuple(device_mesh.shape)}",
-                    remedy="2-D meshes go with HYBRID_SHARD, 1-D meshes with the other strategies",
-                )
+                f"{chosen.name} and the device_mesh do not fit together.",
+                expected="a 2-D mesh (replicate, shard)" if hybrid else "a 1-D mesh",
+                got=f"shape {tuple(device_mesh.shape)}",
+                remedy="2-D meshes go with HYBRID_SHARD, 1-D meshes with the other strategies",
             )
     else:
         axes = axes_of_groups(groups, hybrid, device)
@@ -116,10 +114,8 @@ def _device(device_id: Any) -> torch.device | None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             raise ConfigError(
-                message(
-                    f"device_id={device_id} names an accelerator, and this machine has none.",
-                    remedy='leave device_id out, or give torch.device("cpu")',
-                )
+                f"device_id={device_id} names an accelerator, and this machine has none.",
+                remedy='leave device_id out, or give torch.device("cpu")',
             )
         return torch.device(accelerator.type, device_id)
     if not isinstance(device_id, torch.device):
@@ -169,11 +165,9 @@ def wrap_submodules(
     for name, child in module.named_modules():
         if is_unit(child):
             raise ConfigError(
-                message(
-                    "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
-                    got=f"{name or 'the module itself'}, a {type(child).__name__}",
-                    remedy="wrap by the policy or by hand, not both",
-                )
+                "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
+                got=f"{name or 'the module itself'}, a {type(child).__name__}",
+                remedy="wrap by the policy or by hand, not both",
             )
     planned = plan_wrapping(module, policy, arguments.ignored_modules)
     answers = {id(child): own for _, child, own in planned}
@@ -240,10 +234,8 @@ def materialise(
             reset = getattr(owner, "reset_parameters", None)
             if not callable(reset):
                 raise ConfigError(
-                    message(
-                        f"{type(owner).__name__} is on the meta device and has no reset_parameters().",
-                        remedy="give param_init_fn=, or add reset_parameters() to the class",
-                    )
+                    f"{type(owner).__name__} is on the meta device and has no reset_parameters().",
+                    remedy="give param_init_fn=, or add reset_parameters() to the class",
                 )
             owner.to_empty(device=device, recurse=False)
             with torch.no_grad():
@@ -308,11 +300,9 @@ def check_uniform(found: list[Any]) -> None:
         for item in found:
             if first is not None and value(item.parameter) != value(first.parameter):
                 raise ConfigError(
-                    message(
-                        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
-                        parameter=item.name,
-                        expected=f"{value(first.parameter)}, as {first.name}",
-                        got=value(item.parameter),
-                        remedy="set use_orig_params=True, or wrap these modules separately",
-                    )
+                    f"Must flatten tensors with uniform {what} when use_orig_params=False.",
+                    parameter=item.name,
+                    expected=f"{value(first.parameter)}, as {first.name}",
+                    got=value(item.parameter),
+                    remedy="set use_orig_params=True, or wrap these modules separately",
                 )

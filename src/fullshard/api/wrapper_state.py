@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoint.parts import cut_for, joined_whole, split_part, whole_of
 from ..checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
-from ..errors import CheckpointError, PhaseError, message
+from ..errors import CheckpointError, PhaseError
 from ..runtime import UnitHooks
 from ..shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
 from ..shard.flat_parameter import ATTRIBUTE
@@ -363,12 +363,10 @@ def _take_slice(given: Any, local: torch.Tensor, name: str) -> None:
     tensor = slices[0].tensor if slices and hasattr(slices[0], "tensor") else given
     if tuple(tensor.shape) != tuple(local.shape):
         raise CheckpointError(
-            message(
-                "A LOCAL state dict fits only the same model, wrapped the same way, on as many ranks.",
-                parameter=name,
-                expected=f"a slice of shape {tuple(local.shape)}",
-                got=f"shape {tuple(tensor.shape)}",
-                remedy="save FULL or SHARDED state dicts to load on other ranks",
-            )
+            "A LOCAL state dict fits only the same model, wrapped the same way, on as many ranks.",
+            parameter=name,
+            expected=f"a slice of shape {tuple(local.shape)}",
+            got=f"shape {tuple(tensor.shape)}",
+            remedy="save FULL or SHARDED state dicts to load on other ranks",
         )
     local.copy_(tensor.detach())

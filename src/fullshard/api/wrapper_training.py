@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..comm import HookComm
-from ..errors import ConfigError, UsageError, message
+from ..errors import ConfigError, UsageError
 from ..optim.clip import clip_local_gradients, shard_groups
 from ..shard import FlatBucket, owner_of
 from ..shard.tensor_parallel import local_part
@@ -56,11 +56,9 @@ def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
             raise UsageError(
-                message(
-                    "Communication hooks do not work with hybrid strategies.",
-                    got=child.sharding_strategy.name,
-                    remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                )
+                "Communication hooks do not work with hybrid strategies.",
+                got=child.sharding_strategy.name,
+                remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
     for child in instances:
         hooks = child._hooks()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 from ..shard import Bucket, LocalBucket, Member, OptimizerView, members_of, names_of
 
 
@@ -34,12 +34,9 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Entry]
     for bucket, gradients, member in members_of(model):
         if isinstance(bucket, LocalBucket):
             raise CheckpointError(
-                message(
-                    "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
-                    parameter=member.name,
-                    remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and "
-                    "optim_state_dict_to_load",
-                )
+                "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
+                parameter=member.name,
+                remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
             )
         owners[id(member.sharded)] = (bucket, member)
         for view in gradients.views:
@@ -56,11 +53,9 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Entry]
                 found.append(_Entry(tensor, [(names[id(tensor)], *owner)], None))
             else:
                 raise CheckpointError(
-                    message(
-                        "The optimizer holds a tensor that is not the model's.",
-                        got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
-                        remedy="build it from model.parameters() or optimizer_view(model) after fully_shard",
-                    )
+                    "The optimizer holds a tensor that is not the model's.",
+                    got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
+                    remedy="build it from model.parameters() or optimizer_view(model) after fully_shard",
                 )
     return found
 
@@ -103,13 +98,11 @@ def _part_of(value: Any, key: str, entry: _Entry, bucket: Bucket | None, member:
     assert bucket is not None and member is not None
     if tuple(value.shape) != (entry.view.length,):
         raise CheckpointError(
-            message(
-                f"State {key!r} of an optimizer view is not one value per element.",
-                parameter=member.name,
-                expected=f"shape ({entry.view.length},)",
-                got=f"shape {tuple(value.shape)}",
-                remedy="use this optimizer on the sharded parameters, not on optimizer_view",
-            )
+            f"State {key!r} of an optimizer view is not one value per element.",
+            parameter=member.name,
+            expected=f"shape ({entry.view.length},)",
+            got=f"shape {tuple(value.shape)}",
+            remedy="use this optimizer on the sharded parameters, not on optimizer_view",
         )
     part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
     at = value.storage_offset() + (part.offset - entry.view.offset if part.numel else 0)
@@ -192,7 +185,7 @@ def _assemble(entry: _Entry, by_name: dict[str, Any]) -> dict[str, Any]:
     """The state of one optimizer tensor from that of its parameters."""
     for name, _, _ in entry.parts:
         if name not in by_name:
-            raise CheckpointError(message("The optimizer state to load lacks a parameter.", parameter=name))
+            raise CheckpointError("The optimizer state to load lacks a parameter.", parameter=name)
     if entry.view is None:
         return dict(by_name[entry.parts[0][0]])
     values: dict[str, Any] = {}
@@ -203,23 +196,19 @@ def _assemble(entry: _Entry, by_name: dict[str, Any]) -> dict[str, Any]:
                 known = values.setdefault(key, value.clone())
                 if not torch.equal(known, value):
                     raise CheckpointError(
-                        message(
-                            f"State {key!r} differs between parameters that one optimizer view covers.",
-                            parameter=name,
-                            expected=known.item(),
-                            got=value.item(),
-                            remedy="give these parameters views of their own: optimizer_view(model, params=...)",
-                        )
+                        f"State {key!r} differs between parameters that one optimizer view covers.",
+                        parameter=name,
+                        expected=known.item(),
+                        got=value.item(),
+                        remedy="give these parameters views of their own: optimizer_view(model, params=...)",
                     )
                 continue
             if value.shape != member.sharded.shape:
                 raise CheckpointError(
-                    message(
-                        f"State {key!r} has another shape than its parameter.",
-                        parameter=name,
-                        expected=tuple(member.sharded.shape),
-                        got=tuple(value.shape),
-                    )
+                    f"State {key!r} has another shape than its parameter.",
+                    parameter=name,
+                    expected=tuple(member.sharded.shape),
+                    got=tuple(value.shape),
                 )
             flat = values.get(key)
             if flat is None:

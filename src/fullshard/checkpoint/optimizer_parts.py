@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm, MeshAxes
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 from ..shard import Bucket, Member, gather_whole, whole_views
 from .parts import cut_for, whole_of
 
@@ -57,14 +57,12 @@ def _kinds(entry: Entry, state: dict[str, Any]) -> Kinds:
                 continue
             if tuple(value.shape) != tuple(entry.tensor.shape):
                 raise CheckpointError(
-                    message(
-                        f"State {key!r} of the optimizer has not one value per element of its parameter; on parts of "
-                        "parameters it cannot be told what it stands for.",
-                        parameter=", ".join(entry.names),
-                        expected=f"shape {tuple(entry.tensor.shape)} or ()",
-                        got=f"shape {tuple(value.shape)}",
-                        remedy="use NO_SHARD, or an element-wise optimizer (SGD, Adam, AdamW, ...)",
-                    )
+                    f"State {key!r} of the optimizer has not one value per element of its parameter; on parts of "
+                    "parameters it cannot be told what it stands for.",
+                    parameter=", ".join(entry.names),
+                    expected=f"shape {tuple(entry.tensor.shape)} or ()",
+                    got=f"shape {tuple(value.shape)}",
+                    remedy="use NO_SHARD, or an element-wise optimizer (SGD, Adam, AdamW, ...)",
                 )
             found[key] = ("element", value.dtype)
         else:
@@ -222,13 +220,11 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 known = scalars.setdefault(key, (name, value))
                 if not _same(known[1], value):
                     raise CheckpointError(
-                        message(
-                            f"State {key!r} differs between parameters of one FlatParameter.",
-                            parameter=name,
-                            expected=f"{known[1]}, as {known[0]}",
-                            got=value,
-                            remedy="load it with use_orig_params=True, where each parameter has state of its own",
-                        )
+                        f"State {key!r} differs between parameters of one FlatParameter.",
+                        parameter=name,
+                        expected=f"{known[1]}, as {known[0]}",
+                        got=value,
+                        remedy="load it with use_orig_params=True, where each parameter has state of its own",
                     )
                 result[key] = _copied(value)
                 continue
@@ -238,12 +234,10 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 continue
             if tuple(whole.shape) != bucket.whole_shape(member):
                 raise CheckpointError(
-                    message(
-                        f"State {key!r} has another shape than its parameter.",
-                        parameter=name,
-                        expected=bucket.whole_shape(member),
-                        got=tuple(whole.shape),
-                    )
+                    f"State {key!r} has another shape than its parameter.",
+                    parameter=name,
+                    expected=bucket.whole_shape(member),
+                    got=tuple(whole.shape),
                 )
             part = cut_for(bucket, member, whole)
             if entry.flat:

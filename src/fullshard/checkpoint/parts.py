@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm import MeshAxes
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 from ..shard import Bucket, Member
 from .sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
 
@@ -82,12 +82,10 @@ def split_part(bucket: Bucket, member: Member, view: torch.Tensor, use_dtensor: 
         return split_whole(view, bucket.axes, use_dtensor, to_cpu)
     if not parallel.outer_placements:
         raise CheckpointError(
-            message(
-                "A tensor-parallel parameter has a sharded state only over one mesh of both kinds of parallelism.",
-                parameter=member.name,
-                remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
-                "parameter is on; or save FULL_STATE_DICT",
-            )
+            "A tensor-parallel parameter has a sharded state only over one mesh of both kinds of parallelism.",
+            parameter=member.name,
+            remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
+            "parameter is on; or save FULL_STATE_DICT",
         )
     world, rank = bucket.axes.shard.size, bucket.axes.shard.rank
     chunks = view.chunk(world) if view.dim() else (view,)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from .mesh import Axis
 from .protocol import DONE, Comm, Costs, Pending
 
@@ -119,13 +119,11 @@ class CustomComm:
         got = (tuple(buffer.shape), buffer.dtype, buffer.device) if isinstance(buffer, torch.Tensor) else buffer
         if got != expected:
             raise ConfigError(
-                message(
-                    f"allocate() of the custom collective {type(collective).__name__} returned another tensor than "
-                    "it was asked for.",
-                    expected=f"{expected}",
-                    got=f"{got}",
-                    remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
-                )
+                f"allocate() of the custom collective {type(collective).__name__} returned another tensor than "
+                "it was asked for.",
+                expected=f"{expected}",
+                got=f"{got}",
+                remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
             )
         return buffer
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from .direct import all_gather, reduce_scatter
 from .mesh import Axis
 
@@ -35,12 +35,10 @@ class GroupMemory:
             backend = axis.group._get_backend(device)
         if backend is None or not getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
             raise ConfigError(
-                message(
-                    f"The {axis.backend} backend allocates no memory of its own for communication.",
-                    expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
-                    got=f"{axis.backend} on {device}",
-                    remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
-                )
+                f"The {axis.backend} backend allocates no memory of its own for communication.",
+                expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
+                got=f"{axis.backend} on {device}",
+                remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
             )
         self.backend = backend
 

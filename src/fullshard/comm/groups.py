@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from .mesh import Axis, MeshAxes, resolve_mesh
 
 _cached: dict[Any, tuple[Any, MeshAxes]] = {}
@@ -29,30 +29,24 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
     """
     if not dist.is_initialized():
         raise ConfigError(
-            message(
-                "FullyShardedDataParallel has no process group to shard over.",
-                remedy="start with torchrun and call torch.distributed.init_process_group() first",
-            )
+            "FullyShardedDataParallel has no process group to shard over.",
+            remedy="start with torchrun and call torch.distributed.init_process_group() first",
         )
     pair = isinstance(groups, (tuple, list))
     if hybrid and groups is not None and not pair:
         raise ConfigError(
-            message(
-                "A hybrid strategy shards over one group and replicates over another.",
-                expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
-                got=repr(groups),
-            )
+            "A hybrid strategy shards over one group and replicates over another.",
+            expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
+            got=repr(groups),
         )
     if not hybrid and pair:
         raise ConfigError("process_group is a pair only for hybrid strategies; give one group")
     given = groups if pair else [] if groups is None else [groups]
     if not all(isinstance(group, dist.ProcessGroup) for group in given) or (pair and len(given) != 2):
         raise ConfigError(
-            message(
-                "process_group must be a process group, or two of them for hybrid strategies.",
-                got=repr(groups),
-                remedy="make groups with torch.distributed.new_group(ranks), on every rank",
-            )
+            "process_group must be a process group, or two of them for hybrid strategies.",
+            got=repr(groups),
+            remedy="make groups with torch.distributed.new_group(ranks), on every rank",
         )
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
     key = (id(dist.group.WORLD), tuple(map(id, groups)) if pair else id(groups), hybrid, kind)
@@ -119,11 +113,9 @@ def _node_mesh(kind: str) -> DeviceMesh:
     sizes = {host: len(ranks) for host, ranks in nodes.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
-            message(
-                "Nodes do not hold the same number of ranks, so node-local groups cannot be made.",
-                expected="equal numbers",
-                got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
-                remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
-            )
+            "Nodes do not hold the same number of ranks, so node-local groups cannot be made.",
+            expected="equal numbers",
+            got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
+            remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
         )
     return DeviceMesh(kind, list(nodes.values()), mesh_dim_names=("replicate", "shard"))

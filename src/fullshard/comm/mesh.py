@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,32 +78,24 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
-                message(
-                    "fully_shard has neither a mesh nor a process group to shard over.",
-                    expected="torch.distributed initialised, or mesh=",
-                    remedy="start with torchrun and call torch.distributed.init_process_group() first, "
-                    "or pass mesh=init_device_mesh(...)",
-                )
+                "fully_shard has neither a mesh nor a process group to shard over.",
+                expected="torch.distributed initialised, or mesh=",
+                remedy="start with torchrun and call torch.distributed.init_process_group() first, "
+                "or pass mesh=init_device_mesh(...)",
             )
         mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ConfigError(
-            message(
-                f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} dims.",
-                expected="mesh.ndim in (1, 2)",
-                got=f"shape {tuple(mesh.shape)}",
-                remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
-            )
+            f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} dims.",
+            expected="mesh.ndim in (1, 2)",
+            got=f"shape {tuple(mesh.shape)}",
+            remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
-            message(
-                "This process is not part of the mesh given to fully_shard.",
-                rank=dist.get_rank(),
-                got=str(mesh),
-            )
+            "This process is not part of the mesh given to fully_shard.", rank=dist.get_rank(), got=str(mesh)
         )
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
     return MeshAxes(mesh, _device(mesh.device_type), _axis(mesh, mesh.ndim - 1), replicate, dist.get_rank())
@@ -117,12 +109,10 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
     """
     if size <= 1 or size >= axes.shard.size or axes.shard.size % size:
         raise ConfigError(
-            message(
-                f"reshard_after_forward={size} is not a non-trivial divisor of the shard axis.",
-                expected=f"an int that divides {axes.shard.size}, other than 1 and {axes.shard.size}",
-                got=size,
-                remedy="use True (free the unit) or False (keep it) for the trivial cases",
-            )
+            f"reshard_after_forward={size} is not a non-trivial divisor of the shard axis.",
+            expected=f"an int that divides {axes.shard.size}, other than 1 and {axes.shard.size}",
+            got=size,
+            remedy="use True (free the unit) or False (keep it) for the trivial cases",
         )
     # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
     grid = axes.mesh.mesh.reshape(-1, size)
@@ -156,10 +146,8 @@ def _device(device_type: str) -> torch.device:
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
     except (RuntimeError, AssertionError) as error:  # what torch raises where it has no such device
         raise ConfigError(
-            message(
-                "The mesh's device type is not available to this process.",
-                expected=f"a usable {device_type} device",
-                got=str(error),
-                remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
-            )
+            "The mesh's device type is not available to this process.",
+            expected=f"a usable {device_type} device",
+            got=str(error),
+            remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
         ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 HAS_ROOT = hasattr(DeviceMesh, "_get_root_mesh")
 
@@ -37,14 +37,12 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
         problem = "two meshes that were not sliced from one"
     if problem is not None:
         raise ConfigError(
-            message(
-                "A parameter is a DTensor already (tensor parallelism), and its mesh does not go with fully_shard's.",
-                parameter=name,
-                expected="both meshes sliced from one, with other dims",
-                got=problem,
-                remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); give '
-                'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
-            )
+            "A parameter is a DTensor already (tensor parallelism), and its mesh does not go with fully_shard's.",
+            parameter=name,
+            expected="both meshes sliced from one, with other dims",
+            got=problem,
+            remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); give '
+            'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
         )
     found: DeviceMesh = first._get_root_mesh()[tuple(names)]
     return found

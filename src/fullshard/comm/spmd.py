@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,9 @@ class DataParallelMeshDims:
         names = [*self.shard_names, *self.replicate_names]
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
             raise ConfigError(
-                message(
-                    "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
-                    expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
-                    got=f"shard={self.shard!r}, replicate={self.replicate!r}",
-                )
+                "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
+                expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
+                got=f"shard={self.shard!r}, replicate={self.replicate!r}",
             )
 
     @property
@@ -63,20 +61,16 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
     unknown = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
     if unknown:
         raise ConfigError(
-            message(
-                "dp_mesh_dims names a dim that the mesh does not have.",
-                expected=f"names among {names}",
-                got=", ".join(map(repr, unknown)),
-            )
+            "dp_mesh_dims names a dim that the mesh does not have.",
+            expected=f"names among {names}",
+            got=", ".join(map(repr, unknown)),
         )
     if not dims.shard_names:
         raise ConfigError(
-            message(
-                "dp_mesh_dims gives replicas and nothing to shard on.",
-                expected="shard=, the name of at least one dim",
-                got=f"replicate={dims.replicate!r} alone",
-                remedy="use DistributedDataParallel, or name one of these dims in shard=",
-            )
+            "dp_mesh_dims gives replicas and nothing to shard on.",
+            expected="shard=, the name of at least one dim",
+            got=f"replicate={dims.replicate!r} alone",
+            remedy="use DistributedDataParallel, or name one of these dims in shard=",
         )
     parts = [_flat(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
     return mesh[parts[0]] if len(parts) == 1 else mesh[tuple(parts)]

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from ..shard import FlatShard, LocalBucket, owner_of
 
 
@@ -105,11 +105,9 @@ def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
     unit = owner_of(parameter)
     if unit is not None and isinstance(unit.buckets[0], LocalBucket) and unit.buckets[0].axes.shard.size > 1:
         raise ConfigError(
-            message(
-                "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
-                parameter=parameter.__dict__.get("_fullshard_name"),
-                remedy="call model.clip_grad_norm_(max_norm) on the root instance",
-            )
+            "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
+            parameter=parameter.__dict__.get("_fullshard_name"),
+            remedy="call model.clip_grad_norm_(max_norm) on the root instance",
         )
     assert parameter.grad is not None
     return shard_groups(parameter.grad)

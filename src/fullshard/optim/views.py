@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from ..shard import Bucket, FlatBucket, add_views, members_of, units_of
 
 
@@ -52,11 +52,9 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
         for key, parameter in wanted.items():
             if key not in known:
                 raise ConfigError(
-                    message(
-                        "optimizer_view was given a tensor that is not a parameter of the model now.",
-                        got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
-                        remedy="take parameters from model.parameters() after the last fully_shard call",
-                    )
+                    "optimizer_view was given a tensor that is not a parameter of the model now.",
+                    got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                    remedy="take parameters from model.parameters() after the last fully_shard call",
                 )
     views: list[nn.Parameter] = []
     for unit in units:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm, MeshAxes, resolve_mesh
-from ..errors import ConfigError, LayoutError, message
+from ..errors import ConfigError, LayoutError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..precision import MixedPrecisionPolicy
 from .bucket import Bucket
@@ -146,12 +146,10 @@ def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Mo
             unit = owner_of(parameter)
             if unit is not None and (parameter is not registered or not within(unit, user)):
                 raise LayoutError(
-                    message(
-                        f"A weight of unit {unit.name!r} is also used outside of it, where it is not gathered.",
-                        parameter=f"{path}.{key}" if path else key,
-                        expected="one unit around all uses of a tied weight",
-                        remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
-                    )
+                    f"A weight of unit {unit.name!r} is also used outside of it, where it is not gathered.",
+                    parameter=f"{path}.{key}" if path else key,
+                    expected="one unit around all uses of a tied weight",
+                    remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
                 )
 
 
@@ -172,35 +170,29 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
             held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is parameter]
             if any(m.slot.name in b.parallel or not b.plain for b, m in held):
                 raise LayoutError(
-                    message(
-                        "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
-                        parameter=item.name,
-                        remedy="let one fully_shard call take all modules that use it: shard the module around them, "
-                        "or a list of them, before any of them by itself",
-                    )
+                    "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
+                    parameter=item.name,
+                    remedy="let one fully_shard call take all modules that use it: shard the module around them, "
+                    "or a list of them, before any of them by itself",
                 )
             continue
         check_type(item.name, parameter, extensions=not wrapper)
         if isinstance(parameter, DTensor) and layout != "rows" and not wrapper:
             raise ConfigError(
-                message(
-                    "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
-                    parameter=item.name,
-                    expected='layout="rows", whose sharded parameters say how they are split twice',
-                    got=f"layout={layout!r}",
-                    remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
-                )
+                "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
+                parameter=item.name,
+                expected='layout="rows", whose sharded parameters say how they are split twice',
+                got=f"layout={layout!r}",
+                remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
             )
         check_device(item.name, parameter.device, axes.device)
         if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
             other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
             if other != item.name:
                 raise LayoutError(
-                    message(
-                        "Two Parameter objects share one memory: sharded separately they would drift apart.",
-                        parameter=f"{other} and {item.name}",
-                        remedy="tie them by assigning the same Parameter object to both modules",
-                    )
+                    "Two Parameter objects share one memory: sharded separately they would drift apart.",
+                    parameter=f"{other} and {item.name}",
+                    remedy="tie them by assigning the same Parameter object to both modules",
                 )
 
 
@@ -251,11 +243,9 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         parallel = _parallel(items, own)
         if parallel and settings.home is not None:
             raise ConfigError(
-                message(
-                    "CPU offload does not work with tensor-parallel parameters yet.",
-                    parameter=next(iter(parallel)),
-                    remedy="shard their unit without CPUOffloadPolicy",
-                )
+                "CPU offload does not work with tensor-parallel parameters yet.",
+                parameter=next(iter(parallel)),
+                remedy="shard their unit without CPUOffloadPolicy",
             )
         drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
         compute_dtype = _compute_dtype(items[0].parameter.dtype, settings.policy)
@@ -346,12 +336,10 @@ def choose_placement(
         mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
     if placement is not None and (not isinstance(placement, Shard) or settings.layout != "rows"):
         raise ConfigError(
-            message(
-                "shard_placement_fn returned a placement that cannot be used.",
-                parameter=item.name,
-                expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
-                got=f"{placement!r} with layout={settings.layout!r}",
-            )
+            "shard_placement_fn returned a placement that cannot be used.",
+            parameter=item.name,
+            expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
+            got=f"{placement!r} with layout={settings.layout!r}",
         )
     if mesh is None:
         return placement, settings.axes
@@ -359,12 +347,10 @@ def choose_placement(
         axes = resolve_mesh(mesh)
         if axes.device != settings.axes.device:
             raise ConfigError(
-                message(
-                    "shard_placement_fn returned a mesh on another device.",
-                    parameter=item.name,
-                    expected=settings.axes.device,
-                    got=axes.device,
-                )
+                "shard_placement_fn returned a mesh on another device.",
+                parameter=item.name,
+                expected=settings.axes.device,
+                got=axes.device,
             )
         meshes[mesh] = axes
     return placement, meshes[mesh]

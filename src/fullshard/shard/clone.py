@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PhaseError, message
+from ..errors import PhaseError
 from .bucket import Bucket
 from .flat_parameter import ATTRIBUTE, FlatParameter
 from .gradient_set import FlatView
@@ -37,13 +37,11 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     for gradients in unit.gradients:
         if gradients.state is not GradState.NONE or gradients.partial is not None or gradients.waiting():
             raise PhaseError(
-                message(
-                    f"Unit {unit.name or '(root)'!r} cannot be copied now: it holds gradients not yet reduced.",
-                    parameter=", ".join(member.name for member in gradients.bucket.members),
-                    rank=unit.rank,
-                    remedy="copy the model after the backward that reduces them (set_requires_gradient_sync(True)), "
-                    "or after optimizer.zero_grad() and before the next backward",
-                )
+                f"Unit {unit.name or '(root)'!r} cannot be copied now: it holds gradients not yet reduced.",
+                parameter=", ".join(member.name for member in gradients.bucket.members),
+                rank=unit.rank,
+                remedy="copy the model after the backward that reduces them (set_requires_gradient_sync(True)), "
+                "or after optimizer.zero_grad() and before the next backward",
             )
     with torch.no_grad(), plain_access():
         new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.reduce_dtype, unit.name)
@@ -123,12 +121,10 @@ def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
             module = modules.get(id(place if holder is None else holder._parameters))
             if module is None:
                 raise PhaseError(
-                    message(
-                        "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
-                        parameter=theirs.name,
-                        rank=old.rank,
-                        remedy="deep-copy the whole model",
-                    )
+                    "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
+                    parameter=theirs.name,
+                    rank=old.rank,
+                    remedy="deep-copy the whole model",
                 )
             new_place: Any = module._parameters
             if holder is not None:

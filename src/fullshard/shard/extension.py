@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm import Axis, Comm, MeshAxes, Pending
-from ..errors import ConfigError, LayoutError, message
+from ..errors import ConfigError, LayoutError
 from ..layout import Layout, ParameterSpec, Slot
 from .bucket import Bucket
 from .member import Draft, Member
@@ -66,12 +66,10 @@ class ExtensionBucket(Bucket):
         original: Any = draft.original
         if home is not None:
             raise ConfigError(
-                message(
-                    "CPU offload does not work with parameters of tensor subclasses yet.",
-                    parameter=draft.name,
-                    got=type(original).__name__,
-                    remedy="shard their unit without CPUOffloadPolicy",
-                )
+                "CPU offload does not work with parameters of tensor subclasses yet.",
+                parameter=draft.name,
+                got=type(original).__name__,
+                remedy="shard their unit without CPUOffloadPolicy",
             )
         self.layout, self.axes, self.plan, self.policy, self.home = layout, axes, plan, policy, None
         self.device = original.device if original.is_meta else axes.device
@@ -189,12 +187,10 @@ class ExtensionBucket(Bucket):
         made = self._made
         if tuple(made.shape) != member.slot.shape:
             raise ConfigError(
-                message(
-                    "fsdp_post_all_gather made a tensor of another shape than the parameter.",
-                    parameter=member.name,
-                    expected=member.slot.shape,
-                    got=tuple(made.shape),
-                )
+                "fsdp_post_all_gather made a tensor of another shape than the parameter.",
+                parameter=member.name,
+                expected=member.slot.shape,
+                got=tuple(made.shape),
             )
         view = made.data if type(made) is torch.Tensor else made
         member.trains = member.sharded.requires_grad
@@ -243,14 +239,12 @@ class ExtensionBucket(Bucket):
         local = local_of(member.sharded)
         if not is_extension(local) or local.shape != member.local.shape:
             raise ConfigError(
-                message(
-                    "A parameter of a tensor subclass was replaced by one that cannot be gathered as it was.",
-                    parameter=member.name,
-                    rank=self.axes.global_rank,
-                    expected=f"local {type(member.local).__name__} of shape {tuple(member.local.shape)}",
-                    got=f"local {type(local).__name__} of shape {tuple(local.shape)}",
-                    remedy="change values in place, or replace the parameter before fully_shard",
-                )
+                "A parameter of a tensor subclass was replaced by one that cannot be gathered as it was.",
+                parameter=member.name,
+                rank=self.axes.global_rank,
+                expected=f"local {type(member.local).__name__} of shape {tuple(member.local.shape)}",
+                got=f"local {type(local).__name__} of shape {tuple(local.shape)}",
+                remedy="change values in place, or replace the parameter before fully_shard",
             )
         for parameters, key in member.places:
             parameters[key] = member.sharded
@@ -277,13 +271,11 @@ def _chunk(original: Any, slot: Slot, axes: MeshAxes) -> Any:
     world, rank = axes.shard.size, axes.shard.rank
     if not slot.shape or slot.shape[0] % world or slot.spec.dim != 0:
         raise ConfigError(
-            message(
-                f"A parameter of class {type(original).__name__} cannot be split evenly over the ranks.",
-                parameter=slot.name,
-                expected=f"a first dim that is a multiple of {world}",
-                got=f"shape {slot.shape}, split on dim {slot.spec.dim}",
-                remedy="give it a mesh of fewer ranks (shard_placement_fn), pad it, or put it in ignored_params",
-            )
+            f"A parameter of class {type(original).__name__} cannot be split evenly over the ranks.",
+            parameter=slot.name,
+            expected=f"a first dim that is a multiple of {world}",
+            got=f"shape {slot.shape}, split on dim {slot.spec.dim}",
+            remedy="give it a mesh of fewer ranks (shard_placement_fn), pad it, or put it in ignored_params",
         )
     try:
         with torch.no_grad():
@@ -291,13 +283,11 @@ def _chunk(original: Any, slot: Slot, axes: MeshAxes) -> Any:
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise ConfigError(
-            message(
-                f"A parameter of class {type(original).__name__} cannot be cut into chunks: an operation on it failed.",
-                parameter=slot.name,
-                expected="detach, split (torch.chunk), clone and, from another device, to",
-                got=f"{type(error).__name__}: {error}",
-                remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
-            )
+            f"A parameter of class {type(original).__name__} cannot be cut into chunks: an operation on it failed.",
+            parameter=slot.name,
+            expected="detach, split (torch.chunk), clone and, from another device, to",
+            got=f"{type(error).__name__}: {error}",
+            remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
         ) from error
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..comm import Axis, TorchComm, device_type_of, reduce_value
-from ..errors import LayoutError, PhaseError, message
+from ..errors import LayoutError, PhaseError
 from ..layout import Slot, dense_strides, rectangles
 from .parameter import assign_data
 
@@ -272,14 +272,12 @@ def _local(value: Any, run: Run | None, func: Any) -> Any:
 def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
     run = _first_run(args)
     return PhaseError(
-        message(
-            f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
-            + (f": {why}." if why else "."),
-            parameter=run.name if run else None,
-            expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
-            remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
-            'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
-        )
+        f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
+        + (f": {why}." if why else "."),
+        parameter=run.name if run else None,
+        expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
+        remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
+        'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
     )
 
 

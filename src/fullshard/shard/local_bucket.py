@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, PhaseError, message
+from ..errors import ConfigError, PhaseError
 from .bucket import Bucket
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .flat_shard import FlatShard
@@ -137,14 +137,12 @@ class LocalBucket(Bucket):
 
     def _refuse(self, member: Member, found: Any) -> None:
         raise ConfigError(
-            message(
-                "A sharded parameter was replaced by something that does not fit it.",
-                parameter=member.name,
-                rank=self.axes.global_rank,
-                expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
-                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-                remedy="change values inside summon_full_params(model), or with copy_",
-            )
+            "A sharded parameter was replaced by something that does not fit it.",
+            parameter=member.name,
+            rank=self.axes.global_rank,
+            expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
+            got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+            remedy="change values inside summon_full_params(model), or with copy_",
         )
 
 
@@ -169,13 +167,11 @@ class HiddenParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         name = next((a.__dict__.get("_fullshard_name") for a in args if isinstance(a, HiddenParameter)), "?")
         raise PhaseError(
-            message(
-                f"{getattr(func, '__name__', func)} was called on a parameter whose instance is not gathered now.",
-                parameter=name,
-                expected="use inside the forward of its FullyShardedDataParallel instance",
-                got="use from outside it",
-                remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-            )
+            f"{getattr(func, '__name__', func)} was called on a parameter whose instance is not gathered now.",
+            parameter=name,
+            expected="use inside the forward of its FullyShardedDataParallel instance",
+            got="use from outside it",
+            remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
         )
 
 
@@ -265,14 +261,12 @@ class FlatBucket(LocalBucket):
         found = self.holder._parameters.get(ATTRIBUTE)
         if not isinstance(found, nn.Parameter) or found.shape != self.shard.shape:
             raise ConfigError(
-                message(
-                    "A FlatParameter was replaced by something that is not its shard.",
-                    parameter=", ".join(member.name for member in self.members),
-                    rank=self.axes.global_rank,
-                    expected=f"a Parameter of shape {tuple(self.shard.shape)}",
-                    got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-                    remedy="change values inside summon_full_params(model), or in place",
-                )
+                "A FlatParameter was replaced by something that is not its shard.",
+                parameter=", ".join(member.name for member in self.members),
+                rank=self.axes.global_rank,
+                expected=f"a Parameter of shape {tuple(self.shard.shape)}",
+                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+                remedy="change values inside summon_full_params(model), or in place",
             )
         if found is not self.flat:
             found.__dict__.update(self.flat.__dict__)

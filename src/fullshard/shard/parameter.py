@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm import MeshAxes
-from ..errors import ConfigError, PhaseError, message
+from ..errors import ConfigError, PhaseError
 from ..layout import Part, Slot
 
 OWNER_KEY = "_fullshard_unit"
@@ -110,16 +110,14 @@ def _name_of(args: tuple[Any, ...]) -> str | None:
 def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
     """The error for computing with a sharded parameter as if it were the whole one."""
     return PhaseError(
-        message(
-            f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
-            "whose unit is not gathered now.",
-            parameter=_name_of(args) or "?",
-            expected="a call through the unit's forward, which gathers the parameter first",
-            got="a call from outside it",
-            remedy="if a method other than forward uses this weight, name it with "
-            "register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() ... "
-            "module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
-        )
+        f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
+        "whose unit is not gathered now.",
+        parameter=_name_of(args) or "?",
+        expected="a call through the unit's forward, which gathers the parameter first",
+        got="a call from outside it",
+        remedy="if a method other than forward uses this weight, name it with "
+        "register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() ... "
+        "module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
     )
 
 
@@ -141,13 +139,11 @@ class OriginalParameter(nn.Parameter):
             (a.__dict__.get("_fullshard_name") for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None
         )
         raise ConfigError(
-            message(
-                "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
-                parameter=name or "?",
-                got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
-                remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
-                "modules inside one module that fully_shard is applied to",
-            )
+            "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
+            parameter=name or "?",
+            got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
+            remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
+            "modules inside one module that fully_shard is applied to",
         )
 
 
@@ -241,14 +237,12 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
     """
     if not same_split or tuple(value.shape) != tuple(parameter.shape):
         raise ConfigError(
-            message(
-                "A sharded parameter's .data was set to a tensor that is not its shard.",
-                parameter=_name_of((parameter,)) or "?",
-                expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
-                got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
-                remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors with "
-                "load_state_dict",
-            )
+            "A sharded parameter's .data was set to a tensor that is not its shard.",
+            parameter=_name_of((parameter,)) or "?",
+            expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
+            got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
+            remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors with "
+            "load_state_dict",
         )
     local = value._local_tensor.detach()
     if (local.dtype, local.device) == (parameter.dtype, parameter.device):

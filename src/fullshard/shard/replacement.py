@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from .flat_shard import FlatShard
 from .member import Member
 
@@ -25,11 +25,9 @@ def check_meta(bucket: Bucket, values: Sequence[torch.Tensor]) -> None:
     meta = [m.name for m, value in zip(bucket.members, values, strict=True) if value.is_meta]
     if meta and len(meta) < len(values):
         raise ConfigError(
-            message(
-                "Some parameters of a unit are on the meta device and others are not.",
-                parameter=", ".join(meta),
-                remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
-            )
+            "Some parameters of a unit are on the meta device and others are not.",
+            parameter=", ".join(meta),
+            remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
         )
 
 
@@ -49,13 +47,11 @@ def check_replacement(bucket: Bucket, member: Member, found: Any) -> None:
         if same:
             return
     raise ConfigError(
-        message(
-            "A sharded parameter was replaced by something that is not its shard.",
-            parameter=member.name,
-            rank=bucket.axes.global_rank,
-            expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
-            got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-            remedy="change values in place (copy_, load_state_dict without assign=True), "
-            "or assign a tensor with the same placements",
-        )
+        "A sharded parameter was replaced by something that is not its shard.",
+        parameter=member.name,
+        rank=bucket.axes.global_rank,
+        expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
+        got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+        remedy="change values in place (copy_, load_state_dict without assign=True), "
+        "or assign a tensor with the same placements",
     )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..comm import MeshAxes, joined
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +40,11 @@ class SpmdMesh:
         for index in self.data_dims:
             if not placements[index].is_replicate():
                 raise ConfigError(
-                    message(
-                        "A parameter is split on a data-parallel dim of the mesh already.",
-                        parameter=name,
-                        expected=f"Replicate() on {(self.mesh.mesh_dim_names or ())[index]!r}",
-                        got=placements[index],
-                        remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
-                    )
+                    "A parameter is split on a data-parallel dim of the mesh already.",
+                    parameter=name,
+                    expected=f"Replicate() on {(self.mesh.mesh_dim_names or ())[index]!r}",
+                    got=placements[index],
+                    remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
                 )
 
 
@@ -85,13 +83,11 @@ class TensorParallel:
         for placement in placements:
             if not isinstance(placement, (Shard, Replicate)):
                 raise ConfigError(
-                    message(
-                        "A tensor-parallel parameter has a placement that cannot be sharded further.",
-                        parameter=name,
-                        expected="Shard or Replicate",
-                        got=placement,
-                        remedy="redistribute it first",
-                    )
+                    "A tensor-parallel parameter has a placement that cannot be sharded further.",
+                    parameter=name,
+                    expected="Shard or Replicate",
+                    got=placement,
+                    remedy="redistribute it first",
                 )
         data_dims: tuple[int, ...] = ()
         if spmd is not None and mesh == spmd.mesh:

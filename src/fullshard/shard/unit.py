@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..comm import Axis, Comm
-from ..errors import PhaseError, message
+from ..errors import PhaseError
 from ..events import Ledger, stream
 from .bucket import Bucket
 from .gradient_set import Scaling
@@ -47,12 +47,10 @@ def refuse_meta(units: Iterable[Unit]) -> None:
     names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
     if names:
         raise PhaseError(
-            message(
-                "A forward was called while parameters are on the meta device and hold no values.",
-                parameter=", ".join(names),
-                remedy="call model.to_empty(device=...) and then initialise every module "
-                "(reset_parameters() or a state dict load)",
-            )
+            "A forward was called while parameters are on the meta device and hold no values.",
+            parameter=", ".join(names),
+            remedy="call model.to_empty(device=...) and then initialise every module "
+            "(reset_parameters() or a state dict load)",
         )
 
 

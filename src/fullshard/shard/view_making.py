@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..errors import ConfigError, message
+from ..errors import ConfigError
 from .gradient_set import OptimizerView
 from .gradients import Gradients
 from .parameter import read_grad
@@ -21,22 +21,18 @@ def add_views(gradients: Gradients, runs: Sequence[tuple[int, int, list[int]]]) 
     """
     if gradients.bucket.shard.is_meta:
         raise ConfigError(
-            message(
-                "An optimizer view was asked for while parameters are on the meta device.",
-                parameter=", ".join(member.name for member in gradients.bucket.members),
-                remedy="call model.to_empty(device=...) first",
-            )
+            "An optimizer view was asked for while parameters are on the meta device.",
+            parameter=", ".join(member.name for member in gradients.bucket.members),
+            remedy="call model.to_empty(device=...) first",
         )
     gradients.views = [view for view in gradients.views if view.tensor is not None]
     taken = {i for view in gradients.views for i in view.members}
     for _, _, indices in runs:
         for i in taken.intersection(indices):
             raise ConfigError(
-                message(
-                    "A parameter already has an optimizer view: two optimizers would update it.",
-                    parameter=gradients.bucket.members[i].name,
-                    remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
-                )
+                "A parameter already has an optimizer view: two optimizers would update it.",
+                parameter=gradients.bucket.members[i].name,
+                remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
             )
     tensors = []
     for offset, length, indices in runs:
