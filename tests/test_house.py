@@ -13,13 +13,17 @@ SOURCE = Path(fullshard.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 FLOORS = {
-    "errors": 1, "events": 1, "structure": 1,
-    "comm": 2, "layout": 2, "precision": 2, "offload": 2,
-    "shard": 3, "insight": 3,
-    "runtime": 4, "checkpoint": 4, "optim": 4,
-    "api": 5, "cli": 5, "integrations": 5,
-    "wrap": 6, "comm_hooks": 2, "state_dict": 6,
-    "__init__": 7,
+    "errors": 1, "events": 1, "names": 1, "containers": 1, "policies": 2,
+    "torch_private": 3, "layout": 3,
+    "mesh": 4,
+    "comm": 5,
+    "shard": 6,
+    "runtime": 7,
+    "checkpoint": 8, "optim": 8, "insight": 8,
+    "api": 9,
+    "cli": 10, "integrations": 10,
+    "wrap": 11, "comm_hooks": 11, "state_dict": 11,
+    "__init__": 12,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")

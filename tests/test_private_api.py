@@ -7,11 +7,10 @@ import gc
 import pytest
 import torch
 
-from fullshard.comm import direct
-from fullshard.runtime import tensor_hooks
-from fullshard.runtime.backward_end import BackwardEnd
-from fullshard.shard import foreach
-from fullshard.shard.references import holders
+from fullshard.torch_private import collectives as direct
+from fullshard.torch_private import foreach, tensor_hooks
+from fullshard.torch_private.backward_end import BackwardEnd
+from fullshard.torch_private.holders import holders
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
@@ -146,7 +145,7 @@ def test_meshes_tell_their_root_and_strided_shards_exist() -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from fullshard.comm import root_mesh
+    from fullshard.torch_private import root_mesh
 
     assert root_mesh.HAS_ROOT, "comm/root_mesh.py refuses tensor-parallel parameters"
     assert hasattr(DeviceMesh, "_get_root_mesh")
@@ -177,7 +176,7 @@ def test_a_grad_scaler_looks_at_gradients_in_one_overridable_place() -> None:
 
 
 def test_dynamo_says_whether_it_is_active() -> None:
-    from fullshard.runtime import outside_compile
+    from fullshard.torch_private import dynamo as outside_compile
 
     assert outside_compile.HAS_CALLBACK, "runtime/outside_compile.py makes every call by torch.compiler.disable, 8 us"
     assert not outside_compile.dynamo_is_active()

@@ -9,7 +9,10 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 """
 
 from . import wrap
-from .api.config import (
+from .api.functional.fully_shard import fully_shard
+from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .api.wrapper.fsdp import FullyShardedDataParallel
+from .api.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -26,26 +29,18 @@ from .api.config import (
     StateDictSettings,
     StateDictType,
 )
-from .api.describe import describe
-from .api.fsdp import FullyShardedDataParallel
-from .api.fully_shard import fully_shard
-from .api.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
-from .comm import Comm, DataParallelMeshDims, NullComm, RecordingComm, ShardPlacementResult, TorchComm
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    DivergenceError,
-    FullshardError,
-    LayoutError,
-    PhaseError,
-)
+from .comm.protocol import Comm, NullComm, RecordingComm
+from .comm.torch_comm import TorchComm
+from .errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
 from .events import Event, record_events
+from .insight.describe import describe
+from .insight.memory import MemoryUse, memory_use
 from .layout import Blocks
-from .offload import CPUOffloadPolicy, OffloadPolicy
+from .mesh.axes import ShardPlacementResult
+from .mesh.data_parallel import DataParallelMeshDims
 from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
-from .precision import MixedPrecisionPolicy
-from .runtime import MemoryUse, memory_use
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .shard import FlatParameter, FlatShard, RowShard
 
 __version__ = "0.1.0"

@@ -18,18 +18,18 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from .api.config import (
+from .api.wrapper import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
+    from_rank0,
 )
-from .api.fsdp import FullyShardedDataParallel
-from .api.names import clean_name, clean_path
-from .api.wrapper_optimizer import from_rank0
-from .comm import MeshAxes, resolve_mesh
 from .errors import CheckpointError, ConfigError
+from .mesh import MeshAxes, resolve_mesh
+from .names import clean_name, clean_path
 from .shard import FlatShard, RowShard
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -1,17 +1,17 @@
 """Wrap policies, under the names of `torch.distributed.fsdp.wrap`, and `plan_wrapping`, which applies them."""
 
-from .api.policies import (
+from .api.wrapping import (
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
+    plan_wrapping,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
 )
-from .api.wrap import plan_wrapping
 
 __all__ = [
     "CustomPolicy",

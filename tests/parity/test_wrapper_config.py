@@ -13,7 +13,7 @@ import torch.distributed.fsdp.api as theirs
 from torch import nn
 
 import fullshard
-from fullshard.api.config import accept
+from fullshard.api.wrapper.settings import accept
 
 ENUMS = ["ShardingStrategy", "BackwardPrefetch", "StateDictType"]
 CONFIGS = [

@@ -333,7 +333,7 @@ def memory_bound(orig: bool) -> list[str]:
     model, _ = wrapped("nested", orig)
     peak, problems = [0], []
     sizes = [sum(b.layout.gathered_numel for b in m._hooks().unit.buckets) for m in FSDP.fsdp_modules(model)]
-    from fullshard.api import wrapper_state
+    from fullshard.api.wrapper import model_state as wrapper_state
 
     gather, alive = wrapper_state.gather_whole, []
 

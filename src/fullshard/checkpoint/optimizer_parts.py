@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import Comm, MeshAxes
+from ..comm import Comm
 from ..errors import CheckpointError
+from ..mesh import MeshAxes
 from ..shard import Bucket, Member, gather_whole, whole_views
 from .parts import cut_for, whole_of
 

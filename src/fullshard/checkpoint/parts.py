@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..comm import MeshAxes
 from ..errors import CheckpointError
+from ..mesh import MeshAxes
 from ..shard import Bucket, Member
 from .sharded_tensor import chunk_sharded_tensor, gather_sharded_tensor, is_sharded_tensor
 

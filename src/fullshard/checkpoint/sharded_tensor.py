@@ -14,7 +14,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import api as _api
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
-from ..comm import Axis
+from ..mesh import Axis
 
 Shard, ShardedTensor, ShardedTensorMetadata = _api.Shard, _api.ShardedTensor, _api.ShardedTensorMetadata  # type: ignore[attr-defined]
 

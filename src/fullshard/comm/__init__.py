@@ -1,14 +1,10 @@
-"""Communication: the protocol, its kinds, and mesh axes."""
+"""Communication: the protocol and its kinds."""
 
 from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
-from .groups import axes_of_groups, device_type_of, reduce_value, unsharded_axes
 from .hook import HookComm
-from .mesh import Axis, MeshAxes, ShardPlacementResult, resolve_mesh, subdivide
 from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
-from .root_mesh import joined
-from .spmd import DataParallelMeshDims, data_parallel_mesh
 from .torch_comm import TorchComm
 
 
@@ -29,30 +25,18 @@ def make_comm(kind: "str | Comm") -> Comm:
 
 __all__ = [
     "AllGather",
-    "Axis",
     "Call",
     "Comm",
     "Costs",
     "CustomComm",
-    "DataParallelMeshDims",
     "GroupMemory",
     "HookComm",
-    "MeshAxes",
     "NullComm",
     "Pending",
     "RecordingComm",
     "ReduceScatter",
-    "ShardPlacementResult",
     "TorchComm",
-    "axes_of_groups",
     "custom",
-    "data_parallel_mesh",
-    "device_type_of",
-    "joined",
     "make_comm",
-    "reduce_value",
-    "resolve_mesh",
     "separate_group",
-    "subdivide",
-    "unsharded_axes",
 ]

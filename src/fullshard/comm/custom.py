@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .mesh import Axis
+from ..mesh import Axis
 from .protocol import DONE, Comm, Costs, Pending
 
 

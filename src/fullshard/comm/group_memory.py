@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .direct import all_gather, reduce_scatter
-from .mesh import Axis
+from ..mesh import Axis
+from ..torch_private.collectives import all_gather, reduce_scatter
 
 
 class GroupMemory:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .mesh import Axis
+from ..mesh import Axis
 from .protocol import DONE, Comm, Costs, Pending
 
 

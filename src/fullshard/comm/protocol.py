@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .mesh import Axis
+from ..mesh import Axis
 
 
 class Pending(Protocol):

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .direct import all_gather, exchange, reduce_scatter
-from .mesh import Axis
+from ..mesh import Axis
+from ..torch_private.collectives import all_gather, exchange, reduce_scatter
 from .protocol import DONE, Costs, Pending
 
 # Measured with gloo over loopback, and typical of NCCL inside a node; see Costs.

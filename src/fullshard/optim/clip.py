@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..comm import reduce_value
 from ..errors import ConfigError
+from ..mesh import reduce_value
 from ..shard import FlatShard, LocalBucket, owner_of
 
 

@@ -2,8 +2,18 @@
 
 from .clone import clone_hooks, clone_prefetches
 from .hooks import UnitHooks
-from .memory import MemoryUse, live_bytes, memory_use
 from .root import Root
 from .schedule import Order
+from .units import HOOKS_KEY, hooks_of, is_unit, unit_of
 
-__all__ = ["MemoryUse", "Order", "Root", "UnitHooks", "clone_hooks", "clone_prefetches", "live_bytes", "memory_use"]
+__all__ = [
+    "HOOKS_KEY",
+    "Order",
+    "Root",
+    "UnitHooks",
+    "clone_hooks",
+    "clone_prefetches",
+    "hooks_of",
+    "is_unit",
+    "unit_of",
+]

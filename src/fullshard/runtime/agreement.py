@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..comm import Axis, Comm
+from ..comm import Comm
 from ..errors import DivergenceError
+from ..mesh import Axis
 
 
 def check_agreement(lines: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:

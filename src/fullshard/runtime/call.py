@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .tensor_hooks import on_gradient
+from ..torch_private.tensor_hooks import on_gradient
 
 if TYPE_CHECKING:
     from .hooks import UnitHooks

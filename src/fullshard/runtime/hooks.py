@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from ..comm import Comm
-from ..precision import MixedPrecisionPolicy, cast_floating
+from ..containers import cast_floating, map_tensors, tensors_in
+from ..policies import MixedPrecisionPolicy
 from ..shard import State, Unit, plain_access, refuse_meta
-from ..structure import map_tensors, tensors_in
+from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.tensor_hooks import on_gradient
 from .call import Call
-from .outside_compile import dynamo_is_active
 from .root import Root
-from .tensor_hooks import on_gradient
 
 _no_grad = torch.no_grad
 _NOTHING = nullcontext()

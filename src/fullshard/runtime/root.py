@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Axis, Comm
+from ..comm import Comm
 from ..events import Ledger
+from ..mesh import Axis
 from ..shard import State, plain_access, refuse_meta
+from ..torch_private.backward_end import BackwardEnd
 from .agreement import END, check_agreement, check_order
-from .backward_end import BackwardEnd
 from .schedule import Order
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Axis, Comm, MeshAxes, Pending
+from ..comm import Comm, Pending
 from ..layout import Layout, ParameterSpec, Slot, copies_out
+from ..mesh import Axis, MeshAxes
+from ..torch_private.foreach import copy_all
 from .flat_shard import FlatShard, Run
-from .foreach import copy_all
 from .member import Draft, Member
 from .offload import Home
 from .parameter import (

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..comm import Comm, MeshAxes, resolve_mesh
+from ..comm import Comm
 from ..errors import ConfigError, LayoutError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
-from ..precision import MixedPrecisionPolicy
+from ..mesh import MeshAxes, resolve_mesh
+from ..policies import MixedPrecisionPolicy
 from .bucket import Bucket
 from .checks import check_device, check_type
 from .extension import ExtensionBucket, is_extension, weak_module

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm import Axis, Comm, MeshAxes, Pending
+from ..comm import Comm, Pending
 from ..errors import ConfigError, LayoutError
 from ..layout import Layout, ParameterSpec, Slot
+from ..mesh import Axis, MeshAxes
 from .bucket import Bucket
 from .member import Draft, Member
 from .parameter import OWNER_KEY, attributes_of, local_of, rows_parameter, rows_tensor, set_local

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import Axis, TorchComm, device_type_of, reduce_value
+from ..comm import TorchComm
 from ..errors import LayoutError, PhaseError
 from ..layout import Slot, dense_strides, rectangles
+from ..mesh import Axis, device_type_of, reduce_value
 from .parameter import assign_data
 
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..errors import message
 from ..layout import Piece
+from ..torch_private.holders import holders
 from .bucket import Bucket
 from .member import Member
 from .parameter import read_grad, write_grad
-from .references import holders
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from ..comm import Comm, Pending
 from ..errors import PhaseError
 from ..layout import Piece
+from ..torch_private.foreach import add_all, copy_all, zero_all
 from .bucket import Bucket
-from .foreach import add_all, copy_all, zero_all
 from .gradient_set import (
     GradientSet,
     OptimizerView,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..offload import CPUOffloadPolicy, OffloadPolicy
+from ..policies import CPUOffloadPolicy, OffloadPolicy
 
 
 class Home:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..comm import MeshAxes
 from ..errors import ConfigError, PhaseError
 from ..layout import Part, Slot
+from ..mesh import MeshAxes
 
 OWNER_KEY = "_fullshard_unit"
 """Where a parameter, sharded or unsharded, keeps a weak reference to the unit that owns it."""

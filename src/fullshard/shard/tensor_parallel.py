@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ..comm import MeshAxes, joined
 from ..errors import ConfigError
+from ..mesh import MeshAxes
+from ..torch_private.root_mesh import joined
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..comm import Axis, Comm
+from ..comm import Comm
 from ..errors import PhaseError
 from ..events import Ledger, stream
+from ..mesh import Axis
 from .bucket import Bucket
 from .gradient_set import Scaling
 from .gradients import Gradients, GradState

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PhaseError
-from ..runtime import UnitHooks, clone_hooks, clone_prefetches
-from ..shard import Unit, clone_unit, place_clone
-from .module import FORWARD_METHODS_KEY, HOOKS_KEY, FSDPModule, hooks_of, register_fsdp_forward_method
+from ...errors import PhaseError
+from ...runtime import HOOKS_KEY, UnitHooks, clone_hooks, clone_prefetches, hooks_of
+from ...shard import Unit, clone_unit, place_clone
+from .module import FORWARD_METHODS_KEY, FSDPModule, register_fsdp_forward_method
 
 _COPYING = "fullshard: units being copied"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,3 +85,14 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
     for name, item in changed.items():
         object.__setattr__(result, name, item)
     return result
+
+
+def cast_floating(dtype: torch.dtype, value: Any) -> Any:
+    """`value` with every floating-point tensor in it cast to `dtype`; integers and masks stay as they are."""
+    return map_tensors(partial(_cast, dtype), value)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

@@ -9,32 +9,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
-from ..errors import ConfigError, PhaseError
-from ..runtime import UnitHooks
-from ..shard import Unit
+from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
+from ...errors import ConfigError, PhaseError
+from ...runtime import HOOKS_KEY, UnitHooks, hooks_of
 
-HOOKS_KEY = "_fullshard_hooks"
-"""Where a unit's module keeps its hooks, in its `__dict__`."""
 FORWARD_METHODS_KEY = "_fullshard_forward_methods"
 """Where a module keeps what was given to `register_fsdp_forward_method`, in its `__dict__`: the methods by name."""
-
-
-def hooks_of(module: nn.Module) -> UnitHooks | None:
-    """The hooks of the unit that `module` is (one of) the modules of; None if it is no unit."""
-    found: UnitHooks | None = module.__dict__.get(HOOKS_KEY)
-    return found
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to `module`."""
-    return HOOKS_KEY in module.__dict__
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is (one of) the modules of; None if it is no unit."""
-    hooks = hooks_of(module)
-    return hooks.unit if hooks is not None else None
 
 
 class UnshardHandle:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 
 class ModuleWrapPolicy:

@@ -10,31 +10,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Comm, make_comm
-from ..errors import PhaseError, UsageError
-from ..offload import CPUOffloadPolicy, OffloadPolicy
-from ..runtime import Root, UnitHooks
-from ..shard import FlatBucket, LocalBucket
-from ..shard.build import BuildSettings, build_unit, check_parameters, find_parameters
-from ..shard.flat_parameter import ATTRIBUTE
-from ..shard.offload import home_of
-from ..structure import map_tensors
-from . import optimizer_guard
-from .config import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictSettings,
-)
-from .copying import deepcopy_module
-from .fully_shard import _move_buffers, find_root
-from .module import HOOKS_KEY, hooks_of, unit_of
-from .names import WRAPPED, clean_name
-from .summon import is_summoned, summon_full_params
-from .wrapper_optimizer import OptimizerStateMethods
-from .wrapper_precision import Buffers, use_full_precision
-from .wrapper_setup import (
+from ...comm import Comm, make_comm
+from ...containers import map_tensors
+from ...errors import PhaseError, UsageError
+from ...names import WRAPPED, clean_name
+from ...optim import guard as optimizer_guard
+from ...policies import CPUOffloadPolicy, OffloadPolicy
+from ...runtime import HOOKS_KEY, Root, UnitHooks, hooks_of, unit_of
+from ...shard import FlatBucket, LocalBucket
+from ...shard.build import BuildSettings, build_unit, check_parameters, find_parameters
+from ...shard.flat_parameter import ATTRIBUTE
+from ...shard.offload import home_of
+from ..functional import _move_buffers, deepcopy_module, find_root
+from .model_state import StateDictMethods
+from .optimizer_state import OptimizerStateMethods
+from .precision import Buffers, use_full_precision
+from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
+from .setup import (
     FULL_SHARD,
     broadcast_states,
     check_arguments,
@@ -44,8 +36,8 @@ from .wrapper_setup import (
     show_flat,
     wrap_submodules,
 )
-from .wrapper_state import StateDictMethods
-from .wrapper_training import clip_gradients, register_hook
+from .summon import is_summoned, summon_full_params
+from .training import clip_gradients, register_hook
 
 
 class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):

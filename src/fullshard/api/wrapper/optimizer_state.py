@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.optimizer_parts import Entry, collect, cut_state
-from ..checkpoint.parts import joined_whole, split_part
-from ..comm import Axis, MeshAxes
-from ..errors import CheckpointError
-from ..shard import Bucket, FlatBucket, Member
-from .config import OptimStateKeyType, StateDictType, accept
-from .names import clean_name
-from .wrapper_names import names_in, names_of_members, prefixes_in
-from .wrapper_state import instances_of, settings_of
+from ...checkpoint.optimizer_parts import Entry, collect, cut_state
+from ...checkpoint.parts import joined_whole, split_part
+from ...errors import CheckpointError
+from ...mesh import Axis, MeshAxes
+from ...names import clean_name
+from ...shard import Bucket, FlatBucket, Member
+from .model_state import instances_of, settings_of
+from .names import names_in, names_of_members, prefixes_in
+from .settings import OptimStateKeyType, StateDictType, accept
 
 
 class OptimizerStateMethods:

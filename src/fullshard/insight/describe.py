@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .module import hooks_of
-from .names import clean_path
+from ..names import clean_path
+from ..runtime import hooks_of
 
 
 def describe(model: nn.Module) -> str:

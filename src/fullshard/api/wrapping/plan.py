@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError
 from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Comm, DataParallelMeshDims, MeshAxes, data_parallel_mesh, make_comm, resolve_mesh, subdivide
-from ..errors import ConfigError, PhaseError
-from ..layout import Blocks
-from ..offload import OffloadPolicy
-from ..precision import MixedPrecisionPolicy
-from ..runtime import Root, UnitHooks
-from ..shard import SpmdMesh, refuse_meta
-from ..shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
-from ..shard.offload import home_of
-from . import optimizer_guard
-from .module import HOOKS_KEY, FSDPModule, hooks_of, is_unit, unit_of
-from .names import clean_name, clean_path
+from ...comm import Comm, make_comm
+from ...errors import ConfigError, PhaseError
+from ...layout import Blocks
+from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
+from ...names import clean_name, clean_path
+from ...optim import guard as optimizer_guard
+from ...policies import MixedPrecisionPolicy, OffloadPolicy
+from ...runtime import HOOKS_KEY, Root, UnitHooks, hooks_of, is_unit, unit_of
+from ...shard import SpmdMesh, refuse_meta
+from ...shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
+from ...shard.offload import home_of
+from ..wrapping import plan_wrapping
+from .module import FSDPModule
 from .state_dict import before_load, before_state_dict
-from .wrap import plan_wrapping
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import CheckpointError
-from ..shard import FlatShard, RowShard
-from .module import hooks_of
+from ...errors import CheckpointError
+from ...runtime import hooks_of
+from ...shard import FlatShard, RowShard
 
 
 def before_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:

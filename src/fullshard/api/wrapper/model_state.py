@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.parts import cut_for, joined_whole, split_part, whole_of
-from ..checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
-from ..errors import CheckpointError, PhaseError
-from ..runtime import UnitHooks
-from ..shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
-from ..shard.flat_parameter import ATTRIBUTE
-from .config import (
+from ...checkpoint.parts import cut_for, joined_whole, split_part, whole_of
+from ...checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
+from ...errors import CheckpointError, PhaseError
+from ...names import WRAPPED, clean_name
+from ...runtime import UnitHooks
+from ...shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
+from ...shard.flat_parameter import ATTRIBUTE
+from .names import check_shapes, names_of_members
+from .settings import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,9 +30,7 @@ from .config import (
     StateDictType,
     accept,
 )
-from .names import WRAPPED, clean_name
 from .summon import is_summoned
-from .wrapper_names import check_shapes, names_of_members
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .module import hooks_of
-from .wrapper_setup import own_modules
+from ...runtime import hooks_of
+from .setup import own_modules
 
 
 class Buffers:

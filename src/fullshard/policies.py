@@ -1,15 +1,12 @@
-"""Which dtypes a unit is gathered, computed and reduced in, and the casts at a unit's boundary."""
+"""What users decide for a unit besides its layout: dtypes at its boundary, and where sharded state lives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
-from ..errors import ConfigError
-from ..structure import map_tensors
+from .errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,17 @@ class MixedPrecisionPolicy:
                 raise ConfigError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
-def cast_floating(dtype: torch.dtype, value: Any) -> Any:
-    """`value` with every floating-point tensor in it cast to `dtype`; integers and masks stay as they are."""
-    return map_tensors(partial(_cast, dtype), value)
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: sharded parameters, gradients and optimizer state stay on the mesh's device."""
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype == dtype or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer state live in host memory; gathers go through the device.
+
+    Attributes:
+        pin_memory: whether the host memory is page-locked, which makes copies faster and asynchronous.
+    """
+
+    pin_memory: bool = True

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..comm import HookComm
-from ..errors import ConfigError, UsageError
-from ..optim.clip import clip_local_gradients, shard_groups
-from ..shard import FlatBucket, owner_of
-from ..shard.tensor_parallel import local_part
+from ...comm import HookComm
+from ...errors import ConfigError, UsageError
+from ...optim.clip import clip_local_gradients, shard_groups
+from ...shard import FlatBucket, owner_of
+from ...shard.tensor_parallel import local_part
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Comm, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
-from ..errors import ArgumentTypeError, ConfigError
-from ..precision import MixedPrecisionPolicy
-from ..shard import FlatBucket, Unit, owner_of
-from ..shard.gradient_set import FlatView
-from ..shard.parameter import successor_of
-from .config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
-from .module import is_unit
-from .wrap import _post_order, plan_wrapping
+from ...comm import Comm
+from ...errors import ArgumentTypeError, ConfigError
+from ...mesh import MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
+from ...policies import MixedPrecisionPolicy
+from ...runtime import is_unit
+from ...shard import FlatBucket, Unit, owner_of
+from ...shard.gradient_set import FlatView
+from ...shard.parameter import successor_of
+from ..wrapping import _post_order, plan_wrapping
+from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 FULL_SHARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

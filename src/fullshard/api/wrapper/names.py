@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoint.sharded_tensor import is_sharded_tensor
-from ..shard import Bucket, Member, registry_of
-from ..shard.flat_parameter import ATTRIBUTE
-from ..shard.unit import owner_of
-from .names import WRAPPED, clean_name
-from .state_dict import shape_error
+from ...checkpoint.sharded_tensor import is_sharded_tensor
+from ...names import WRAPPED, clean_name
+from ...shard import Bucket, Member, registry_of
+from ...shard.flat_parameter import ATTRIBUTE
+from ...shard.unit import owner_of
+from ..functional import shape_error
 
 
 def prefixes_in(model: Any) -> dict[int, tuple[int, str]]:

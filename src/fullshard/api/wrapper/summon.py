@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, NotSupportedError, UsageError
-from ..runtime import UnitHooks
-from ..shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
-from ..shard.flat_parameter import ATTRIBUTE
-from ..shard.tensor_parallel import local_part
-from .module import hooks_of
+from ...errors import ConfigError, NotSupportedError, UsageError
+from ...runtime import UnitHooks, hooks_of
+from ...shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
+from ...shard.flat_parameter import ATTRIBUTE
+from ...shard.tensor_parallel import local_part
 
 _SUMMONED = "_fullshard_summoned"
 

@@ -1,0 +1,28 @@
+"""Device meshes and process groups, as the axes along which a unit is split and replicated."""
+
+from .axes import (
+    Axis,
+    MeshAxes,
+    ShardPlacementResult,
+    axes_of_groups,
+    device_type_of,
+    reduce_value,
+    resolve_mesh,
+    subdivide,
+    unsharded_axes,
+)
+from .data_parallel import DataParallelMeshDims, data_parallel_mesh
+
+__all__ = [
+    "Axis",
+    "DataParallelMeshDims",
+    "MeshAxes",
+    "ShardPlacementResult",
+    "axes_of_groups",
+    "data_parallel_mesh",
+    "device_type_of",
+    "reduce_value",
+    "resolve_mesh",
+    "subdivide",
+    "unsharded_axes",
+]
