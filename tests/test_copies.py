@@ -118,11 +118,11 @@ def test_settings_and_registered_methods_are_copied(fake_world, layout):
     model[0].scores = model[0].forward
     fullshard.register_fsdp_forward_method(model[0], "scores")
     twin = copy.deepcopy(model)
-    assert twin[0]._hooks().forward_prefetch == (twin[1]._hooks(),)
-    assert twin[1]._hooks().divide_factor == 3.0
-    assert twin[0]._hooks().modules == [twin[0]]
+    assert twin[0]._runner().settings.prefetch.forward_units == (twin[1]._runner(),)
+    assert twin[1]._runner().settings.reduce.divide_factor == 3.0
+    assert twin[0]._runner().modules == [twin[0]]
     assert twin[0].scores is not model[0].scores
-    assert twin[0]._hooks().root is None
+    assert twin[0]._runner().root is None
 
 
 def test_nothing_gathered_is_copied(fake_world):

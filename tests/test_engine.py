@@ -147,7 +147,7 @@ def losses_with_costs(layout: str) -> tuple[list[list[float]], bool, int]:
             optimizer.step()
             optimizer.zero_grad()
             losses[-1].append(loss.item())
-        plan = model._hooks().unit.buckets[0].layout
+        plan = model._runner().unit.buckets[0].layout
         segments.append(len(plan.segments))
         staging = sum(s.slice_numel for s in plan.segments if s.full_offset is None and s.slice_numel > 16)
     return losses, segments[1] > segments[0], staging
@@ -160,7 +160,7 @@ def test_null_comm_communicates_nothing(fake_world, layout: str) -> None:
     model = sharded(small(), layout, comm=recording)
     model(batch()).sum().backward()
     assert {call.verb for call in recording.calls} == {"gather", "reduce"}
-    assert copy.deepcopy(model)._hooks().comm is recording
+    assert copy.deepcopy(model)._runner().settings.comm is recording
 
 
 def test_order_learns_follows_and_relearns() -> None:

@@ -55,7 +55,7 @@ def with_experts(layout: str, policy: str) -> bool:
 
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if policy == "bf16" else None)
     fully_shard(model, shard_placement_fn=place, layout=layout, mp_policy=low)
-    assert [len(b.members) for b in model._hooks().unit.buckets] == [2, 2]
+    assert [len(b.members) for b in model._runner().unit.buckets] == [2, 2]
     with fullshard.record_events() as events:
         model(batch(rank)).float().square().mean().backward()
     assert Counter(e.verb for e in events)["gather"] == 1  # one unit, two collectives within

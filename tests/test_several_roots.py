@@ -140,12 +140,13 @@ def test_sharing_leaves_the_others_reductions_to_them(fake_world):
     chunks = sharded_chunks("rows", "before")
     for model in chunks:
         model(torch.ones(1, WIDTH)).sum().backward()
-    first, second = (model._hooks().root for model in chunks)
-    assert first.reducing is second.reducing
-    first.reducing.append(second.top)
+    first, second = (model._runner().root for model in chunks)
+    assert first.reducer.in_flight is second.reducer.in_flight
+    entry = (second.reducer, second.top, None)
+    first.reducer.in_flight.append(entry)
     first.recover()
-    assert list(first.reducing) == [second.top]
-    first.reducing.clear()
+    assert list(first.reducer.in_flight) == [entry]
+    first.reducer.in_flight.clear()
 
 
 def test_what_cannot_share(fake_world):

@@ -100,6 +100,14 @@ class Ledger:
     def live(self) -> int:
         return self.gathered + self.staging + self.reducing
 
+    def take_over(self, other: Ledger) -> None:
+        """Count what `other` counted; it is not used from now on."""
+        if other is not self:
+            self.gathered += other.gathered
+            self.staging += other.staging
+            self.reducing += other.reducing
+            self.note()
+
     def note(self) -> None:
         """Call after raising a counter: keeps the peak."""
         live = self.gathered + self.staging + self.reducing

@@ -274,7 +274,7 @@ def _frozen(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             prefix = clean_name(f"{path}." if path else "")
-            for member in module._hooks().unit.members:
+            for member in module._runner().unit.members:
                 if not member.sharded.requires_grad:
                     found.add(prefix + member.slot.name)
     return found

@@ -131,7 +131,7 @@ def apart(layout: str) -> bool:
     held: list[torch.Tensor] = []  # so that no address is used twice
     with mock.patch.object(fullshard.shard.Gradients, "finish_shard_axis", spy):
         example.loss(model, example.batch(0, 0, torch.float32)).backward()
-    sets = [g.set.storage.data_ptr() for unit in units for g in unit.gradients if g.set is not None]
+    sets = [g.delivery.set.storage.data_ptr() for unit in units for g in unit.gradients if g.delivery.set is not None]
     return bool(seen) and bool(sets) and not set(seen) & set(sets)
 
 

@@ -100,10 +100,10 @@ def steps_of(kind: str, layout: object) -> list[str]:
             optimizer.zero_grad()
         results.append(full_parameters(model))
     problems = compare_tensors("parameters", results[1], results[0], FP64)
-    for bucket in model._hooks().unit.buckets:
+    for bucket in model._runner().unit.buckets:
         held = torch.ones_like(bucket.shard, dtype=torch.bool)
         for member in bucket.members:
-            bucket.view_of(held, member.slot).fill_(False)
+            bucket.part(held, member).fill_(False)
         if bucket.shard[held].any():
             problems.append("padding is not zero any more")
     return problems

@@ -227,7 +227,7 @@ def hooked(orig: bool, strategy: str, hook_name: str, library: str = "fullshard.
         if not error <= tolerance:
             problems.append(f"{name}: {error:.1e}")
     units = len(example.units(plain)) + 1
-    with_parameters = len([u for u in model.fsdp_modules(model) if u._hooks().unit.buckets])
+    with_parameters = len([u for u in model.fsdp_modules(model) if u._runner().unit.buckets])
     if len(seen) != with_parameters or with_parameters > units:
         problems.append(f"{len(seen)} calls of the hook for {with_parameters} instances")
     for dims, numel, rest in seen:

@@ -332,7 +332,7 @@ def memory_bound(orig: bool) -> list[str]:
     """While one instance's values are made, nothing of another's whole values is alive but what is in the result."""
     model, _ = wrapped("nested", orig)
     peak, problems = [0], []
-    sizes = [sum(b.layout.gathered_numel for b in m._hooks().unit.buckets) for m in FSDP.fsdp_modules(model)]
+    sizes = [sum(b.layout.gathered_numel for b in m._runner().unit.buckets) for m in FSDP.fsdp_modules(model)]
     from fullshard.api.wrapper import model_state as wrapper_state
 
     gather, alive = wrapper_state.gather_whole, []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..shard import Bucket, LocalBucket, Member, OptimizerView, members_of, names_of
+from ..shard import Bucket, LocalForm, Member, OptimizerView, members_of, names_of
 
 
 class _Entry:
@@ -32,14 +32,14 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Entry]
     views: dict[int, tuple[OptimizerView, Bucket]] = {}
     owners: dict[int, tuple[Bucket, Member]] = {}
     for bucket, gradients, member in members_of(model):
-        if isinstance(bucket, LocalBucket):
+        if isinstance(bucket.form, LocalForm):
             raise CheckpointError(
                 "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
                 parameter=member.name,
                 remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
             )
         owners[id(member.sharded)] = (bucket, member)
-        for view in gradients.views:
+        for view in gradients.delivery.views:
             views[id(view.tensor)] = (view, bucket)
     found = []
     for group in optimizer.param_groups:
@@ -106,7 +106,7 @@ def _part_of(value: Any, key: str, entry: _Entry, bucket: Bucket | None, member:
         )
     part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
     at = value.storage_offset() + (part.offset - entry.view.offset if part.numel else 0)
-    return bucket.tensor_of(value.as_strided(part.shape, part.stride, at), member.slot)
+    return bucket.shown(value.as_strided(part.shape, part.stride, at), member)
 
 
 def _numeric(value: Any) -> bool:

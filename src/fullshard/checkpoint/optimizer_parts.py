@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..mesh import MeshAxes
-from ..shard import Bucket, Member, gather_whole, whole_views
+from ..shard import Bucket, Member
 from .parts import cut_for, whole_of
 
 
@@ -169,8 +169,8 @@ def _collect_bucket(
             for entry, kinds, state in own:
                 if key in state and kinds[key][0] == "element":
                     _place(bucket, entry, state[key], local)
-            whole = gather_whole(comm, bucket, local.to(bucket.axes.device))
-            views = {id(m): v for m, v in zip(bucket.members, whole_views(bucket, whole), strict=True)}
+            whole = bucket.gather_whole(comm, local.to(bucket.axes.device))
+            views = {id(m): v for m, v in zip(bucket.members, bucket.whole_views(whole), strict=True)}
         if not wanted:
             continue
         for entry, kinds, state in [one for one in own if key in one[1]]:
@@ -188,8 +188,8 @@ def _place(bucket: Bucket, entry: Entry, value: torch.Tensor, local: torch.Tenso
     if entry.flat:
         local.copy_(value)
     else:
-        part = bucket.flat_part(value, entry.members[0])
-        bucket.view_of(local, entry.members[0].slot).copy_(part)
+        part = bucket.local(value, entry.members[0])
+        bucket.part(local, entry.members[0]).copy_(part)
 
 
 def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.device) -> dict[str, Any]:
@@ -230,14 +230,14 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 result[key] = _copied(value)
                 continue
             whole = whole_of(value, device)
-            if tuple(whole.shape) != bucket.whole_shape(member) and _is_whole(entry):
+            if tuple(whole.shape) != member.shape and _is_whole(entry):
                 result[key] = whole.clone().to(bucket.device)
                 continue
-            if tuple(whole.shape) != bucket.whole_shape(member):
+            if tuple(whole.shape) != member.shape:
                 raise CheckpointError(
                     f"State {key!r} has another shape than its parameter.",
                     parameter=name,
-                    expected=bucket.whole_shape(member),
+                    expected=member.shape,
                     got=tuple(whole.shape),
                 )
             part = cut_for(bucket, member, whole)
@@ -245,11 +245,11 @@ def cut_state(entry: Entry, by_name: dict[str, dict[str, Any]], device: torch.de
                 flat = result.get(key)
                 if flat is None:
                     flat = result[key] = torch.zeros(bucket.layout.shard_numel, dtype=whole.dtype, device=bucket.device)
-                bucket.view_of(flat, member.slot).copy_(part)
+                bucket.part(flat, member).copy_(part)
             else:
                 result[key] = part.clone().to(bucket.device).view(entry.tensor.shape) if part.numel() else part.clone()
                 if part.numel() and bucket.layout.world == 1:
-                    result[key] = bucket.tensor_of(part.clone().to(bucket.device), member.slot)
+                    result[key] = bucket.shown(part.clone().to(bucket.device), member)
     return result if entry.tensor.numel() else {}
 
 

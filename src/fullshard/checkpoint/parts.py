@@ -31,7 +31,7 @@ def whole_of(value: Any, device: torch.device) -> torch.Tensor:
 def cut_for(bucket: Bucket, member: Member, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole value, 1-D, in memory order; shares memory with `whole` where it can."""
     part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
-    parallel = bucket.parallel.get(member.slot.name)
+    parallel = member.split
     if parallel is not None:
         whole = parallel.local_of_whole(whole)
     memory = whole.permute(member.slot.spec.order).reshape(-1)
@@ -64,7 +64,7 @@ def joined_whole(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Te
 
     Collective over the tensor-parallel ranks.
     """
-    parallel = bucket.parallel.get(member.slot.name)
+    parallel = member.split
     if parallel is None:
         return view
     whole: torch.Tensor = parallel.unsharded(view.detach()).full_tensor()
@@ -77,7 +77,7 @@ def split_part(bucket: Bucket, member: Member, view: torch.Tensor, use_dtensor: 
     Raises:
         CheckpointError: its two meshes are not parts of one mesh, so that no DTensor can say how it is split.
     """
-    parallel = bucket.parallel.get(member.slot.name)
+    parallel = member.split
     if parallel is None:
         return split_whole(view, bucket.axes, use_dtensor, to_cpu)
     if not parallel.outer_placements:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..names import clean_path
-from ..runtime import hooks_of
+from ..runtime import runner_of
 
 
 def describe(model: nn.Module) -> str:
@@ -17,11 +17,11 @@ def describe(model: nn.Module) -> str:
     rows: list[tuple[str, ...]] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        hooks = hooks_of(module)
-        if hooks is None or id(hooks) in seen:
+        runner = runner_of(module)
+        if runner is None or id(runner) in seen:
             continue
-        seen.add(id(hooks))
-        for bucket in hooks.unit.buckets:
+        seen.add(id(runner))
+        for bucket in runner.unit.buckets:
             layout = bucket.layout
             padding = layout.gathered_numel - layout.parameter_numel
             rows.append(

@@ -95,7 +95,7 @@ def live_bytes(units: list[Unit]) -> int:
     total = 0
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-            for scratch in (bucket.full, bucket.copied, bucket.staging, gradients.buffer):
-                total += scratch.storage.nbytes() if scratch is not None else 0
-            total += _nbytes(bucket.small) if bucket.small is not None else 0
+            if bucket.full is not None:
+                total += bucket.full.live_bytes
+            total += gradients.live_bytes + bucket.kept_bytes
     return total

@@ -250,6 +250,22 @@ class Layout:
         shape = _with_extent(slot, stop - start)
         return Part(segment.shard_offset + slot.offset, shape, dense_strides(shape, slot.spec.order), start)
 
+    @property
+    def holds_runs(self) -> bool:
+        """Whether a rank's part of a parameter is a one-dimensional run of elements in memory order; else rows."""
+        return self.kind == "flat"
+
+    @property
+    def padding_is_strewn(self) -> bool:
+        """Whether `padding` names whole segments, of which only some elements are padding."""
+        return self.kind != "flat" and bool(self.padding)
+
+    def held(self, slot: Slot, part: Part) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """`part` within the whole parameter's own memory: shape, strides, and offset from its first element."""
+        if self.kind == "flat":
+            return part.shape, (1,), part.start
+        return part.shape, slot.stride, part.start * (slot.stride[slot.spec.dim] if slot.stride else 0)
+
     def pieces(self, slot: Slot) -> tuple[Piece, ...]:
         """The copies that bring `slot` from its gathered segment into the full bucket (or a gradient back)."""
         if self.kind == "flat":

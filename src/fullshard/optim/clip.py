@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..mesh import reduce_value
-from ..shard import FlatShard, LocalBucket, owner_of
+from ..shard import FlatShard, LocalForm, owner_of
 
 
 def clip_grad_norm_(
@@ -103,7 +103,7 @@ def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
         ConfigError: a part of the wrapper's parameters, whose other parts may be on ranks that pass nothing.
     """
     unit = owner_of(parameter)
-    if unit is not None and isinstance(unit.buckets[0], LocalBucket) and unit.buckets[0].axes.shard.size > 1:
+    if unit is not None and isinstance(unit.buckets[0].form, LocalForm) and unit.buckets[0].axes.shard.size > 1:
         raise ConfigError(
             "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
             parameter=parameter.__dict__.get("_fullshard_name"),

@@ -1,4 +1,4 @@
-"""Every optimizer's step is noticed: one built before `fully_shard` is refused, and gathered units become stale."""
+"""Every optimizer's step is noticed: one built before `fully_shard` is refused, and units know that their parameters changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
-from ..shard import Clock
+from ..shard import note_change
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _installed: list[Any] = []
@@ -22,8 +22,8 @@ def install() -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    Clock.tick()
     groups = optimizer.param_groups
+    note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:
         return

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..shard import Bucket, FlatBucket, add_views, members_of, units_of
+from ..shard import Bucket, add_views, members_of, units_of
 
 
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
@@ -42,7 +42,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     if not units:
         raise ConfigError("optimizer_view needs a model that fully_shard was applied to")
     held = {id(member.sharded) for _, _, member in members_of(model)}
-    flats = [bucket.flat for unit in units for bucket in unit.buckets if isinstance(bucket, FlatBucket)]
+    flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]
     held |= {id(flat) for flat in flats}
     plain = [
         p for p in model.parameters() if id(p) not in held and (p.requires_grad if wanted is None else id(p) in wanted)
@@ -59,16 +59,16 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     views: list[nn.Parameter] = []
     for unit in units:
         for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-            if not bucket.plain:  # a tensor subclass: the optimizer must use the sharded parameter itself
+            if not bucket.form.plain:  # a tensor subclass: the optimizer must use the sharded parameter itself
                 views += [
                     m.sharded
                     for m in bucket.members
                     if (m.sharded.requires_grad if wanted is None else id(m.sharded) in wanted)
                 ]
                 continue
-            if isinstance(bucket, FlatBucket):  # a view already
-                if bucket.flat.requires_grad if wanted is None else id(bucket.flat) in wanted:
-                    views.append(bucket.flat)
+            if bucket.flat_parameter is not None:  # a view already
+                if bucket.flat_parameter.requires_grad if wanted is None else id(bucket.flat_parameter) in wanted:
+                    views.append(bucket.flat_parameter)
                 continue
             chosen = {
                 i
@@ -76,7 +76,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
                 if (member.sharded.requires_grad if wanted is None else id(member.sharded) in wanted)
             }
             if chosen:
-                views.extend(add_views(gradients, _runs(bucket, chosen)))
+                views.extend(add_views(gradients.delivery, _runs(bucket, chosen)))
     return views + plain
 
 

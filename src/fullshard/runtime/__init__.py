@@ -1,19 +1,32 @@
-"""When things happen: hooks, schedule, ends of passes."""
+"""When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
-from .clone import clone_hooks, clone_prefetches
-from .hooks import UnitHooks
+from .copy import deepcopy_module
+from .reducer import InFlight
 from .root import Root
+from .runner import Runner
 from .schedule import Order
-from .units import HOOKS_KEY, hooks_of, is_unit, unit_of
+from .settings import PrefetchSettings, ReduceSettings, UnitSettings
+from .units import RUNNER_KEY, find_root, is_unit, move_buffers, run_method, runner_of, runners_in, unit_of
+from .zero_grad import give_up
+from .zero_grad import install as install_zero_grad
 
 __all__ = [
-    "HOOKS_KEY",
+    "RUNNER_KEY",
+    "InFlight",
     "Order",
+    "PrefetchSettings",
+    "ReduceSettings",
     "Root",
-    "UnitHooks",
-    "clone_hooks",
-    "clone_prefetches",
-    "hooks_of",
+    "Runner",
+    "UnitSettings",
+    "deepcopy_module",
+    "find_root",
+    "give_up",
+    "install_zero_grad",
     "is_unit",
+    "move_buffers",
+    "run_method",
+    "runner_of",
+    "runners_in",
     "unit_of",
 ]

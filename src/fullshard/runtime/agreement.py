@@ -13,7 +13,8 @@ import torch
 
 from ..comm import Comm
 from ..errors import DivergenceError
-from ..mesh import Axis
+from ..mesh import Axis, MeshAxes
+from ..shard import Delivery
 
 
 def check_agreement(lines: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
@@ -106,3 +107,99 @@ def check_order(index: int, names: Sequence[str], axes: Iterable[Axis], comm: Co
             "  remedy:    let every rank run the same units in the same order: where a rank has nothing to compute in "
             "one, call it all the same and multiply its result by zero"
         )
+
+
+class UseAgreement:
+    """Which parameters any rank had a gradient for, and whether all ranks reduced the same units in the same order.
+
+    One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, and a
+    fingerprint of the order. Only a rank that lacks gradients for some parameters has to read the answer; it does, and
+    compares the fingerprint, at once where that costs nothing (on a CPU), else the fingerprint one backward later.
+
+    Args:
+        comm: collectives.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._fingerprint = 0
+        self._reduced = 0  # units, since the ranks last agreed
+        self._unread: list[tuple[torch.Tensor, int, int]] = []  # (on its way to the host, what it must be, ranks)
+
+    def note(self, index: int) -> None:
+        """A unit's reduction was issued."""
+        self._fingerprint = (self._fingerprint * 1_000_003 + index + 1) % _PRIME
+        self._reduced += 1
+
+    def reset(self) -> None:
+        """After an exception."""
+        self._fingerprint = self._reduced = 0
+        self._unread.clear()
+
+    def agree(self, deliveries: Sequence[Delivery]) -> list[torch.Tensor]:
+        """Settle which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
+
+        Args:
+            deliveries: of all buckets under the root.
+
+        Returns:
+            The sharded parameters that got one, and views over them.
+
+        Raises:
+            DivergenceError: ranks reduced other units, or in another order: gradients are wrong.
+        """
+        if not self._reduced:
+            return []
+        fingerprint, self._fingerprint, self._reduced = self._fingerprint, 0, 0
+        by_axes: dict[int, list[Delivery]] = {}
+        for delivery in deliveries:
+            by_axes.setdefault(id(delivery.bucket.axes), []).append(delivery)
+        given: list[torch.Tensor] = []
+        for group in by_axes.values():
+            used = [flag for delivery in group for flag in delivery.used]
+            present = self._union(group[0].bucket.axes, used, fingerprint, any([d.undecided for d in group]))
+            at = 0
+            for delivery in group:
+                count = len(delivery.used)
+                given += [member.sharded for member in delivery.decide(present[at : at + count])]
+                at += count
+        return given
+
+    def _union(self, axes: MeshAxes, used: list[bool], fingerprint: int, asks: bool) -> list[bool]:
+        """Per parameter, whether any rank of the mesh used it; what this rank used where nobody asks."""
+        if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
+            return used
+        vector = torch.tensor([*used, fingerprint], dtype=torch.int64)
+        on_cpu = axes.device.type == "cpu"
+        sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)
+        for axis in (axes.shard, axes.replicate):
+            if axis is not None and axis.size > 1:
+                self.comm.all_reduce(axis, sums, False).wait()
+        if on_cpu:
+            self._compare(int(sums[-1]), fingerprint, axes)
+        else:
+            self._read_earlier(axes)
+            self._unread.append((sums[-1:].to("cpu", non_blocking=True), fingerprint, axes.world))
+        if not (on_cpu or asks):
+            return used
+        return [bool(count) for count in sums[:-1].tolist()]
+
+    def _read_earlier(self, axes: MeshAxes) -> None:
+        """Compare the fingerprints of earlier backwards, which have arrived long ago."""
+        while len(self._unread) > 1:
+            arrived, fingerprint, _ = self._unread.pop(0)
+            self._compare(int(arrived[0]), fingerprint, axes)
+
+    def _compare(self, total: int, fingerprint: int, axes: MeshAxes) -> None:
+        if total != fingerprint * axes.world:
+            raise DivergenceError(
+                "ranks reduced the gradients of different units, or in different orders: this step's are wrong.",
+                rank=axes.global_rank,
+                expected="the same units in every rank's backward",
+                got="different ones (compared at the end of backward)",
+                remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
+                "run different ones, and zero_grad() before going on",
+            )
+
+
+_PRIME = 2_147_483_647

@@ -1,40 +1,125 @@
-"""One forward call of a unit, from its inputs to its backward."""
+"""One forward call of a unit, from its inputs to its backward: the tensors that tell when that begins and ends.
+
+Why an input's gradient tells that the call's backward is over: what is watched is a view made when the call began, so
+every node of the call was created later, and autograd runs later nodes first; when the view's node runs, all of the
+call's nodes have run. Where that order does not hold (several devices' threads) gradients that come late are reduced at
+the end of backward: the result is the same.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
+from ..containers import map_tensors, tensors_in
 from ..torch_private.tensor_hooks import on_gradient
 
-if TYPE_CHECKING:
-    from .hooks import UnitHooks
+
+class Watcher(Protocol):
+    """What is told of calls: a `Runner`."""
+
+    open_calls: int
+
+    def before_backward(self, changes: int) -> None:
+        """An output of a call got its gradient; `changes` of the unit when the call began."""
+
+    def after_backward(self) -> None:
+        """A watched input of a call got its gradient."""
+
+    def changes(self) -> int:
+        """How often the unit's shards are known to have changed."""
 
 
 class Call:
-    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it."""
+    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
 
-    __slots__ = ("done", "hooks")
+    Attributes:
+        watches: whether an input tells when the call's backward is over.
+    """
 
-    def __init__(self, hooks: UnitHooks) -> None:
-        self.hooks = hooks
-        self.done = False
-        hooks.open_calls += 1
+    __slots__ = ("_inputs", "changes", "done", "runner", "watches")
+
+    def __init__(self, runner: Watcher) -> None:
+        self.runner = runner
+        self.done = self.watches = False
+        self.changes = runner.changes()
+        self._inputs: list[tuple[torch.Tensor, Any, int, Any]] = []  # views, their nodes, versions; the producers
+        runner.open_calls += 1
 
     def __del__(self) -> None:
         if not self.done:
-            self.hooks.open_calls -= 1
+            self.runner.open_calls -= 1
 
-    def before_backward(self, grad: torch.Tensor) -> None:
-        self.hooks.before_backward()
+    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient."""
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
+            args = (self._watch(args[0]),)
+        else:
+            args = map_tensors(self._watch, args)
+        if kwargs:
+            kwargs = map_tensors(self._watch, kwargs)
+        return args, kwargs
 
-    def after_backward(self, grad: torch.Tensor) -> None:
-        hooks = self.hooks
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        self.watches = True
+        view = tensor.view_as(tensor)
+        self._inputs.append((view, view.grad_fn, view._version, tensor.grad_fn))
+        on_gradient(view, self.after_backward)
+        return view
+
+    def watch_outputs(self, output: Any) -> Any:
+        """Be told when an output gets its gradient. Returns the output; inputs in it are replaced by views of them.
+
+        Without that an input that is handed on would tell that the backward is over before it tells that it begins.
+        """
+        inputs, self._inputs = self._inputs, []
+        if inputs:
+            self._watch_producers(inputs)
+        if type(output) is torch.Tensor:
+            return self._watch_output(output, inputs)
+        for tensor in tensors_in(output):
+            if any([tensor is view for view, _, _, _ in inputs]):
+                return map_tensors(lambda one: self._watch_output(one, inputs), output)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                on_gradient(tensor, self.before_backward)
+        return output
+
+    def _watch_output(self, tensor: torch.Tensor, inputs: list[tuple[torch.Tensor, Any, int, Any]]) -> torch.Tensor:
+        if tensor.requires_grad:
+            if any([tensor is view for view, _, _, _ in inputs]):
+                tensor = tensor.view_as(tensor)
+            on_gradient(tensor, self.before_backward)
+        return tensor
+
+    def _watch_producers(self, inputs: list[tuple[torch.Tensor, Any, int, Any]]) -> None:
+        """An input that the call changed in place got another history, in which our view does not occur.
+
+        What made the input is still there: when it is about to run, all that used the input has run.
+        """
+        for view, node, version, producer in inputs:
+            if view._version != version and view.grad_fn is not node and producer is not None:
+                producer.register_prehook(self._producer_runs)
+
+    def _producer_runs(self, gradients: Any) -> None:
+        self.finish()
+
+    def before_backward(self, gradient: torch.Tensor) -> None:
+        """An output got its gradient."""
+        self.runner.before_backward(self.changes)
+
+    def after_backward(self, gradient: torch.Tensor) -> None:
+        """A watched input got its gradient."""
+        if gradient.requires_grad:  # create_graph: whoever differentiates this gradient needs the parameters first
+            on_gradient(gradient, self.before_backward)
+        self.finish()
+
+    def finish(self) -> None:
+        """All parameters of the call have their gradients."""
         if not self.done:
             self.done = True
-            hooks.open_calls -= 1
-        if grad.requires_grad:  # create_graph: whoever differentiates this gradient needs the unit's parameters first
-            on_gradient(grad, self.before_backward)
-        if hooks.in_backward:
-            hooks.after_backward()
+            self.runner.open_calls -= 1
+        self.runner.after_backward()

@@ -2,58 +2,98 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
+import weakref
+from typing import Protocol
 
 import torch
 
 from ..comm import Comm
+from ..errors import DivergenceError
 from ..events import Ledger
-from ..mesh import Axis
-from ..shard import State, plain_access, refuse_meta
-from ..torch_private.backward_end import BackwardEnd
+from ..mesh import Axis, MeshAxes
+from ..shard import State, refuse_meta
+from ..torch_private.autograd_task import BackwardEnd
+from ..torch_private.local_tensor import plain_access
+from .additions import Additions
 from .agreement import END, check_agreement, check_order
+from .phases import Happening
+from .reducer import InFlight, Reducer, Reducible
 from .schedule import Order
 
-if TYPE_CHECKING:
-    from .hooks import UnitHooks
+ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()
+"""All that are alive in this process."""
+
+
+class Runnable(Reducible, Protocol):
+    """What a root knows of a unit: its `Runner`."""
+
+    root: Root | None
+    kept: bool
+
+    def happens(self, event: Happening) -> None:
+        """See `phases.py`."""
+
+    def before_pass(self) -> None:
+        """A pass begins at this unit."""
 
 
 class Root:
     """The context of one root unit and all units below it. Made at the first forward.
 
-    Owns no tensors. `reducing` holds units whose reduction is in flight; they are finished in order, the oldest when
-    a newer one is issued, all at the end of backward. Roots that share it (`share_comm_ctx`) bound their reductions
-    in flight together.
+    Owns no tensors, and knows nothing of a unit's settings.
 
     Args:
-        top: hooks of the unit whose forward was called first.
-        units: hooks of all units under it, `top` included, in module order.
+        top: the unit whose forward was called first.
+        units: all units under it, `top` included, in module order.
         comm: collectives that compare ranks; units bring their own.
+        additions: finds parameters that were added to the root's modules since.
+        in_flight: reductions, if several roots share them.
+
+    Attributes:
+        pass_top: whose forward began the pass that runs now.
+        pass_grad: whether that pass builds a graph.
+        checks_order: whether the pass is the first of its kind, and compared with the other ranks'.
+        recomputed: the unit that was recomputed last; its backward comes next.
+        reducer: reductions of gradients.
     """
 
-    def __init__(self, top: UnitHooks, units: list[UnitHooks], comm: Comm) -> None:
-        self.top, self.units, self.comm = top, units, comm
+    def __init__(
+        self,
+        top: Runnable,
+        units: list[Runnable],
+        comm: Comm,
+        additions: Additions,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        self.top, self.units, self.comm, self.additions = top, units, comm, additions
         self.ledger = Ledger()
-        self.pass_top: UnitHooks | None = None  # whose forward began the pass that runs now
-        self.pass_grad = False  # whether that pass builds a graph
-        self.checks_order = False  # whether the pass is the first of its kind, and compared with the other ranks'
+        self.pass_top: Runnable | None = None
+        self.pass_grad = False
+        self.checks_order = False
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
-        self.reducing: deque[UnitHooks] = top.shared_reducing if top.shared_reducing is not None else deque()
-        self.recomputed: UnitHooks | None = None
+        self.recomputed: Runnable | None = None
+        self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
-        for index, hooks in enumerate(units):
-            hooks.index = index
-            hooks.unit.ledger = self.ledger
-        self.homes = [b.home for hooks in units for b in hooks.unit.buckets if b.home is not None]  # offloaded ones
+        ROOTS.add(self)
+        for index, one in enumerate(units):
+            one.index = index
+            self.ledger.take_over(one.unit.ledger)
+            one.unit.ledger = self.ledger
+
+    def axes(self) -> MeshAxes | None:
+        """Of the largest mesh in use, over which ranks are compared."""
+        found = [bucket.axes for one in self.units for bucket in one.unit.buckets]
+        return max(found, key=lambda axes: axes.world) if found else None
 
     def agree(self) -> None:
         """Check once that all ranks hold the same units; see `agreement.py`."""
-        lines, axes, device = [], {}, None
-        for hooks in self.units:
-            for bucket in hooks.unit.buckets:
+        lines: list[str] = []
+        axes: dict[int, Axis] = {}
+        device = None
+        for one in self.units:
+            for bucket in one.unit.buckets:
                 device = bucket.axes.device
                 for axis in (bucket.axes.shard, bucket.axes.replicate):
                     if axis is not None:
@@ -64,43 +104,69 @@ class Root:
                     grad = "trainable" if member.sharded.requires_grad else "frozen"
                     lines.append(
                         f"{member.name}: shape {member.slot.shape}, {dtype}, computed in {compute}, {grad}, "
-                        f"unit {hooks.unit.name or '(root)'!r}, layout {bucket.layout.name}"
+                        f"unit {one.unit.name or '(root)'!r}, layout {bucket.layout.name}"
                     )
         if device is not None:
-            found: list[Axis] = list(axes.values())
-            check_agreement(lines, found, self.comm, device)
+            check_agreement(lines, list(axes.values()), self.comm, device)
 
     # Forward.
 
-    def begin_forward(self, top: UnitHooks) -> None:
+    def begin_forward(self, top: Runnable) -> None:
         """A unit's forward was called from outside any pass: usually the root's."""
-        if self._backward is not None:  # a backward raised
-            self.recover()
-        if top.post_optim_event is not None:
-            event, top.post_optim_event = top.post_optim_event, None
-            event.wait()
+        self.recover_if_broken()
+        top.before_pass()
+        self.additions.check()
         with plain_access():
-            for hooks in self.units:
-                hooks.unit.refresh()
-        refuse_meta([hooks.unit for hooks in self.units])
-        for hooks in self.units:
-            hooks.unit.drop_stale()
+            for one in self.units:
+                one.unit.refresh()
+        refuse_meta([one.unit for one in self.units])
+        self._drop_stale()
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
         self.checks_order = self.comm.communicates and not self.forward_order.known
 
-    def check_order(self, hooks: UnitHooks | None) -> None:
+    def _drop_stale(self) -> None:
+        """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
+
+        The values themselves are compared: nothing else tells of every change (an alias of a shard that a collective
+        wrote to, a fused optimizer).
+        """
+        held = [one.unit for one in self.units if one.unit.buckets and one.unit.holds()]
+        if not held:
+            return
+        for unit in held:
+            unit.drop_kept()
+        held = [unit for unit in held if unit.state is not State.SHARDED]
+        axes = self.axes()
+        if not held or axes is None:
+            return
+        with torch.no_grad(), plain_access():
+            differs = torch.stack([unit.differs() for unit in held]).to(torch.int32)
+            if self.comm.communicates:
+                for axis in (axes.shard, axes.replicate):
+                    if axis is not None and axis.size > 1:
+                        self.comm.all_reduce(axis, differs, False).wait()
+        for unit, count in zip(held, differs.tolist(), strict=True):
+            if count:
+                unit.refuse_written()
+                unit.reshard()
+
+    def check_order(self, one: Runnable | None) -> None:
         """Compare which unit is about to run with the other ranks; None: the pass is over.
 
         Raises:
             DivergenceError: another rank is about to run another one.
         """
-        buckets = [b for h in ([hooks] if hooks else self.units) for b in h.unit.buckets]
+        buckets = [b for u in ([one] if one else self.units) for b in u.unit.buckets]
         if buckets:
             axes = max((b.axes for b in buckets), key=lambda axes: axes.world)
-            index, names = hooks.index if hooks else END, [h.unit.name for h in self.units]
-            check_order(index, names, [a for a in (axes.shard, axes.replicate) if a], self.comm, axes.device)
+            index, names = one.index if one else END, [u.unit.name for u in self.units]
+            try:
+                check_order(index, names, [a for a in (axes.shard, axes.replicate) if a], self.comm, axes.device)
+            except DivergenceError:
+                self.checks_order = False  # all ranks raise: there is nothing left to compare
+                raise
 
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
@@ -110,69 +176,45 @@ class Root:
         self.forward_order.finish()
         if self.pass_grad:
             self.backward_order.suggest(self.forward_order.known[::-1])
-        for hooks in self.units:
-            unit = hooks.unit
-            if unit.state is State.SHARDED or hooks.keep_gathered:
-                continue
-            if unit.state is State.GATHERING or hooks.reshards(self.pass_grad):
-                unit.show_sharded()
-                unit.free()
+        self._settle()
+
+    def break_forward(self) -> None:
+        """The pass was broken off by an exception: what was seen of its order counts for nothing."""
+        self.checks_order = False
+        self.forward_order.restart()
+        self._settle()
+
+    def _settle(self) -> None:
+        for one in self.units:
+            one.happens(Happening.PASS_END)
         self.pass_top = None
 
     # Backward.
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward through this root runs now."""
-        return self._backward is not None and self._backward.alive()
+        """Whether a backward through this root runs now, and the caller is part of it."""
+        return self._backward is not None and self._backward.running()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit."""
-        if self._backward is not None:  # one before it raised
-            self.recover()
-        self._backward = BackwardEnd(self.end_backward)
+        self.recover_if_broken()
+        self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
+        self.reducer.begin()
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
-        for hooks in reversed(self.units):
-            hooks.end_backward()
-        with plain_access(), torch.no_grad():
-            while self.reducing:
-                self.reducing.popleft().finish_reduce()
-        for home in self.homes:
-            home.settle()
+        for one in reversed(self.units):
+            one.happens(Happening.END)
+        self.reducer.end()
         self.backward_order.finish()
         self.recomputed = None
         self._backward = None
 
-    def share_reducing(self, reducing: deque[UnitHooks]) -> None:
-        """Use `reducing` from now on, together with other roots."""
-        if reducing is not self.reducing:
-            with plain_access(), torch.no_grad():
-                while self.reducing:
-                    self.reducing.popleft().finish_reduce()
-            self.reducing = reducing
-
-    def make_room(self, hooks: UnitHooks) -> None:
-        """Finish reductions in flight until one more may be, and until `hooks` has none."""
-        while self.reducing and (len(self.reducing) >= hooks.max_reducing or hooks in self.reducing):
-            self.reducing.popleft().finish_reduce()
-
-    def finish_completed(self) -> None:
-        """Deliver reductions that are done, so that their buffers are not held while more is gathered."""
-        while self.reducing and self.reducing[0].unit.reduce_is_completed():
-            with plain_access(), torch.no_grad():
-                self.reducing.popleft().finish_reduce()
-
-    def enqueue_reduce(self, hooks: UnitHooks) -> None:
-        """Start reducing the gradients that a unit collected."""
-        hooks.unit.issue_reduce(hooks.comm, hooks.divide_factor, hooks.force_sum)
-        self.reducing.append(hooks)
-
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
-        for hooks in self.units:
-            hooks.root = None
+        for one in self.units:
+            one.root = None
         self.units = []
 
     # Prefetch and recovery.
@@ -180,21 +222,26 @@ class Root:
     def prefetch(self, indices: tuple[int, ...], backward: bool) -> None:
         """Start gathering the units of these indices that are not gathered yet."""
         for index in indices:
-            hooks = self.units[index]
-            if hooks.unit.state is State.SHARDED and (hooks.unshard_in_backward or not backward):
-                hooks.unit.issue_gather(hooks.comm)
+            one = self.units[index]
+            if one.unit.state is State.SHARDED and (one.settings.unshard_in_backward or not backward):
+                one.unit.issue_gather(one.settings.comm)
+
+    def recover_if_broken(self) -> None:
+        """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
+        if self._backward is not None and not self._backward.running():
+            self.recover()
 
     def recover(self) -> None:
         """Bring every unit back to where a step begins, after an exception broke one off.
 
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
-        for hooks in [hooks for hooks in self.reducing if hooks.root is self]:  # not those of roots that share it
-            self.reducing.remove(hooks)
-        for hooks in self.units:
-            hooks.reset()
+        self._backward = None
+        self.reducer.reset()
+        with plain_access(), torch.no_grad():
+            for one in self.units:
+                one.happens(Happening.RESET)
         for order in (*self.orders.values(), self.backward_order):
             order.restart()
         self.pass_top = None
         self.recomputed = None
-        self._backward = None

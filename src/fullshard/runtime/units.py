@@ -1,28 +1,115 @@
-"""Where a module keeps the unit that it is (one of) the modules of."""
+"""Where a module keeps the unit that it is (one of) the modules of, and how a root is found."""
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
 
-from ..shard import Unit
-from .hooks import UnitHooks
+from ..errors import PhaseError
+from ..names import clean_name, clean_path
+from ..shard import Unit, check_ties, refuse_meta
+from .additions import Additions
+from .root import Root
+from .runner import Runner
 
-HOOKS_KEY = "_fullshard_hooks"
-"""Where a unit's module keeps its hooks, in its `__dict__`."""
+RUNNER_KEY = "_fullshard_runner"
+"""Where a unit's module keeps its runner, in its `__dict__`."""
+FORWARD_METHODS_KEY = "_fullshard_forward_methods"
+"""Where a module keeps its methods that count as forwards, by name, in its `__dict__`."""
 
 
-def hooks_of(module: nn.Module) -> UnitHooks | None:
-    """The hooks of the unit that `module` is (one of) the modules of; None if it is no unit."""
-    found: UnitHooks | None = module.__dict__.get(HOOKS_KEY)
+def runner_of(module: nn.Module) -> Runner | None:
+    """The runner of the unit that `module` is (one of) the modules of; None if it is no unit."""
+    found: Runner | None = module.__dict__.get(RUNNER_KEY)
     return found
 
 
+def runners_in(module: nn.Module) -> list[Runner]:
+    """The runners of `module` and of all modules below it, each once, in module order."""
+    found = {id(runner): runner for child in module.modules() if (runner := runner_of(child)) is not None}
+    return list(found.values())
+
+
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to `module`."""
-    return HOOKS_KEY in module.__dict__
+    """Whether `module` is (one of) the modules of a unit."""
+    return RUNNER_KEY in module.__dict__
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `module` is (one of) the modules of; None if it is no unit."""
-    hooks = hooks_of(module)
-    return hooks.unit if hooks is not None else None
+    runner = runner_of(module)
+    return runner.unit if runner is not None else None
+
+
+def find_root(top: Runner) -> Root:
+    """The first forward reached `top`: it is the root of all units in its modules.
+
+    Raises:
+        PhaseError: a unit below was run by itself before, and is a root of its own; parameters without values.
+        LayoutError: a tied weight is used outside of its unit.
+        DivergenceError: ranks hold different units or parameters.
+    """
+    units: list[Any] = []
+    named: dict[int, str] = {}
+    for module in top.modules:
+        for path, child in module.named_modules():
+            runner = runner_of(child)
+            if runner is None or runner in units:
+                continue
+            if runner.root is not None:
+                raise PhaseError(
+                    f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
+                    expected="the first forward to be the root's",
+                    got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
+                    remedy="run the root first; or build the model anew, and run this unit only through the root",
+                )
+            units.append(runner)
+            runner.unit.name = clean_path(path)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            named.setdefault(id(parameter), name)
+    ignored = partial(_ignored, units)
+    inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
+    for module in top.modules:
+        check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()), ignored())
+    for runner in units:
+        for member in runner.unit.members:
+            below = f"{runner.unit.name}.{member.slot.name}" if runner.unit.name else member.slot.name
+            member.qualify(clean_name(named.get(id(member.sharded), below)))
+    for runner in units:
+        runner.unit.refresh()
+    refuse_meta([runner.unit for runner in units])
+    additions = Additions(top.modules, ignored, top.unit.rank)
+    root = Root(top, units, top.settings.comm, additions, top.shared_in_flight)
+    root.agree()
+    for runner in units:
+        runner.root = root
+    weakref.finalize(top.modules[0], root.dissolve)
+    return root
+
+
+def _ignored(units: list[Runner]) -> frozenset[int]:
+    return frozenset().union(*[runner.settings.ignored for runner in units])
+
+
+def run_method(module: nn.Module, runner: Runner, name: str) -> None:
+    """Make a method of a unit's module count as a forward: the unit is gathered before it and freed after it."""
+    method = getattr(module, name)
+
+    def forward_method(*args: Any, **kwargs: Any) -> Any:
+        return runner.run(module, method, args, kwargs)
+
+    forward_method.__name__ = name
+    object.__setattr__(module, name, forward_method)
+    module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[name] = method
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers follow the parameters to the mesh's device."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                owner._buffers[name] = buffer.to(device)

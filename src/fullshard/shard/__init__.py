@@ -1,55 +1,78 @@
 """What is held: shards, gathered buckets, gradients. Owns every long-lived tensor."""
 
 from .bucket import Bucket
-from .clone import clone_unit, place_clone
-from .flat_parameter import FlatParameter, FlatParamShardMetadata, shard_metadata
-from .flat_shard import FlatShard, norms
-from .gradient_set import OptimizerView
+from .build import BuildSettings, build_unit, plan_unit
+from .changes import note_change
+from .checks import check_parameters
+from .copy import clone_unit, place_clone
+from .delivery import Delivery, FlatView, OptimizerView
+from .find import check_ties, find_parameters, walk
+from .forms import (
+    ATTRIBUTE,
+    FlatParameter,
+    FlatParameterForm,
+    FlatParamShardMetadata,
+    FlatShard,
+    LocalForm,
+    RowShard,
+    norms,
+    shard_metadata,
+)
 from .gradients import Gradients, GradState
-from .local_bucket import FlatBucket, LocalBucket, registry_of
 from .lookup import members_of, names_of, units_of
-from .member import Draft, Member
-from .parameter import OriginalParameter, RowShard, local_of, plain_access, read_grad, retire, successor_of
-from .staleness import Clock
-from .tensor_parallel import SpmdMesh
+from .member import Draft, Member, successor_of
+from .offload import Home, home_of
+from .place import Place
+from .reduction import Reduction, collect, has_gradients
+from .retired import OriginalParameter, retire
+from .split import SpmdMesh
 from .unit import State, Unit, owner_of, refuse_meta
-from .view_making import add_views
-from .whole import gather_whole, whole_views
+from .views import add_views
 
 __all__ = [
+    "ATTRIBUTE",
     "Bucket",
-    "Clock",
+    "BuildSettings",
+    "Delivery",
     "Draft",
-    "FlatBucket",
     "FlatParamShardMetadata",
     "FlatParameter",
+    "FlatParameterForm",
     "FlatShard",
+    "FlatView",
     "GradState",
     "Gradients",
-    "LocalBucket",
+    "Home",
+    "LocalForm",
     "Member",
     "OptimizerView",
     "OriginalParameter",
+    "Place",
+    "Reduction",
     "RowShard",
     "SpmdMesh",
     "State",
     "Unit",
     "add_views",
+    "build_unit",
+    "check_parameters",
+    "check_ties",
     "clone_unit",
-    "gather_whole",
-    "local_of",
+    "collect",
+    "find_parameters",
+    "has_gradients",
+    "home_of",
     "members_of",
     "names_of",
     "norms",
+    "note_change",
     "owner_of",
     "place_clone",
-    "plain_access",
-    "read_grad",
+    "plan_unit",
     "refuse_meta",
-    "registry_of",
     "retire",
     "shard_metadata",
     "successor_of",
     "units_of",
-    "whole_views",
+    "walk",
 ]

@@ -1,11 +1,11 @@
-"""From modules to a unit: which parameters it takes, how they are classed into buckets, and what replaces them."""
+"""From found parameters to a unit: how they are classed into buckets and laid out, and what replaces them."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,209 +15,74 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
+from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
-from .checks import check_device, check_type
-from .extension import ExtensionBucket, is_extension, weak_module
-from .flat_shard import FlatShard
-from .local_bucket import HiddenParameter
-from .member import Draft
+from .changes import OWNER_KEY
+from .find import Found
+from .forms import Form, RowsForm, RunsForm, SubclassForm, chunk_of, is_extension
+from .member import SUCCESSOR_KEY, Draft, attributes_of, hooks_onto, successor_of
 from .offload import Home
-from .parameter import OWNER_KEY, attributes_of, retire, successor_of
-from .tensor_parallel import SpmdMesh, TensorParallel, local_part
-from .unit import Unit, owner_of
+from .retired import retire
+from .split import SpmdMesh, TensorParallel
+from .unit import Unit
 
 logger = logging.getLogger("fullshard")
 
-
-class AttributePlace(dict[str, Any]):
-    """Stands for a module's `_parameters` where the module's class watches its attributes (`nn.LSTM` does)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.module, key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.module._parameters.get(key, default)
-
-
-@dataclass
-class Found:
-    """A parameter in the modules of a unit to be.
-
-    Attributes:
-        name: qualified, from the module that fully_shard was given.
-        parameter: the object.
-        places: where it is registered.
-        owner: the unit that already shards it, if it is tied to a parameter of that unit.
-        placement, axes: what `shard_placement_fn` chose for it, once it was asked.
-    """
-
-    name: str
-    parameter: Any
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    owner: Unit | None = None
-    placement: Shard | None = None  # what `shard_placement_fn` chose
-    axes: MeshAxes | None = None
-    module: nn.Module | None = None  # the first that has it
-
-
-UnitOf = Callable[[nn.Module], Unit | None]
-"""The unit that a module is (one of) the modules of, or None."""
-
-
-def walk(
-    module: nn.Module, unit_of: UnitOf, path: str = "", unit: Unit | None = None
-) -> Iterator[tuple[str, nn.Module, Unit | None]]:
-    """`module` and all below it, each with its name and the unit that runs it (None: no unit below the top does)."""
-    yield path, module, unit
-    for name, child in module.named_children():
-        yield from walk(child, unit_of, f"{path}.{name}" if path else name, unit_of(child) or unit)
-
-
-def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int]) -> list[Found]:
-    """The parameters that a unit of `modules` takes.
-
-    These are the parameters in them that no unit has, and those that units below share with each other or with the
-    rest of `modules`: a tied weight belongs to the innermost unit around all of its uses. A parameter shared with a
-    unit outside `modules` is left to that unit, until a unit around both is made.
-
-    Args:
-        modules: the unit's modules.
-        unit_of: the unit of a module.
-        ignored: ids of parameters to leave alone.
-    """
-    found: dict[int, Found] = {}
-    users: dict[int, set[int]] = {}  # by parameter: ids of the units that run it; 0 for the one to be made
-    inside: set[int] = set()  # ids of the units below
-    seen: set[int] = set()
-    for module in modules:
-        for path, owner, unit in walk(module, unit_of):
-            again = id(owner) in seen  # a module that several others hold: each unit that runs it counts
-            seen.add(id(owner))
-            inside.add(id(unit))
-            hidden = [(key, value) for key, value in owner.__dict__.items() if type(value) is HiddenParameter]
-            for key, registered in [*owner._parameters.items(), *hidden]:
-                if registered is None or id(registered) in ignored:
-                    continue
-                parameter = successor_of(registered)
-                name = f"{path}.{key}" if path else key
-                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter), module=owner))
-                users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
-                if unit is None and not again and type(registered) is not HiddenParameter:
-                    item.places.append((_place_of(owner), key))
-    taken = []
-    for identity, item in found.items():
-        if item.owner is None:
-            taken.append(item)
-        elif id(item.owner) not in inside:
-            item.owner.add_places(item.parameter, item.places)
-        elif users[identity] != {id(item.owner)}:
-            taken.append(item)
-    return taken
-
-
-def _place_of(owner: nn.Module) -> dict[str, Any]:
-    watches = type(owner).__setattr__ is not nn.Module.__setattr__
-    return AttributePlace(owner) if watches else owner._parameters
-
-
-def check_ties(module: nn.Module, unit_of: UnitOf, within: Callable[[Unit, nn.Module], bool]) -> None:
-    """Refuse a parameter that is used outside the unit that gathers it.
-
-    Args:
-        module: the root.
-        unit_of: the unit of a module.
-        within: whether a module lies in a unit's modules.
-
-    Raises:
-        LayoutError: names the parameter and where it is used.
-    """
-    for path, user, _ in walk(module, unit_of):
-        for key, registered in user._parameters.items():
-            if registered is None:
-                continue
-            parameter = successor_of(registered)
-            unit = owner_of(parameter)
-            if unit is not None and (parameter is not registered or not within(unit, user)):
-                raise LayoutError(
-                    f"A weight of unit {unit.name!r} is also used outside of it, where it is not gathered.",
-                    parameter=f"{path}.{key}" if path else key,
-                    expected="one unit around all uses of a tied weight",
-                    remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
-                )
-
-
-def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
-    """Refuse what cannot be sharded, before anything changes.
-
-    Args:
-        wrapper: for `LocalBucket`s, which take DTensors but no tensor subclasses with a gather of their own.
-
-    Raises:
-        ConfigError: a parameter on another device, a DTensor in another layout than rows.
-        LayoutError: two parameters that share memory without being the same object, a tensor-parallel tie.
-    """
-    by_address: dict[int, str] = {}
-    for item in found:
-        parameter = item.parameter
-        if item.owner is not None:
-            held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is parameter]
-            if any(m.slot.name in b.parallel or not b.plain for b, m in held):
-                raise LayoutError(
-                    "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
-                    parameter=item.name,
-                    remedy="let one fully_shard call take all modules that use it: shard the module around them, "
-                    "or a list of them, before any of them by itself",
-                )
-            continue
-        check_type(item.name, parameter, extensions=not wrapper)
-        if isinstance(parameter, DTensor) and layout != "rows" and not wrapper:
-            raise ConfigError(
-                "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
-                parameter=item.name,
-                expected='layout="rows", whose sharded parameters say how they are split twice',
-                got=f"layout={layout!r}",
-                remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
-            )
-        check_device(item.name, parameter.device, axes.device)
-        if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
-            other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
-            if other != item.name:
-                raise LayoutError(
-                    "Two Parameter objects share one memory: sharded separately they would drift apart.",
-                    parameter=f"{other} and {item.name}",
-                    remedy="tie them by assigning the same Parameter object to both modules",
-                )
+MakeForm = Callable[[Layout, MeshAxes, bool], Form]
+"""From a layout, the mesh, and whether shards lie apart from it, how parameters show."""
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a unit is built; the arguments of `fully_shard` that shape it."""
+    """How a unit is built; the arguments of a front-end that shape it.
+
+    Attributes:
+        axes, comm, policy, layout: of all parameters that have none of their own.
+        placement: `shard_placement_fn`.
+        spmd: the mesh that `axes` are some dims of.
+        form: how parameters show; None: DTensors for rows, FlatShards for runs.
+        home: memory of shards and gradients, if that is not the mesh's device.
+        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+    """
 
     axes: MeshAxes
     comm: Comm
     policy: MixedPrecisionPolicy
     layout: str | Blocks
     placement: Callable[[nn.Parameter], Any] | None = None
-    spmd: SpmdMesh | None = None  # the mesh that `axes` are some dims of
-    bucket: Any = Bucket  # the class, or a function with its arguments
-    home: Home | None = None  # memory of shards and gradients, if not the mesh's device
+    spmd: SpmdMesh | None = None
+    form: MakeForm | None = None
+    home: Home | None = None
+    keeps_compute_dtype: bool = False
 
 
-def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
-    """Make the buckets and put the sharded parameters in the originals' places.
+@dataclass
+class PlannedBucket:
+    """What will be one bucket: its parameters, its layout and form, and the settings that are its own.
 
-    Everything that can be refused is refused before the first place is written.
+    Attributes:
+        replan: makes the layout and form of any of its parameters.
+        chunk: the shard with its values, of a tensor subclass; None for plain ones.
+    """
+
+    items: list[Found]
+    layout: Layout
+    form: Form
+    settings: BuildSettings
+    replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]]
+    chunk: Any = None
+
+
+def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBucket]:
+    """Class parameters into buckets and lay them out. Changes nothing.
 
     Raises:
         LayoutError: a parameter that the layout cannot hold.
+        ConfigError: a placement, mesh, or combination that cannot be used.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
     meshes: dict[DeviceMesh, MeshAxes] = {settings.axes.mesh: settings.axes}
@@ -230,59 +95,89 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     planned = []
     for items in classes.values():
         own = replace(settings, axes=items[0].axes or settings.axes)
-        if is_extension(items[0].parameter):
-            own = replace(own, layout="rows", bucket=partial(ExtensionBucket, policy=settings.policy))
-        plan = partial(_plan, dtype=items[0].parameter.dtype, settings=own)
-        layout = plan([_spec(item, own) for item in items])
-        if layout.note:
-            logger.info("%s: %s", layout.name, layout.note)
-        planned.append((items, layout, own, plan))
-    made: dict[int, Bucket] = {}
-    # Subclasses first: they may be refused, and units below have given nothing up yet.
-    for index in sorted(range(len(planned)), key=lambda i: not is_extension(planned[i][0][0].parameter)):
-        items, layout, own, plan = planned[index]
-        parallel = _parallel(items, own)
-        if parallel and settings.home is not None:
-            raise ConfigError(
-                "CPU offload does not work with tensor-parallel parameters yet.",
-                parameter=next(iter(parallel)),
-                remedy="shard their unit without CPUOffloadPolicy",
-            )
-        drafts = [_draft(item, parallel.get(item.name), settings.bucket.keeps_originals) for item in items]
-        compute_dtype = _compute_dtype(items[0].parameter.dtype, settings.policy)
-        made[index] = own.bucket(drafts, layout, own.axes, compute_dtype, plan, settings.home)
-    buckets = [made[index] for index in range(len(planned))]
-    unit = Unit(buckets, settings.policy.reduce_dtype)
+        first = items[0]
+        if is_extension(first.parameter):
+            if settings.home is not None:
+                raise ConfigError(
+                    "CPU offload does not work with parameters of tensor subclasses yet.",
+                    parameter=first.name,
+                    got=type(first.parameter).__name__,
+                    remedy="shard their unit without CPUOffloadPolicy",
+                )
+            policy, module = settings.policy, first.module
+
+            def of_subclass(layout: Layout, axes: MeshAxes, apart: bool, policy: Any = policy, module: Any = module):  # type: ignore[no-untyped-def]
+                return SubclassForm(layout, axes, policy, module)
+
+            own = replace(own, layout="rows", form=of_subclass)
+        replan = partial(_plan, dtype=first.parameter.dtype, settings=own)
+        layout, form = replan([_spec(item, own) for item in items])
+        bucket = PlannedBucket(items, layout, form, own, replan)
+        for item in items:
+            item.split = _split(item, own)
+            if item.split is not None and settings.home is not None:
+                raise ConfigError(
+                    "CPU offload does not work with tensor-parallel parameters yet.",
+                    parameter=item.name,
+                    remedy="shard their unit without CPUOffloadPolicy",
+                )
+        if not form.plain:
+            (slot,) = layout.slots
+            bucket.chunk = chunk_of(first.parameter, slot, layout.part(slot, own.axes.shard.rank), own.axes)
+        planned.append(bucket)
+    return planned
+
+
+def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
+    """Make the buckets and put the sharded parameters in the originals' places.
+
+    Everything that can be refused is refused before the first place is written.
+
+    Raises:
+        LayoutError, ConfigError: see `plan_unit`.
+    """
+    planned = plan_unit(found, settings)
+    for bucket in planned:
+        if bucket.layout.note:
+            logger.info("%s: %s", bucket.layout.name, bucket.layout.note)
+    buckets = []
+    for plan in planned:
+        own = plan.settings
+        keeps = plan.form.keeps_originals
+        drafts = [_draft(item, keeps) for item in plan.items]
+        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, settings.policy)
+        buckets.append(
+            Bucket(drafts, plan.layout, own.axes, plan.form, compute_dtype, plan.replan, own.home, plan.chunk)
+        )
+    unit = Unit(buckets, settings.policy.reduce_dtype, settings.keeps_compute_dtype)
     unit.rank = settings.axes.global_rank
-    for (items, *_), bucket in zip(planned, buckets, strict=True):
-        for item, member in zip(items, bucket.members, strict=True):
+    for plan, made in zip(planned, buckets, strict=True):
+        for item, member in zip(plan.items, made.members, strict=True):
             member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
-            for place, attribute in member.places:
-                place[attribute] = member.sharded
+            for place in member.places:
+                place.show(member.sharded)
             if member.sharded is item.parameter:
                 continue
             if item.owner is not None:
-                item.parameter.__dict__["_fullshard_successor"] = member.sharded
+                item.parameter.__dict__[SUCCESSOR_KEY] = member.sharded
             else:
                 retire(item.parameter, item.name, member.sharded)
     return unit
 
 
-def _parallel(items: Sequence[Found], settings: BuildSettings) -> dict[str, TensorParallel]:
-    """How those of `items` that are DTensors already are split, by name."""
-    found = {}
-    for item in items:
-        if item.owner is None and isinstance(item.parameter, DTensor):
-            dim = _spec(item, settings).dim
-            apart = settings.layout == "flat"  # of the wrapper: its sharded parameters are plain tensors
-            found[item.name] = TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd, apart)
-    return found
+def _split(item: Found, settings: BuildSettings) -> TensorParallel | None:
+    """How a parameter that is a DTensor already is split."""
+    if item.owner is not None or not isinstance(item.parameter, DTensor):
+        return None
+    apart = settings.layout == "flat"  # of the wrapper: its sharded parameters are plain tensors
+    dim = _spec(item, settings).dim
+    return TensorParallel.of(item.parameter, item.name, settings.axes, dim, settings.spmd, apart)
 
 
-def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> Draft:
+def _draft(item: Found, keep_object: bool) -> Draft:
     """A tied parameter that a unit below had taken comes back whole, with the places it had there."""
     if item.owner is None:
-        return Draft(item.name, item.parameter, item.places, parallel, weak_module(item.module))
+        return Draft(item.name, item.parameter, item.places, item.split)
     item.parameter = successor_of(item.parameter)  # another one that left its unit may have moved it
     places, full = item.owner.give_up(item.parameter)
     if keep_object:
@@ -291,6 +186,7 @@ def _draft(item: Found, parallel: TensorParallel | None, keep_object: bool) -> D
     else:
         original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
         original.__dict__.update(attributes_of(item.parameter))
+        hooks_onto(original, item.parameter)
     return Draft(item.name, original, [*places, *item.places])
 
 
@@ -298,8 +194,17 @@ def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dt
     return policy.param_dtype if dtype.is_floating_point else None
 
 
-def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings) -> Layout:
-    """The layout of parameters of `dtype`."""
+def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings) -> tuple[Layout, Form]:
+    """The layout of parameters of `dtype`, and the form in which they show."""
+    layout = _layout(specs, dtype, settings)
+    apart = settings.home is not None
+    if settings.form is not None:
+        return layout, settings.form(layout, settings.axes, apart)
+    form = RunsForm if layout.holds_runs else RowsForm
+    return layout, form(layout, settings.axes, apart)
+
+
+def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildSettings) -> Layout:
     compute = _compute_dtype(dtype, settings.policy) or dtype
     reduce = settings.policy.reduce_dtype or compute
     narrowest = min(dtype.itemsize, compute.itemsize, reduce.itemsize)
@@ -372,8 +277,8 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims from outermost to innermost in memory if the tensor has no gaps, else as if contiguous."""
     natural = tuple(range(tensor.dim()))
-    if tensor.is_contiguous() or isinstance(tensor, FlatShard):
-        return natural if not isinstance(tensor, FlatShard) else tensor._run.order
+    if tensor.is_contiguous():
+        return natural
     strides = tensor.stride()
     order = tuple(sorted(natural, key=lambda dim: (-strides[dim], dim)))
     return order if tensor.permute(order).is_contiguous() else natural

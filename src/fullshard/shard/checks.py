@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
-from .extension import is_extension
-from .tensor_parallel import local_part
+from ..errors import ConfigError, LayoutError
+from ..layout import Blocks
+from ..mesh import MeshAxes
+from ..torch_private.local_tensor import local_part
+from .find import Found
+from .forms import is_extension
 
 
 def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> None:
@@ -54,3 +59,46 @@ def check_device(name: str, device: torch.device, home: torch.device) -> None:
         remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
         f"or move it with model.to({str(home)!r})",
     )
+
+
+def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Blocks, wrapper: bool = False) -> None:
+    """Refuse what cannot be sharded, before anything changes.
+
+    Args:
+        wrapper: for local parts, which may be of DTensors but no tensor subclasses with a gather of their own.
+
+    Raises:
+        ConfigError: a parameter on another device, a DTensor in another layout than rows.
+        LayoutError: two parameters that share memory without being the same object, a tensor-parallel tie.
+    """
+    by_address: dict[int, str] = {}
+    for item in found:
+        parameter = item.parameter
+        if item.owner is not None:
+            held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is parameter]
+            if any(m.split is not None or not b.form.plain for b, m in held):
+                raise LayoutError(
+                    "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
+                    parameter=item.name,
+                    remedy="let one fully_shard call take all modules that use it: shard the module around them, "
+                    "or a list of them, before any of them by itself",
+                )
+            continue
+        check_type(item.name, parameter, extensions=not wrapper)
+        if isinstance(parameter, DTensor) and layout != "rows" and not wrapper:
+            raise ConfigError(
+                "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
+                parameter=item.name,
+                expected='layout="rows", whose sharded parameters say how they are split twice',
+                got=f"layout={layout!r}",
+                remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
+            )
+        check_device(item.name, parameter.device, axes.device)
+        if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
+            other = by_address.setdefault(local_part(parameter).data_ptr(), item.name)
+            if other != item.name:
+                raise LayoutError(
+                    "Two Parameter objects share one memory: sharded separately they would drift apart.",
+                    parameter=f"{other} and {item.name}",
+                    remedy="tie them by assigning the same Parameter object to both modules",
+                )

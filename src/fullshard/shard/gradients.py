@@ -6,11 +6,14 @@ State of the whole, which moves in a circle:
     pending -> reducing the reduction was issued; the buffer belongs to it
     reducing -> none    the reduced slice became, or was added to, the sharded parameters' `.grad`
 
-The buffer is rank-major, as the reduction needs it: the world's slices one after the other, segment by segment.
+The buffer is rank-major, as the reduction needs it: the world's slices one after the other, segment by segment. A
+parameter that this rank did not use takes part with zeros; whether it gets a `.grad` is for all ranks to say, which
+`runtime.agreement` asks at the end of a backward (`undecided`, `decide`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -19,19 +22,10 @@ from ..comm import Comm, Pending
 from ..errors import PhaseError
 from ..layout import Piece
 from ..torch_private.foreach import add_all, copy_all, zero_all
+from ..torch_private.local_tensor import read_grad
 from .bucket import Bucket
-from .gradient_set import (
-    GradientSet,
-    OptimizerView,
-    Scaling,
-    adopt_gradient,
-    allow_any_dtype,
-    cut_gradient,
-    warn_of_zero_gradients,
-)
+from .delivery import Delivery, Scaling
 from .member import Member
-from .offload import copy_home
-from .parameter import read_grad, write_grad
 from .scratch import Scratch
 
 
@@ -46,42 +40,49 @@ class GradState(Enum):
 class Gradients:
     """See the module's docstring.
 
-    Ownership: `buffer` is storage on demand, allocated at the first gradient of a backward, given back when the
-    reduction is done. The reduced slice belongs to a `GradientSet`.
+    Ownership: `buffer` is memory on demand, allocated at the first gradient of a backward, given back when the
+    reduction is done. The reduced slice belongs to `delivery`.
+
+    Args:
+        bucket: whose gradients these are.
+        reduce_dtype: dtype of reductions; None for the compute dtype.
+        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None, keeps_compute_dtype: bool = False) -> None:
         self.bucket = bucket
         self.own_reduce_dtype = reduce_dtype
+        self.delivery = Delivery(bucket, keeps_compute_dtype)
         self.state = GradState.NONE
         self.buffer: Scratch | None = None  # [world * shard_numel], reduce dtype
-        self.set: GradientSet | None = None
-        self.views: list[OptimizerView] = []
-        self._told_of_zeros = False
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
-        self.fill_unused = False
-        self.keeps_compute_dtype = False
+        self.scaling = Scaling(True)
+        self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
+        self._fresh = False  # whether no `.grad` was there when the reduction was issued
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
-        self.scaling = Scaling(True)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
+        """Of the buffer and the reduction."""
         return self.own_reduce_dtype or self.bucket.compute_dtype
 
     @property
-    def grad_dtype(self) -> torch.dtype:
-        """Of `.grad`: the parameter's, or the one that it is computed in if that is kept."""
-        return self.bucket.compute_dtype if self.keeps_compute_dtype else self.bucket.storage_dtype
-
-    @property
     def buffer_bytes(self) -> int:
+        """Bytes of the buffer when it is allocated."""
         return self.bucket.layout.gathered_numel * self.reduce_dtype.itemsize
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the buffer if it is allocated now."""
         return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
+
+    def trains(self) -> bool:
+        """Whether any parameter of the bucket requires a gradient."""
+        for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much
+            if member.sharded.requires_grad:
+                return True
+        return False
 
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
@@ -94,74 +95,86 @@ class Gradients:
     # Collect.
 
     def collect(self) -> None:
-        """Move autograd's gradients into the buffer, added to what is there from earlier backwards."""
+        """Move autograd's gradients into the buffer, added to what is there from earlier backwards.
+
+        Where there are none the buffer is zeros: the bucket takes part in a reduction that others need. If memory runs
+        out nothing has changed.
+        """
         first = self.state is GradState.NONE
         if self.state is GradState.REDUCING:
             raise PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
-        if self.buffer is None:
+        if self.buffer is None or self.buffer.tensor.dtype != self.reduce_dtype:
             self._make_buffer()
         assert self.buffer is not None
         if first:
             self.buffer.allocate()
-        members = self.bucket.members
-        grads = [member.unsharded.grad if member.unsharded is not None else None for member in members]
-        if parallel := self.bucket.parallel:
-            grads = [
-                parallel[m.slot.name].local_gradient(g) if g is not None and m.slot.name in parallel else g
-                for m, g in zip(members, grads, strict=True)
-            ]
+        try:
+            self._fill(first)
+        except BaseException:
+            if first:
+                self.buffer.free()
+            raise
+        for member in self.bucket.members:
+            if member.unsharded is not None and member.unsharded.grad is not None:
+                member.unsharded.grad = None
+                member.got_grad = True
+        self.state = GradState.PENDING
+
+    def _fill(self, first: bool) -> None:
+        assert self.buffer is not None
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         missing = False
-        for member, grad, whole, target, pieces in zip(members, grads, *self._plan, strict=True):
+        for member, whole, target, pieces in zip(self.bucket.members, *self._plan, strict=True):
+            grad = member.unsharded.grad if member.unsharded is not None else None
             if grad is None:
                 missing = True
                 continue
-            member.unsharded.grad = None
-            member.got_grad = True
+            if member.split is not None:
+                grad = member.split.local_gradient(grad)
+            if grad.layout is not torch.strided:
+                raise _not_dense(member)
             if whole:
                 targets.append(target[0])
                 sources.append(grad)
             else:
                 targets += target
-                sources += cut_gradient(grad, member, pieces)
-        if first:
-            if missing or self._padded_segments:
-                zero_all([self.buffer.tensor] if missing else self._padding)
-            else:
-                targets += self._padding
-                sources += self._zeros
-            copy_all(targets, sources)
-        else:
+                sources += _cut(grad, member, pieces)
+        if not first:
             add_all(targets, sources)
-        self.state = GradState.PENDING
+            return
+        if missing or self._strewn:
+            zero_all([self.buffer.tensor] if missing else self._padding)
+        else:
+            targets += self._padding
+            sources += self._zeros
+        copy_all(targets, sources)
 
     def _make_buffer(self) -> None:
         """Make the buffer and the places in it where each member's gradient goes. Once."""
         layout = self.bucket.layout
-        self.buffer = Scratch(layout.gathered_numel, self.reduce_dtype, self.bucket.device)
-        tensor = self.buffer.tensor
+        buffer = Scratch(layout.gathered_numel, self.reduce_dtype, self.bucket.device)
+        tensor = buffer.tensor
         self._segments = [
             tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._padded_segments = layout.kind == "rows" and bool(self._padding)  # named whole: zeroed before the copies
-        self._zeros = [] if self._padded_segments else [torch.zeros_like(p) for p in self._padding]
+        self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
+        self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not.
         plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...]]] = []
         for member in self.bucket.members:
             slot, segment = member.slot, layout.segments[member.slot.segment]
             base = layout.world * segment.shard_offset
-            if layout.kind == "flat" or segment.full_offset is not None:
-                plan.append((True, [tensor.as_strided(slot.shape, slot.stride, base + slot.offset)], ()))
-            else:
-                pieces = layout.pieces(slot)
-                if (strides := layout.strides_in_segment(slot)) is not None:
-                    plan.append((True, [tensor.as_strided(slot.shape, strides, base + slot.offset)], ()))
-                    continue
-                cut = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
-                plan.append((False, cut, pieces))
+            if (strides := layout.strides_in_segment(slot)) is not None:
+                plan.append((True, [tensor.as_strided(slot.shape, strides, base + slot.offset)], ()))
+                continue
+            pieces = layout.pieces(slot)
+            cut = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
+            plan.append((False, cut, pieces))
         self._plan = list(zip(*plan, strict=True))
+        self.buffer = buffer
+        buffer.free()
 
     # Reduce.
 
@@ -173,23 +186,31 @@ class Gradients:
         """
         assert self.buffer is not None and self.state is GradState.PENDING
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
-        self.state, self.scaling = GradState.REDUCING, scaling
-        self._fresh = self._all_none() and self.partial is None
-        direct = self._fresh and self.reduce_dtype == self.grad_dtype and bucket.home is None
+        fresh = self.delivery.all_none() and self.partial is None
         scratch = 0
-        if direct:
-            self._slice = self._writable_set().flat
+        if fresh and self.reduce_dtype == self.delivery.grad_dtype and bucket.home is None:
+            out = self.delivery.writable().flat
         else:
-            self._slice = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
-            scratch = self._slice.numel() * self._slice.element_size()
+            out = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
+            scratch = out.numel() * out.element_size()
         if scaling.before != 1.0:
             self.buffer.tensor.mul_(scaling.before)
-        for segment, buffer in zip(layout.segments, self._segments, strict=True):
-            whole = len(self._segments) == 1
-            out = self._slice if whole else self._slice.narrow(0, segment.shard_offset, segment.slice_numel)
-            self._pending.append(comm.reduce(axis, out, buffer, scaling.mean))
-            scratch += comm.scratch_bytes(axis, buffer)
+        try:
+            for segment, buffer in zip(layout.segments, self._segments, strict=True):
+                whole = len(self._segments) == 1
+                part = out if whole else out.narrow(0, segment.shard_offset, segment.slice_numel)
+                self._pending.append(comm.reduce(axis, part, buffer, scaling.mean))
+                scratch += comm.scratch_bytes(axis, buffer)
+        except BaseException:
+            self._wait()
+            raise
+        self.state, self.scaling, self._fresh, self._slice = GradState.REDUCING, scaling, fresh, out
         return scratch
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.wait()
 
     def is_completed(self) -> bool:
         """Whether the reduction over the shard axis is done."""
@@ -197,9 +218,7 @@ class Gradients:
 
     def finish_shard_axis(self) -> torch.Tensor:
         """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        self._wait()
         assert self.buffer is not None and self._slice is not None
         self.buffer.free()
         return self._slice
@@ -207,19 +226,38 @@ class Gradients:
     def keep_partial(self) -> None:
         """Set the slice aside, not yet reduced over the replicate axis, to be added to the next one."""
         assert self._slice is not None
-        reduced = self._slice.clone() if self.set is not None and self._slice is self.set.flat else self._slice
+        ours = self.delivery.set is not None and self._slice is self.delivery.set.flat
+        reduced = self._slice.clone() if ours else self._slice
         self.partial = reduced if self.partial is None else self.partial.add_(reduced)
-        self._reset()
+        self._slice, self.state = None, GradState.NONE
 
-    def add_partial(self) -> None:
-        """Add what `keep_partial` set aside to the slice."""
+    def replicate(self, comm: Comm) -> int:
+        """Start the all-reduce of the slice, with what `keep_partial` set aside, over the replicate axis.
+
+        Returns:
+            Bytes of the slice.
+        """
+        axis = self.bucket.axes.replicate
+        assert axis is not None and self._slice is not None
         if self.partial is not None:
-            assert self._slice is not None
             self._slice.add_(self.partial)
             self.partial = None
+        self.replicating = comm.all_reduce(axis, self._slice, self.scaling.mean)
+        return self._slice.numel() * self._slice.element_size()
 
-    def deliver(self) -> list[Member]:
+    def finish_replicate(self) -> torch.Tensor:
+        """Wait for the all-reduce, if there is one; returns the slice."""
+        assert self._slice is not None
+        if self.replicating is not None:
+            self.replicating.wait()
+            self.replicating = None
+        return self._slice
+
+    def deliver(self, fill_unused: bool) -> list[Member]:
         """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
+
+        Args:
+            fill_unused: give parameters that no rank used a gradient of zeros.
 
         Returns:
             The members whose `.grad` was set or added to.
@@ -227,170 +265,80 @@ class Gradients:
         assert self._slice is not None
         if self.scaling.after != 1.0:
             self._slice.mul_(self.scaling.after)
-        given = self._deliver_fresh() if self._fresh or self._all_none() else self._deliver_added()
-        self._reset(keep_got=False)
+        given = self.delivery.deliver(self._slice, self._fresh, fill_unused)
+        self._slice, self.state = None, GradState.NONE
         return given
 
-    def _reset(self, keep_got: bool = True) -> None:
-        self._slice = None
-        self.state = GradState.NONE
-        if not keep_got:
-            for member in self.bucket.members:
-                member.got_grad = False
+    # Letting go.
 
     def discard(self) -> None:
-        """Drop whatever is in the buffer or in flight (after an exception)."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        """Drop whatever is in the buffer or in flight (after an exception, or when the user gives gradients up)."""
+        self._wait()
+        if self.replicating is not None:
+            self.replicating.wait()
         if self.buffer is not None:
             self.buffer.free()
         for member in self.bucket.members:
             if member.unsharded is not None:
                 member.unsharded.grad = None
-        self.partial = None
-        self._reset(keep_got=False)
+            member.got_grad = False
+        self.delivery.undecided = []
+        self.partial = self.replicating = self._slice = None
+        self.state = GradState.NONE
 
-    # Deliver.
-
-    def _deliver_fresh(self) -> list[Member]:
-        """No `.grad` is there: the set's parts become it."""
-        assert self._slice is not None
-        target = self.set
-        if target is None or target.flat is not self._slice:
-            target = self._writable_set()
-            copy_home(self.bucket.home, target.flat, self._slice)
-        given, empty = [], self.bucket.gives_empty_gradients
-        for member, part in zip(self.bucket.members, target.parts, strict=True):
-            if not empty and not part.numel():
-                continue
-            if member.got_grad or (member.sharded.requires_grad and self._used_elsewhere(member, target.flat)):
-                write_grad(member.sharded, part)
-                given.append(member)
-        self._show_views(target)
-        if self.views and len(given) < len(target.parts) and not self._told_of_zeros:
-            self._told_of_zeros = warn_of_zero_gradients(self.bucket, self.views)
-        return given
-
-    def _deliver_added(self) -> list[Member]:
-        """Some `.grad` is there: add to it. One addition if all are this set's, else a new set."""
-        assert self._slice is not None
-        members, current = self.bucket.members, self.set
-        ours = current is not None and all(
-            read_grad(m.sharded) is part or (read_grad(m.sharded) is None and not m.got_grad)
-            for m, part in zip(members, current.parts, strict=True)
-        )
-        if ours and current is not None:
-            current.flat.add_(self._slice if self.bucket.home is None else self._at_home(self.reduce_dtype))
-            return [m for m in members if read_grad(m.sharded) is not None]
-        old = [read_grad(m.sharded) for m in members]
-        fresh = self.set = self._make_set(self._at_home(self.grad_dtype))
-        given, empty = [], self.bucket.gives_empty_gradients
-        for member, part, grad in zip(members, fresh.parts, old, strict=True):
-            if not empty and not part.numel():
-                continue
-            if grad is not None:
-                part.add_(grad)
-            if grad is not None or member.got_grad or self._used_elsewhere(member, fresh.flat):
-                write_grad(member.sharded, part)
-                given.append(member)
-        self._show_views(fresh)
-        return given
-
-    def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the slice where gradients live, complete."""
-        assert self._slice is not None
-        home = self.bucket.home
-        if home is None:
-            return self._slice.to(dtype, copy=True)
-        made = self.bucket.new_slice(dtype)
-        copy_home(home, made, self._slice)
-        home.settle()
-        return made
-
-    def _show_views(self, current: GradientSet) -> None:
-        """Give the optimizer views the gradients that their parameters have."""
-        for view, grad in zip(self.views, current.views, strict=True):
-            tensor = view.tensor
-            if tensor is not None and any(read_grad(self.bucket.members[i].sharded) is not None for i in view.members):
-                tensor.grad = grad
-
-    def _used_elsewhere(self, member: Member, flat: torch.Tensor) -> bool:
-        """Whether other ranks had a gradient for a parameter that this rank did not use."""
-        if self.fill_unused:
-            return True
-        if self.bucket.home is not None:
-            self.bucket.home.settle()
-        view = self.bucket.view_of(flat, member.slot)
-        return bool(view.any()) if view.numel() else False
-
-    def _all_none(self) -> bool:
-        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
-        for view in self.views:
-            self._agree(view)
-        for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
-            if read_grad(member.sharded) is not None:
-                return False
-        return True
-
-    def _agree(self, view: OptimizerView) -> None:
-        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
-        tensor = view.tensor
-        if tensor is None:
+    def give_up(self, members: Sequence[Member]) -> None:
+        """Discard what was accumulated for these members and not delivered yet; nothing while it is being reduced."""
+        if self.state is GradState.REDUCING or (self.state is GradState.NONE and self.partial is None):
             return
-        members = [self.bucket.members[i] for i in view.members]
-        if tensor.grad is None:
-            for member in members:
-                write_grad(member.sharded, None)
-        elif not view.alone and all(read_grad(member.sharded) is None for member in members):
-            tensor.grad = None
-        elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
-            adopt_gradient(self.bucket, view, tensor.grad)
-
-    def _writable_set(self) -> GradientSet:
-        """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
-        current = self.set
-        shape_fits = current is not None and len(current.views) == len(self.views)
-        if current is not None and shape_fits and not current.storage.nbytes():
-            current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
-        elif current is None or not shape_fits or not current.reusable():
-            self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
-        assert self.set is not None
-        return self.set
-
-    def _make_set(self, flat: torch.Tensor) -> GradientSet:
-        bucket = self.bucket
-        parts = [bucket.tensor_of(bucket.view_of(flat, m.slot), m.slot) for m in bucket.members]
-        views = [flat.narrow(0, view.offset, view.length) for view in self.views]
-        if self.keeps_compute_dtype:
-            allow_any_dtype(bucket, self.views)
-        return GradientSet(flat, parts, views)
+        if len(members) == len(self.bucket.members):
+            self.discard()
+            return
+        chosen = set(map(id, members))
+        for member, (_, targets, _) in zip(self.bucket.members, zip(*self._plan, strict=True), strict=True):
+            if id(member) in chosen:
+                if self.state is GradState.PENDING:
+                    zero_all(targets)
+                if self.partial is not None:
+                    self.bucket.part(self.partial, member).zero_()
+                member.got_grad = False
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
-        current = self.set
-        if (
-            current is not None
-            and self.state is not GradState.REDUCING
-            and current.storage.nbytes()
-            and self._all_none()
-        ):
-            if self.bucket.home is not None:  # the host's memory is kept
-                return
-            if current.reusable():
-                current.storage.resize_(0)
-            else:
-                self.set = None
+        if self.state is not GradState.REDUCING:
+            self.delivery.release()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of reduced gradients that are alive."""
-        return self.set.storage.nbytes() if self.set is not None else 0
+        return self.delivery.set.storage.nbytes() if self.delivery.set is not None else 0
 
     def forget(self) -> None:
         """After the shard moved: buffers and sets of the old device or dtype are made anew when needed."""
-        self.buffer = self.set = None
-        self.state = GradState.NONE
-        for view in self.views:
-            if (tensor := view.tensor) is not None:
-                tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
+        self.discard()
+        self.buffer = None
+        self.delivery.forget()
+
+
+def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
+    slot = member.slot
+    if grad.stride() != slot.stride:
+        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+    at = grad.storage_offset()
+    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+
+
+def _not_dense(member: Member) -> PhaseError:
+    return PhaseError(
+        "A parameter has a sparse gradient, which cannot be reduced into shards.",
+        parameter=member.name,
+        expected="a dense gradient",
+        got="a sparse one",
+        remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
+        "ignored_params and reduce its gradient yourself",
+    )
+
+
+def has_gradient(member: Member) -> bool:
+    """Whether the sharded parameter has a `.grad` now."""
+    return read_grad(member.sharded) is not None

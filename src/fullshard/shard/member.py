@@ -1,19 +1,22 @@
-"""What a bucket is made of: its parameters' places and forms, and parameters about to enter it."""
+"""What a bucket is made of: its parameters (members), and parameters about to enter it (drafts)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..layout import Slot
-from .flat_shard import FlatShard
-from .tensor_parallel import TensorParallel
+from ..layout import Part, Slot
+from .changes import OWNER_KEY as OWNER_KEY
+from .place import Place
+from .split import TensorParallel
 
-Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
+NAME_KEY = "_fullshard_name"
+"""Where a parameter keeps its name, for errors."""
+SUCCESSOR_KEY = "_fullshard_successor"
+"""Where a parameter that was replaced keeps the one that took its place."""
 
 
 @dataclass(eq=False, slots=True)
@@ -21,43 +24,84 @@ class Member:
     """One parameter of a bucket.
 
     Attributes:
-        slot: where it lies.
-        places: every (module parameters, attribute name) where it is registered; several if it is tied.
+        slot: where it lies in the bucket.
+        part: what this rank holds of it.
+        places: where it is registered; several if it is tied.
         sharded: what optimizers and checkpoints see.
-        unsharded: what the module computes with; None until the first gather.
         local: the view of the shard inside `sharded`, to tell whether somebody replaced it.
-        got_grad: whether it received a gradient since the last reduction.
+        split: how it is split over tensor-parallel ranks, if it is.
+        unsharded: what the module computes with; None until the first gather.
+        stand_in: what modules show in place of `sharded` while sharded, if anything.
         trains: the `requires_grad` that `unsharded` was given; another one there was set by the user.
+        got_grad: whether it received a gradient on this rank since the last reduction.
+        qualified: its name from the root, once that is known.
     """
 
     slot: Slot
+    part: Part
     places: list[Place]
     sharded: nn.Parameter
     local: torch.Tensor
+    split: TensorParallel | None = None
     unsharded: nn.Parameter | None = None
-    got_grad: bool = False
+    stand_in: Any = None
     trains: bool = True
-    hidden: Any = None  # what modules show in place of `sharded` while sharded, if anything
-    qualified: str | None = None  # its name from the root, once that is known
+    got_grad: bool = False
+    qualified: str | None = None
 
     @property
     def name(self) -> str:
+        """From the root if that is known, else from the module that was sharded."""
         return self.qualified or self.slot.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, over all kinds of parallelism."""
+        return self.slot.shape if self.split is None else tuple(self.split.shape)
 
     def qualify(self, name: str) -> None:
         """Learn the name from the root; errors speak it from now on."""
         self.qualified = name
-        self.sharded.__dict__["_fullshard_name"] = name
-        if isinstance(self.sharded, FlatShard):
-            self.sharded._run = replace(self.sharded._run, name=name)
+        self.sharded.__dict__[NAME_KEY] = name
+        run = self.sharded.__dict__.get("_run")  # of a FlatShard, whose errors speak the name too
+        if run is not None:
+            self.sharded.__dict__["_run"] = replace(run, name=name)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A parameter about to enter a bucket: its name, the original, and where it is registered."""
+    """A parameter about to enter a bucket: its name, the original, where it is registered, and how it is split."""
 
     name: str
     original: nn.Parameter
     places: list[Place]
-    parallel: TensorParallel | None = None  # if the original is a DTensor already
-    module: Callable[[], nn.Module | None] | None = None  # the first that has it
+    split: TensorParallel | None = None
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users set on a parameter (`p.no_decay = True`): not what Fullshard keeps there, nor a subclass's own data."""
+    flatten = getattr(parameter, "__tensor_flatten__", None)
+    inner = flatten()[0] if flatten is not None and type(parameter) is not nn.Parameter else ()
+    ours = {"_local_tensor", "_run", *inner}
+    return {k: v for k, v in parameter.__dict__.items() if k not in ours and not k.startswith("_fullshard")}
+
+
+def identity_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """What a tensor that takes `parameter`'s place must be given: its owner, its name, and what users set on it."""
+    kept = {k: v for k, v in parameter.__dict__.items() if k.startswith("_fullshard")}
+    return {**attributes_of(parameter), **kept}
+
+
+def successor_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter that took `parameter`'s place (or that of the one which did), or `parameter` itself."""
+    while (successor := parameter.__dict__.get(SUCCESSOR_KEY)) is not None:
+        parameter = successor
+    return parameter
+
+
+def hooks_onto(target: torch.Tensor, original: torch.Tensor) -> None:
+    """Let hooks that users put on `original` serve `target`, which takes its place."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(original, name, None)
+        if hooks and not getattr(target, name, None):
+            setattr(target, name, hooks)

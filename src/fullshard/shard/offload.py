@@ -52,14 +52,6 @@ class Home:
             self._in_flight = False
 
 
-def copy_home(home: Home | None, target: torch.Tensor, reduced: torch.Tensor) -> None:
-    """Copy a reduced slice into the memory of gradients, wherever that is."""
-    if home is None:
-        target.copy_(reduced)
-    else:
-        home.bring(target, reduced)
-
-
 def home_of(policy: OffloadPolicy, device: torch.device) -> Home | None:
     """The home that `policy` asks for where units compute on `device`; None if the two are one place."""
     if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":

@@ -1,12 +1,14 @@
-"""One unit: the buckets that are gathered together, and the one state machine that says when.
+"""One unit: the buckets that are gathered together, and the one state machine of their memory.
 
     sharded --issue_gather--> gathering --finish_gather--> gathered --free--> sharded
 
-An illegal transition raises `PhaseError`. Gradients have their own cycle, in `gradients.py`.
+An illegal transition raises `PhaseError`; a gather that fails, because memory runs out, leaves the unit sharded.
+Gradients have their own cycle, in `gradients.py`; when things happen is the affair of `runtime/`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -18,11 +20,12 @@ from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..mesh import Axis
 from .bucket import Bucket
-from .gradient_set import Scaling
-from .gradients import Gradients, GradState
-from .member import Member
-from .parameter import OWNER_KEY, identity_of
-from .staleness import stamp
+from .changes import OWNER_KEY
+from .gradients import Gradients
+from .member import Member, identity_of
+from .place import Place
+
+logger = logging.getLogger("fullshard")
 
 
 class State(Enum):
@@ -64,31 +67,42 @@ class Unit:
     Args:
         buckets: one per class of parameters.
         reduce_dtype: dtype of reductions; None for the compute dtype.
+        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+
+    Attributes:
         name: from the root, for events and errors; set when the root is known.
+        kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
+        changes: how often users' code is known to have changed the shards; see `changes.py`.
+        ledger: the root's account of transient bytes.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype | None, name: str = "?") -> None:
-        self.name = name
+    def __init__(
+        self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype | None, keeps_compute_dtype: bool = False
+    ) -> None:
+        self.name = "?"
         self.buckets = list(buckets)
-        self.gradients = [Gradients(bucket, reduce_dtype) for bucket in self.buckets]
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype, self.keeps_compute_dtype = reduce_dtype, keeps_compute_dtype
+        self.gradients = [Gradients(bucket, reduce_dtype, keeps_compute_dtype) for bucket in self.buckets]
         self.state = State.SHARDED
         self.ledger = Ledger()
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
-        self.small_axis: Axis | None = None
+        self.kept_axis: Axis | None = None
+        self.changes = 0
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
-        self._scratch_bytes = 0
         self._shown = False  # whether modules show the unsharded parameters
-        self._unsharded_places: list[tuple[dict[str, Any], str, Any]] | None = None
-        self._sharded_places: list[tuple[dict[str, Any], str, Any]] = []
+        self._places: tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]] | None = None
+        self._versions: list[int] = []  # of the unsharded parameters when they were shown
+        self._gathered_changes = 0  # `changes` when what is gathered was
 
     @property
     def members(self) -> list[Member]:
+        """The parameters of all buckets."""
         return [member for bucket in self.buckets for member in bucket.members]
 
     @property
     def gathered_bytes(self) -> int:
+        """Bytes of all ranks' slices together."""
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
     @property
@@ -96,7 +110,8 @@ class Unit:
         """Bytes of the unit while it is gathered."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
-    def _emit(self, verb: str, nbytes: int) -> None:
+    def emit(self, verb: str, nbytes: int) -> None:
+        """Tell listeners, of whom there are some."""
         if self.buckets:  # a root whose parameters are all in units below does nothing worth telling
             stream.emit(verb, self.name, nbytes, self.rank, self.ledger.live)
 
@@ -106,75 +121,90 @@ class Unit:
         """Start gathering; the unit must be sharded."""
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
-        self.state = State.GATHERING
-        small_axis = self.small_axis
-        for bucket in self.buckets:
-            held, staging = bucket.issue_gather(comm, small_axis)
-            self._full_bytes += held
-            self._staging_bytes += staging
+        full = staging = 0
+        try:
+            for bucket in self.buckets:
+                held, passing = bucket.issue_gather(comm, self.kept_axis)
+                full += held
+                staging += passing
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.free()
+            raise
+        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
+        self._gathered_changes = self.changes
         ledger = self.ledger
-        ledger.gathered += self._full_bytes
-        ledger.staging += self._staging_bytes
+        ledger.gathered += full
+        ledger.staging += staging
         ledger.note()
         if stream.listeners:
-            self._emit("gather", self.gathered_bytes)
+            self.emit("gather", self.gathered_bytes)
 
-    def finish_gather(self, keep_small: bool = False) -> None:
-        """Wait for the gather; the unit must be gathering. `keep_small`: keep the slice of `small_axis`' group."""
+    def finish_gather(self, keep: bool = False) -> None:
+        """Wait for the gather; the unit must be gathering.
+
+        Args:
+            keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
+        """
         if self.state is not State.GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for")
-        keep = self.small_axis if keep_small else None
-        for bucket in self.buckets:
-            kept = bucket.small is None and keep is not None
-            held = bucket.finish_gather(keep if kept else None)
-            self._full_bytes += held
-            self.ledger.gathered += held
-            if kept and bucket.small is not None:
-                self.ledger.gathered += bucket.small.numel() * bucket.small.element_size()
-                self.ledger.note()
-        self.ledger.note()
-        self.ledger.staging -= self._staging_bytes
+        ledger, axis = self.ledger, self.kept_axis if keep else None
+        try:
+            for bucket in self.buckets:
+                keeps = axis if bucket.kept is None else None
+                held = bucket.finish_gather(keeps)
+                self._full_bytes += held
+                ledger.gathered += held
+                if keeps is not None:
+                    ledger.gathered += bucket.kept_bytes
+                    ledger.note()
+        except BaseException:
+            self._release()
+            raise
+        ledger.note()
+        ledger.staging -= self._staging_bytes
         self._staging_bytes = 0
         self.state = State.GATHERED
         if stream.listeners:
-            self._emit("gathered", self.gathered_bytes)
+            self.emit("gathered", self.gathered_bytes)
 
     def free(self) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight."""
         if self.state is State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free")
-        if self.state is State.GATHERING:
-            self.finish_gather()
+        self._release()
+        if stream.listeners:
+            self.emit("free", self.gathered_bytes)
+
+    def _release(self) -> None:
         for bucket in self.buckets:
             bucket.free()
         self.ledger.gathered -= self._full_bytes
-        self._full_bytes = 0
+        self.ledger.staging -= self._staging_bytes
+        self._full_bytes = self._staging_bytes = 0
         self.state = State.SHARDED
-        if stream.listeners:
-            self._emit("free", self.gathered_bytes)
 
-    def stale(self) -> bool:
-        """Whether what is gathered is not what the shards hold now (after an optimizer step, or a load)."""
-        held = self.state is not State.SHARDED
-        for bucket in self.buckets:
-            if (held or bucket.small is not None) and bucket.gathered_at != stamp(bucket.shard):
-                return True
-        return False
+    def holds(self) -> bool:
+        """Whether parameters are gathered, whole or in part, in a way that a change of the shards would leave behind."""
+        return self.state is not State.SHARDED or any(bucket.kept is not None for bucket in self.buckets)
 
-    def drop_stale(self) -> None:
-        """Release gathered parameters, whole or in part, that the shards no longer agree with."""
-        if self.stale():
-            self.show_sharded()
-            self.drop_small()
-            if self.state is not State.SHARDED:
-                self.free()
+    def differs(self) -> torch.Tensor:
+        """A 0-d bool: whether what is gathered is not what this rank's shards hold now."""
+        if self.state is State.GATHERING:
+            self.finish_gather()
+        return torch.stack([bucket.differs() for bucket in self.buckets]).any()
 
-    def drop_small(self) -> None:
+    def drop_kept(self) -> None:
         """Release what a reshard to a smaller group kept."""
         for bucket in self.buckets:
-            if bucket.small is not None:
-                self.ledger.gathered -= bucket.small.numel() * bucket.small.element_size()
-                bucket.small = None
+            self.ledger.gathered -= bucket.kept_bytes
+            bucket.kept = None
+
+    def reshard(self) -> None:
+        """Show the sharded parameters and release what is gathered, if anything."""
+        self.show_sharded()
+        if self.state is not State.SHARDED:
+            self.free()
 
     # Which parameters modules show.
 
@@ -182,27 +212,78 @@ class Unit:
         """Register the unsharded parameters on the modules; the unit must be gathered."""
         if self._shown:
             return
-        places = self._unsharded_places
-        if places is None:
-            places = self._list_places()
-        for parameters, key, parameter in places:
-            parameters[key] = parameter
+        if self._places is None:
+            unsharded = [(p.target, p.name, m.unsharded) for m in self.members for p in m.places]
+            sharded = [
+                (p.target, p.name, m.sharded if m.stand_in is None else m.stand_in)
+                for m in self.members
+                for p in m.places
+            ]
+            self._places = (unsharded, sharded)
+        for target, name, parameter in self._places[0]:
+            target[name] = parameter
+        self._versions = [m.unsharded._version for b in self.buckets for m in b.members]  # type: ignore[union-attr]
         self._shown = True
 
     def show_sharded(self) -> None:
         """Register the sharded parameters on the modules."""
         if not self._shown:
             return
-        for parameters, key, parameter in self._sharded_places:
-            parameters[key] = parameter
+        assert self._places is not None
+        for target, name, parameter in self._places[1]:
+            target[name] = parameter
         self._shown = False
 
-    def _list_places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        self._sharded_places = [
-            (d, k, m.sharded if m.hidden is None else m.hidden) for m in self.members for d, k in m.places
-        ]
-        self._unsharded_places = [(d, k, m.unsharded) for m in self.members for d, k in m.places]
-        return self._unsharded_places
+    def places_changed(self) -> None:
+        """Parameters, or where they are registered, are others now."""
+        self._places = None
+
+    def refuse_written(self) -> None:
+        """Raise if a forward wrote to a parameter: to what was gathered, which is about to be given back.
+
+        Raises:
+            PhaseError: names it.
+        """
+        if not self._shown or [m.unsharded._version for b in self.buckets for m in b.members] == self._versions:  # type: ignore[union-attr]
+            return
+        for member, version in zip(self.members, self._versions, strict=True):
+            if member.unsharded is not None and member.unsharded._version != version:
+                self._versions = [m.unsharded._version for m in self.members if m.unsharded is not None]
+                raise PhaseError(
+                    "A forward wrote to its own parameter: to the gathered copy, which ranks would keep or lose apart.",
+                    parameter=member.name,
+                    rank=self.rank,
+                    expected="parameters that change between steps only",
+                    got=f"a change in place in the forward of unit {self.name or '(root)'!r}",
+                    remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a "
+                    "changed copy; Embedding(max_norm=) renormalises rows in its forward: leave max_norm out, or put "
+                    "the weight in ignored_params",
+                )
+
+    def refuse_changed(self) -> None:
+        """The shards changed between a forward and its backward: let autograd refuse what needs the old values.
+
+        It raises where plain PyTorch would, where a gradient needs a weight that has been changed since.
+        """
+        unsharded = [m.unsharded for m in self.members if m.unsharded is not None]
+        with torch.no_grad():
+            torch.autograd.graph.increment_version(unsharded)
+        self._versions = [m.unsharded._version for m in self.members if m.unsharded is not None]
+        logger.warning(
+            "unit %r: its parameters were changed between a forward and its backward (by an optimizer's step, or in "
+            "place); autograd raises where a gradient needs the old values. Run the backward first, then change them.",
+            self.name or "(root)",
+        )
+
+    def changed_since_gather(self) -> bool:
+        """Whether users' code is known to have changed the shards since what is gathered was."""
+        return self.changes != self._gathered_changes
+
+    def full_addresses(self) -> set[int]:
+        """Addresses of the gathered memory, which `free` gives back."""
+        found = {address for bucket in self.buckets if bucket.full is not None for address in bucket.full.addresses()}
+        found.discard(0)
+        return found
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
@@ -216,22 +297,35 @@ class Unit:
                     self.free()
                 bucket.take_over()
                 gradients.forget()
-                self._unsharded_places = None
+                self._places = None
+                self.changes += 1
             if self._shown:  # since unshard()
                 bucket.take_requires_grad()
-            bucket.sync_requires_grad()
+            bucket.follow_requires_grad()
             gradients.release()
 
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Gather floating-point parameters in `dtype` from now on; None: in their own. The unit must be sharded."""
+        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+            if bucket.storage_dtype.is_floating_point:
+                bucket.own_compute_dtype = dtype
+                bucket.forget_buffers()
+                gradients.buffer = None
+        self._places = None
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[], None]]:
         """For `nn.Module._apply`: `fn` as it acts on this unit's sharded parameters, a whole shard at once.
 
         Moving or materialising a bucket then costs one new shard, not one tensor per parameter and a copy.
+
+        Returns:
+            What to apply, and what to call when it has been applied to all parameters.
         """
-        self.show_sharded()
-        if self.state is not State.SHARDED:
-            self.free()
+        self.reshard()
         owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
         moved: dict[int, torch.Tensor] = {}
+        # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
+        identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
             found = owner.get(id(tensor))
@@ -240,26 +334,23 @@ class Unit:
             bucket, member = found
             if id(bucket) not in moved:
                 moved[id(bucket)] = fn(bucket.shard)
-            return bucket.tensor_of(bucket.view_of(moved[id(bucket)], member.slot), member.slot)
+            return bucket.shown(bucket.part(moved[id(bucket)], member), member)
 
-        self._applied = moved
-        # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
-        self._identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
-        return applied
+        def finish() -> None:
+            for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
+                if id(bucket) in moved:
+                    for member in bucket.members:
+                        member.sharded.__dict__.update(identities[id(member.sharded)])
+                    bucket.rehome(moved[id(bucket)])
+                    gradients.forget()
+            self._places = None
+            self.changes += 1
 
-    def finish_apply(self) -> None:
-        """Take the shards that `apply` made."""
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            moved = self._applied.get(id(bucket))
-            if moved is not None:
-                for member in bucket.members:
-                    member.sharded.__dict__.update(self._identities[id(member.sharded)])
-                bucket.rehome(moved)
-                gradients.forget()
-        self._applied, self._identities = {}, {}
-        self._unsharded_places = None
+        return applied, finish
 
-    def give_up(self, parameter: torch.Tensor) -> tuple[list[tuple[dict[str, Any], str]], torch.Tensor]:
+    # Ties across units.
+
+    def give_up(self, parameter: torch.Tensor) -> tuple[list[Place], torch.Tensor]:
         """Take a parameter out of this unit, for a unit above it that shares it. Collective over the mesh.
 
         Returns:
@@ -268,105 +359,28 @@ class Unit:
         for index, bucket in enumerate(self.buckets):
             for member in bucket.members:
                 if member.sharded is parameter:
-                    full = bucket.full_of(member)
+                    whole = bucket.whole(member)
                     rest = bucket.without(member)
-                    reduce_dtype = self.gradients[index].own_reduce_dtype
                     if rest is None:
                         del self.buckets[index], self.gradients[index]
                     else:
                         self.buckets[index] = rest
-                        self.gradients[index] = Gradients(rest, reduce_dtype)
-                    self._unsharded_places = None
-                    return list(member.places), full
+                        self.gradients[index] = Gradients(rest, self.reduce_dtype, self.keeps_compute_dtype)
+                    self._places = None
+                    return list(member.places), whole
         raise PhaseError(
             f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard"
         )
 
-    def add_places(self, parameter: torch.Tensor, places: Sequence[tuple[dict[str, Any], str]]) -> None:
+    def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""
         for member in self.members:
             if member.sharded is parameter:
-                known = {(id(getattr(place, "module", place)), key) for place, key in member.places}
                 for place in places:
-                    if (id(getattr(place[0], "module", place[0])), place[1]) not in known:
+                    if not any(place.same_as(known) for known in member.places):
                         member.places.append(place)
-                        place[0][place[1]] = parameter
-        self._unsharded_places = None
-
-    # Gradients.
-
-    def has_gradients(self) -> bool:
-        """Whether gradients wait to be reduced: autograd's, or collected ones."""
-        return any(g.state is GradState.PENDING or g.waiting() for g in self.gradients)
-
-    def collect_gradients(self) -> None:
-        """Move autograd's gradients into the reduction buffers (no communication)."""
-        for gradients in self.gradients:
-            if gradients.waiting():
-                before = gradients.live_bytes
-                gradients.collect()
-                self.ledger.reducing += gradients.live_bytes - before
-        self.ledger.note()
-        if stream.listeners:
-            self._emit("collect", sum(g.live_bytes for g in self.gradients))
-
-    def issue_reduce(self, comm: Comm, factor: float | None, force_sum: bool) -> None:
-        """Start reducing every bucket that has gradients."""
-        nbytes = 0
-        for gradients in self.gradients:
-            if gradients.state is GradState.PENDING:
-                world = gradients.bucket.axes.world
-                scaling = Scaling.choose(world, gradients.reduce_dtype, factor, force_sum)
-                if getattr(comm, "scales_itself", False):
-                    scaling = Scaling(True)
-                self._scratch_bytes += gradients.issue_reduce(comm, scaling)
-                nbytes += gradients.buffer_bytes
-        self.ledger.reducing += self._scratch_bytes
-        self.ledger.note()
-        if stream.listeners:
-            self._emit("reduce", nbytes)
-
-    def reduce_is_completed(self) -> bool:
-        """Whether `finish_reduce` would neither wait nor communicate."""
-        return all(g.is_completed() and g.bucket.axes.replicate is None for g in self.gradients)
-
-    def finish_reduce(
-        self, comm: Comm, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None
-    ) -> list[torch.Tensor]:
-        """Wait, reduce over the replicate axis if there is one, and deliver into `.grad`.
-
-        Args:
-            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
-            hook: called with each reduced slice [shard_numel] before it is delivered.
-
-        Returns:
-            The sharded parameters whose `.grad` changed, and the optimizer views over them.
-        """
-        given: list[torch.Tensor] = []
-        for gradients in self.gradients:
-            if gradients.state is not GradState.REDUCING:
-                continue
-            live = gradients.live_bytes
-            reduced = gradients.finish_shard_axis()
-            self.ledger.reducing -= live
-            axis = gradients.bucket.axes.replicate
-            if axis is not None and not all_reduce:
-                gradients.keep_partial()
-                continue
-            gradients.add_partial()
-            if axis is not None:
-                comm.all_reduce(axis, reduced, gradients.scaling.mean).wait()
-                if stream.listeners:
-                    self._emit("all_reduce", reduced.numel() * reduced.element_size())
-            if hook is not None:
-                hook(reduced)
-            given += [member.sharded for member in gradients.deliver()]
-            given += [view.tensor for view in gradients.views if view.tensor is not None and view.has_gradient]
-        self.ledger.reducing -= self._scratch_bytes
-        self._scratch_bytes = 0
-        if stream.listeners:
-            self._emit("reduced", sum(g.buffer_bytes for g in self.gradients))
-        return given
+                        place.show(parameter)
+        self._places = None
 
     # Recovery.
 
@@ -375,13 +389,9 @@ class Unit:
         for gradients in self.gradients:
             live = gradients.live_bytes
             gradients.discard()
-            self.ledger.reducing -= live
-        self.ledger.reducing -= self._scratch_bytes
-        self._scratch_bytes = 0
+            self.ledger.reducing -= live - gradients.live_bytes
         if self._shown:
             for bucket in self.buckets:
                 bucket.take_requires_grad()
-        self.show_sharded()
-        self.drop_small()
-        if self.state is not State.SHARDED:
-            self.free()
+        self.drop_kept()
+        self.reshard()

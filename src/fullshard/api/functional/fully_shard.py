@@ -1,28 +1,33 @@
-"""`fully_shard`: the functional front-end. It translates arguments; units and hooks do the work."""
+"""`fully_shard`: the functional front-end. It translates arguments; units and their runners do the work."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm import Comm, make_comm
-from ...errors import ConfigError, PhaseError
+from ...errors import ConfigError
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
-from ...names import clean_name, clean_path
 from ...optim import guard as optimizer_guard
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import HOOKS_KEY, Root, UnitHooks, hooks_of, is_unit, unit_of
-from ...shard import SpmdMesh, refuse_meta
-from ...shard.build import BuildSettings, build_unit, check_parameters, check_ties, find_parameters
-from ...shard.offload import home_of
+from ...runtime import (
+    RUNNER_KEY,
+    PrefetchSettings,
+    Runner,
+    UnitSettings,
+    find_root,
+    install_zero_grad,
+    is_unit,
+    move_buffers,
+    unit_of,
+)
+from ...shard import BuildSettings, SpmdMesh, build_unit, check_parameters, find_parameters, home_of, plan_unit
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
 from .state_dict import before_load, before_state_dict
@@ -109,14 +114,31 @@ def fully_shard(
     )
     keep = _check_reshard(reshard_after_forward, axes)
     ignored = {id(parameter) for parameter in ignored_params or ()}
+    planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
     if auto_wrap_policy is not None:
         if len(modules) != 1:
             raise ConfigError("auto_wrap_policy needs one module, not a list")
-        for block, own in _blocks(modules[0], auto_wrap_policy, ignored_params or set()):
-            _make_unit([block], *_override(own, settings, keep, ignored, prefetch))
-    _make_unit(modules, settings, keep, ignored, prefetch)
+        blocks = _blocks(modules[0], auto_wrap_policy, ignored_params or set())
+        planned = [([block], _override(own, settings, keep, ignored, prefetch)) for block, own in blocks]
+    planned.append((modules, (settings, keep, ignored, prefetch)))
+    _check_plans(planned)
+    for units, arguments in planned:
+        _make_unit(units, *arguments)
     optimizer_guard.install()
+    install_zero_grad()
     return module
+
+
+def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]]) -> None:
+    """Refuse what any of several units would, before the first is made: bottom-up, each without what others take."""
+    if len(planned) == 1:
+        return  # made at once, and it changes nothing before it is sure
+    taken: set[int] = set()
+    for modules, (settings, _, ignored, _) in planned:
+        found = find_parameters(modules, unit_of, ignored | taken)
+        check_parameters(found, settings.axes, settings.layout)
+        plan_unit(found, settings)
+        taken |= {id(item.parameter) for item in found}
 
 
 def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -221,18 +243,24 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
 def _make_unit(
     modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
 ) -> None:
-    """Shard what is left in `modules` and hook them."""
+    """Shard what is left in `modules`, and have a runner run them."""
     found = find_parameters(modules, unit_of, ignored)
     check_parameters(found, settings.axes, settings.layout)
     unit = build_unit(found, settings)
-    reshard, unit.small_axis = keep
-    if any(bucket.axes is not settings.axes or not bucket.plain for bucket in unit.buckets):
-        unit.small_axis = None  # parameters with a mesh, or a gather, of their own are freed whole
-    hooks = UnitHooks(unit, modules, settings.comm, settings.policy, reshard, prefetch)
-    hooks.find_root = find_root
+    reshard, unit.kept_axis = keep
+    if any(bucket.axes is not settings.axes or not bucket.form.plain for bucket in unit.buckets):
+        unit.kept_axis = None  # parameters with a mesh, or a gather, of their own are freed whole
+    own = UnitSettings(
+        settings.comm,
+        settings.policy,
+        reshard,
+        prefetch=PrefetchSettings(prefetch, prefetch),
+        ignored=frozenset(ignored),
+    )
+    runner = Runner(unit, modules, own, find_root)
     for module in modules:
-        _move_buffers(module, settings.axes.device)
-        module.__dict__[HOOKS_KEY] = hooks
+        move_buffers(module, settings.axes.device)
+        module.__dict__[RUNNER_KEY] = runner
         object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
         module.register_state_dict_pre_hook(before_state_dict)
         module.register_load_state_dict_pre_hook(before_load)
@@ -242,54 +270,3 @@ def _unit_class(cls: type) -> type:
     if cls not in _classes:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     return _classes[cls]
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers follow the parameters to the mesh's device."""
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                owner._buffers[name] = buffer.to(device)
-
-
-def find_root(top: UnitHooks) -> Root:
-    """The first forward reached `top`: it is the root of all units in its modules.
-
-    Raises:
-        PhaseError: a unit below was run by itself before, and is a root of its own.
-        DivergenceError: ranks hold different units or parameters.
-    """
-    units: list[UnitHooks] = []
-    named: dict[int, str] = {}
-    for module in top.modules:
-        for path, child in module.named_modules():
-            hooks = hooks_of(child)
-            if hooks is None or hooks in units:
-                continue
-            if hooks.root is not None:
-                raise PhaseError(
-                    f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
-                    expected="the first forward to be the root's",
-                    got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
-                    remedy="run the root first; or build the model anew, and run this unit only through the root",
-                )
-            units.append(hooks)
-            hooks.unit.name = clean_path(path)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            named.setdefault(id(parameter), name)
-    inside = {id(hooks.unit): {id(m) for module in hooks.modules for m in module.modules()} for hooks in units}
-    for module in top.modules:
-        check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()))
-    for hooks in units:
-        for member in hooks.unit.members:
-            below = f"{hooks.unit.name}.{member.slot.name}" if hooks.unit.name else member.slot.name
-            member.qualify(clean_name(named.get(id(member.sharded), below)))
-    for hooks in units:
-        hooks.unit.refresh()
-    refuse_meta([hooks.unit for hooks in units])
-    root = Root(top, units, top.comm)
-    root.agree()
-    for hooks in units:
-        hooks.root = root
-    weakref.finalize(top.modules[0], root.dissolve)
-    return root

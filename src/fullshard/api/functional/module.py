@@ -11,23 +11,20 @@ from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
-from ...runtime import HOOKS_KEY, UnitHooks, hooks_of
-
-FORWARD_METHODS_KEY = "_fullshard_forward_methods"
-"""Where a module keeps what was given to `register_fsdp_forward_method`, in its `__dict__`: the methods by name."""
+from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run_method, runner_of, runners_in
 
 
 class UnshardHandle:
     """A gather in flight, returned by `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, hooks: UnitHooks) -> None:
-        self._hooks: UnitHooks | None = hooks
+    def __init__(self, runner: Runner) -> None:
+        self._waiting: Runner | None = runner
 
     def wait(self) -> None:
         """Make the unsharded parameters usable and register them on the module. May be called more than once."""
-        if self._hooks is not None:
-            self._hooks.wait_unshard()
-            self._hooks = None
+        if self._waiting is not None:
+            self._waiting.wait_unshard()
+            self._waiting = None
 
 
 class FSDPModule:
@@ -38,25 +35,17 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
-        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
-        return hooks.run(self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
+        runner: Runner = self.__dict__[RUNNER_KEY]
+        return runner.run(self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
 
-    def _hooks(self) -> UnitHooks:
-        found = hooks_of(self)  # type: ignore[arg-type]
+    def _runner(self) -> Runner:
+        found = runner_of(self)  # type: ignore[arg-type]
         if found is None:
             raise PhaseError(f"{type(self).__name__} has lost its unit; apply fully_shard to it again")
         return found
 
-    def _units(self, recurse: bool = True) -> Iterator[UnitHooks]:
-        if not recurse:
-            yield self._hooks()
-            return
-        seen: set[int] = set()
-        for module in self.modules():  # type: ignore[attr-defined]
-            hooks = hooks_of(module)
-            if hooks is not None and id(hooks) not in seen:
-                seen.add(id(hooks))
-                yield hooks
+    def _units(self, recurse: bool = True) -> Iterator[Runner]:
+        yield from runners_in(self) if recurse else [self._runner()]  # type: ignore[arg-type]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; not recursive. They stay until `reshard()` or the next forward's end.
@@ -65,9 +54,9 @@ class FSDPModule:
             async_op: return at once, with a handle whose `wait()` makes the parameters usable; the module's
                 forward waits by itself.
         """
-        hooks = self._hooks()
-        hooks.unshard()
-        handle = UnshardHandle(hooks)
+        runner = self._runner()
+        runner.unshard()
+        handle = UnshardHandle(runner)
         if async_op:
             return handle
         handle.wait()
@@ -75,7 +64,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters and register the sharded ones; not recursive."""
-        self._hooks().reshard()
+        self._runner().reshard()
 
     def reset_iter_state(self) -> None:
         """Bring all units back to where a step begins, after an exception in forward or backward.
@@ -86,59 +75,60 @@ class FSDPModule:
         Raises:
             PhaseError: this is not the root.
         """
-        hooks = self._hooks()
-        if hooks.root is None:
+        runner = self._runner()
+        if runner.root is None:
             return
-        if not hooks.is_top:
-            raise PhaseError(f"reset_iter_state() is for the root unit; {hooks.unit.name!r} is below it")
-        hooks.root.recover()
+        if not runner.is_top:
+            raise PhaseError(f"reset_iter_state() is for the root unit; {runner.unit.name!r} is below it")
+        runner.root.recover()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last of a step of several.
 
-        Every backward of Fullshard waits for its reductions and leaves `.grad` complete, so this only records the
-        fact; it exists for programs written for PyTorch.
+        Every backward of Fullshard waits for its reductions and leaves `.grad` complete, so nothing depends on it; it
+        exists for programs written for PyTorch.
+
+        Raises:
+            PhaseError: this module has lost its unit.
         """
-        for hooks in self._units():
-            hooks.is_last_backward = is_last_backward
+        self._runner()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients after backward (True), or keep them unsharded without communication (False).
 
         Kept gradients are added up in the dtype of the reduction and join the next one.
         """
-        for hooks in self._units(recurse):
-            hooks.requires_gradient_sync = requires_gradient_sync
-            hooks.requires_all_reduce = requires_gradient_sync
+        for runner in self._units(recurse):
+            runner.set(reduce_sync=requires_gradient_sync, reduce_all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a 2-D mesh: reduce over the replicate axis too (True), or only over the shard axis for now (False)."""
-        for hooks in self._units(recurse):
-            hooks.requires_all_reduce = requires_all_reduce
+        for runner in self._units(recurse):
+            runner.set(reduce_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
-        for hooks in self._units(recurse):
-            hooks.reshard_after_forward = reshard_after_forward
-            hooks.unit.small_axis = None
+        for runner in self._units(recurse):
+            runner.set(reshard_after_forward=reshard_after_forward)
+            runner.unit.kept_axis = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free units after backward (True), or keep them for the next forward (False).
 
         A kept unit is gathered anew when its shard has changed since: an optimizer step in between is safe.
         """
-        for hooks in self._units(recurse):
-            hooks.reshard_after_backward = reshard_after_backward
+        for runner in self._units(recurse):
+            runner.set(reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch exactly these units' parameters in this unit's forward, in place of the recorded order."""
-        self._hooks().forward_prefetch = _units_of(modules)
+        self._runner().set(prefetch_forward_units=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch exactly these units' parameters in this unit's backward, in place of the recorded order."""
-        self._hooks().backward_prefetch = _units_of(modules)
+        self._runner().set(prefetch_backward_units=_units_of(modules))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(reduced)` with each reduced slice [shard_numel], after any all-reduce, before it becomes `.grad`.
@@ -149,7 +139,7 @@ class FSDPModule:
             hook: may change the tensor in place (to reduce it further by its own communication, say).
             stream: accepted for PyTorch's signature; the hook runs on the compute stream, in program order.
         """
-        self._hooks().all_reduce_hook = hook
+        self._runner().set(reduce_hook=hook)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit with `comm`, in memory that `comm` allocates; not recursive.
@@ -159,8 +149,8 @@ class FSDPModule:
                 `allocate(size, *, dtype, device)` makes the output, which is then copied where the unit keeps it.
         """
         self._check_callable(comm, "all-gather")
-        hooks = self._hooks()
-        hooks.comm = custom(hooks.comm, all_gather=comm)
+        runner = self._runner()
+        runner.set(comm=custom(runner.settings.comm, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over the shard axis with `comm`, from memory it allocates; not recursive.
@@ -170,15 +160,15 @@ class FSDPModule:
                 its `allocate(size, *, dtype, device)` makes the input, into which the gradients are copied.
         """
         self._check_callable(comm, "reduce-scatter")
-        hooks = self._hooks()
-        hooks.comm = custom(hooks.comm, reduce_scatter=comm)
+        runner = self._runner()
+        runner.set(comm=custom(runner.settings.comm, reduce_scatter=comm))
 
     def _check_callable(self, comm: Any, what: str) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise ConfigError(
                 f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).", got=repr(comm)
             )
-        if self._hooks().uses_group_memory:
+        if self._runner().settings.group_memory:
             raise ConfigError(
                 f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
                 "call the latter with False first"
@@ -192,20 +182,20 @@ class FSDPModule:
         Raises:
             ConfigError: the backend has no such memory (gloo has none), or custom collectives are set.
         """
-        hooks = self._hooks()
+        runner = self._runner()
         if not enable:
-            if hooks.uses_group_memory:
-                hooks.comm = custom(hooks.comm, all_gather=None, reduce_scatter=None)
-                hooks.uses_group_memory = False
+            if runner.settings.group_memory:
+                inner = custom(runner.settings.comm, all_gather=None, reduce_scatter=None)
+                runner.set(comm=inner, group_memory=False)
             return
-        if hooks.uses_group_memory or not hooks.unit.buckets:
+        comm = runner.settings.comm
+        if runner.settings.group_memory or not runner.unit.buckets:
             return
-        if isinstance(hooks.comm, CustomComm) and hooks.comm.replaces:
+        if isinstance(comm, CustomComm) and comm.replaces:
             raise ConfigError("memory from the process group and custom collectives exclude each other")
-        axes = hooks.unit.buckets[0].axes
+        axes = runner.unit.buckets[0].axes
         memory = GroupMemory(axes.shard, axes.device)
-        hooks.comm = custom(hooks.comm, all_gather=memory.gather(), reduce_scatter=memory.reduce())
-        hooks.uses_group_memory = True
+        runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Would gather through symmetric memory. Fullshard has no such path, on any backend, and says so.
@@ -213,7 +203,7 @@ class FSDPModule:
         Raises:
             ConfigError: always; it names the backend of the unit's process group.
         """
-        used = {bucket.axes.shard.backend for hooks in self._units() for bucket in hooks.unit.buckets}
+        used = {bucket.axes.shard.backend for runner in self._units() for bucket in runner.unit.buckets}
         raise ConfigError(
             f"Symmetric memory ({backend}) cannot be used for this model's communication.",
             got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
@@ -226,12 +216,12 @@ class FSDPModule:
 
         One group is made for each set of ranks, collectively: call it on every rank.
         """
-        for hooks in self._units(recurse):
+        for runner in self._units(recurse):
             groups: dict[tuple[int, ...], Any] = {}
             if enable:
-                for bucket in hooks.unit.buckets:
+                for bucket in runner.unit.buckets:
                     groups |= separate_group(bucket.axes.shard)
-            hooks.comm = custom(hooks.comm, reduce_groups=groups)
+            runner.set(comm=custom(runner.settings.comm, reduce_groups=groups))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward's gathers wait for `event`, recorded after the optimizer step. For the root.
@@ -244,16 +234,16 @@ class FSDPModule:
         """
         if not callable(getattr(event, "wait", None)):
             raise ConfigError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
-        hooks = self._hooks()
-        if hooks.root is not None and not hooks.is_top:
-            raise ConfigError(f"set_post_optim_event is for the root unit; {hooks.unit.name!r} is below it")
-        hooks.post_optim_event = event
+        runner = self._runner()
+        if runner.root is not None and not runner.is_top:
+            raise ConfigError(f"set_post_optim_event is for the root unit; {runner.unit.name!r} is below it")
+        runner.post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` in place of the number of data-parallel ranks."""
         if not factor > 0:
             raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
-        self._hooks().divide_factor = float(factor)
+        self._runner().set(reduce_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of `set_gradient_divide_factor`."""
@@ -264,55 +254,52 @@ class FSDPModule:
 
         Not recursive, as PyTorch's: call it on each unit.
         """
-        self._hooks().force_sum = enable
+        self._runner().set(reduce_force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that this rank did not use a gradient (of the other ranks', or zeros) in place of None.
 
         Fullshard always includes them in the reduction, so ranks may use different parameters either way; without
-        this, a parameter unused on this rank gets a `.grad` only if the reduced one is not zero here.
+        this, a parameter that no rank used gets no `.grad`. Units whose forward did not run take part as well then.
         """
-        for hooks in self._units(recurse):
-            for gradients in hooks.unit.gradients:
-                gradients.fill_unused = reduce_scatter_unused_params
+        for runner in self._units(recurse):
+            runner.set(reduce_fill_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units' reductions may be in flight at once; 1 by default. Each holds one full gradient buffer."""
         if max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
-        for hooks in self._units(recurse):
-            hooks.max_reducing = max_input_buffers
+        for runner in self._units(recurse):
+            runner.set(reduce_max_in_flight=max_input_buffers)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are needed in its backward (an embedding's are not)."""
-        self._hooks().unshard_in_backward = unshard_in_backward
+        self._runner().set(unshard_in_backward=unshard_in_backward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with shards of its own, on the same mesh; see `api/copying.py`. For averages of weights (EMA)."""
-        from .copying import deepcopy_module  # which imports this module
-
+        """A copy with shards of its own, on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
         return deepcopy_module(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""
-        unit = self._hooks().unit
+        unit = self._runner().unit
         if not any(True for _ in unit.members):
             return super()._apply(fn, recurse)  # type: ignore[misc]
-        applied = unit.apply(fn)
+        applied, finish = unit.apply(fn)
         result = super()._apply(applied, recurse)  # type: ignore[misc]
-        unit.finish_apply()
+        finish()
         return result
 
 
-def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tuple[UnitHooks, ...]:
+def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tuple[Runner, ...]:
     found = []
     for module in modules:
-        hooks = hooks_of(module) if isinstance(module, nn.Module) else None
-        if hooks is None:
+        runner = runner_of(module) if isinstance(module, nn.Module) else None
+        if runner is None:
             raise ConfigError(
                 f"Only units can {what}.", expected="modules that fully_shard was applied to", got=type(module).__name__
             )
-        found.append(hooks)
+        found.append(runner)
     return tuple(found)
 
 
@@ -326,26 +313,26 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ConfigError: one of them is no unit, or is below another root.
     """
-    hooks = list(_units_of(modules, "share a communication context"))
-    for one, module in zip(hooks, modules, strict=True):
+    runners = list(_units_of(modules, "share a communication context"))
+    for one, module in zip(runners, modules, strict=True):
         if one.root is not None and not one.is_top:
             raise ConfigError(
                 "share_comm_ctx takes roots, whose forward is called from outside.",
                 got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
                 remedy="pass the root modules alone: what is below them comes along",
             )
-    if not hooks:
+    if not runners:
         return
-    first = hooks[0]
-    reducing: deque[UnitHooks] = deque()
+    first = runners[0]
+    in_flight: InFlight = deque()
     if first.root is not None:
-        reducing = first.root.reducing
-    elif first.shared_reducing is not None:
-        reducing = first.shared_reducing
-    for one in hooks:
-        one.shared_reducing = reducing
+        in_flight = first.root.reducer.in_flight
+    elif first.shared_in_flight is not None:
+        in_flight = first.shared_in_flight
+    for one in runners:
+        one.shared_in_flight = in_flight
         if one.root is not None:
-            one.root.share_reducing(reducing)
+            one.root.reducer.share(in_flight)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -358,14 +345,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name, None)
-    if not callable(method):
+    if not callable(getattr(module, method_name, None)):
         raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward")
-    hooks = module._hooks()
-
-    def forward_method(*args: Any, **kwargs: Any) -> Any:
-        return hooks.run(module, method, args, kwargs)
-
-    forward_method.__name__ = method_name
-    object.__setattr__(module, method_name, forward_method)
-    module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[method_name] = method
+    run_method(module, module._runner(), method_name)

@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import CheckpointError
-from ...runtime import hooks_of
+from ...runtime import runner_of
 from ...shard import FlatShard, RowShard
 
 
 def before_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """State-dict pre-hook: what is saved is the sharded parameters, whatever the phase."""
-    hooks = hooks_of(module)
-    if hooks is not None:
-        hooks.unit.show_sharded()
+    runner = runner_of(module)
+    if runner is not None:
+        runner.unit.show_sharded()
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -30,9 +30,9 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
     Raises:
         CheckpointError: a tensor's shape is not the parameter's.
     """
-    hooks = hooks_of(module)
-    if hooks is not None:
-        hooks.unit.show_sharded()
+    runner = runner_of(module)
+    if runner is not None:
+        runner.unit.show_sharded()
     named = list(module.named_parameters(remove_duplicate=False))
     for name, parameter in named:
         value = state_dict.get(prefix + name)

@@ -16,12 +16,28 @@ from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...policies import CPUOffloadPolicy, OffloadPolicy
-from ...runtime import HOOKS_KEY, Root, UnitHooks, hooks_of, unit_of
-from ...shard import FlatBucket, LocalBucket
-from ...shard.build import BuildSettings, build_unit, check_parameters, find_parameters
-from ...shard.flat_parameter import ATTRIBUTE
-from ...shard.offload import home_of
-from ..functional import _move_buffers, deepcopy_module, find_root
+from ...runtime import (
+    RUNNER_KEY,
+    PrefetchSettings,
+    Root,
+    Runner,
+    UnitSettings,
+    deepcopy_module,
+    find_root,
+    give_up,
+    install_zero_grad,
+    move_buffers,
+    unit_of,
+)
+from ...shard import (
+    BuildSettings,
+    FlatParameterForm,
+    LocalForm,
+    build_unit,
+    check_parameters,
+    find_parameters,
+    home_of,
+)
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
@@ -31,6 +47,7 @@ from .setup import (
     broadcast_states,
     check_arguments,
     check_uniform,
+    holders_of,
     materialise,
     policy_of,
     show_flat,
@@ -145,6 +162,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
         optimizer_guard.install()
+        install_zero_grad()
 
     # What was set.
 
@@ -201,39 +219,39 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     @property
     def _flat_param(self) -> Any:
         """The instance's `FlatParameter`; None if it has no parameters, or with `use_orig_params=True`."""
-        bucket = next(iter(self._hooks().unit.buckets), None)
-        return bucket.flat if isinstance(bucket, FlatBucket) else None
+        bucket = next(iter(self._runner().unit.buckets), None)
+        return bucket.flat_parameter if bucket is not None else None
 
-    def _hooks(self) -> UnitHooks:
-        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
-        return hooks
+    def _runner(self) -> Runner:
+        runner: Runner = self.__dict__[RUNNER_KEY]
+        return runner
 
     def _lazy_init(self) -> Root:
         """The root above this instance; this one becomes a root if there is none."""
-        hooks = self._hooks()
-        return hooks.root if hooks.root is not None else hooks._find_root()
+        runner = self._runner()
+        return runner.root if runner.root is not None else runner.find_root(runner)
 
     def check_is_root(self) -> bool:
         """Whether this instance is a root: its forward is called from outside. Settles it, if it was not yet."""
         self._lazy_init()
-        return self._hooks().is_top
+        return self._runner().is_top
 
     # Being a module.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with its parameters gathered around it."""
-        hooks: UnitHooks = self.__dict__[HOOKS_KEY]
+        runner: Runner = self.__dict__[RUNNER_KEY]
         arguments = self._arguments
         if is_summoned(self):
             raise UsageError("forward() was called inside summon_full_params() of the same model")
-        if hooks.root is None:
+        if runner.root is None:
             self._lazy_init()
-        if hooks.is_top:
+        if runner.is_top:
             if arguments.axes.device.type != "cpu":
                 args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
             if self.full_precision_in_eval:
                 use_full_precision(self, not self.training)
-        return hooks.run(self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
+        return runner.run(self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -249,7 +267,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         raise PhaseError("the instance wraps nothing yet")
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        """A copy with shards of its own on the same ranks; see `fullshard.api.copying.deepcopy_module`."""
+        """A copy with shards of its own on the same ranks; see `fullshard.runtime.copy.deepcopy_module`."""
         for instance in self.fsdp_modules(self):
             memo[id(instance._arguments)] = instance._arguments  # process groups cannot be copied
         copied = deepcopy_module(self, memo)
@@ -284,6 +302,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
 
     # Training.
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; discards what was accumulated without sync, too."""
+        give_up(self.parameters())
+        super().zero_grad(set_to_none)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this context keep gradients unsharded, without communication; the next one outside reduces all.
@@ -292,15 +315,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             PhaseError: this is not the root.
         """
         self._must_be_root("no_sync()")
-        instances = [child._hooks() for child in self.fsdp_modules(self)]
-        before = [hooks.requires_gradient_sync for hooks in instances]
-        for hooks in instances:
-            hooks.requires_gradient_sync = False
+        instances = [child._runner() for child in self.fsdp_modules(self)]
+        before = [runner.settings.reduce.sync for runner in instances]
+        for runner in instances:
+            runner.set(reduce_sync=False)
         try:
             yield
         finally:
-            for hooks, value in zip(instances, before, strict=True):
-                hooks.requires_gradient_sync = value
+            for runner, value in zip(instances, before, strict=True):
+                runner.set(reduce_sync=value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
@@ -338,7 +361,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         if not self.check_is_root():
             raise PhaseError(
                 f"{what} is for the root instance.",
-                got=f"the instance {self._hooks().unit.name!r} below it",
+                got=f"the instance {self._runner().unit.name!r} below it",
                 remedy=f"call {what} on the outermost FullyShardedDataParallel",
             )
 
@@ -356,9 +379,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
 
 
 def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm, prefetch: int) -> None:
-    """Shard what no instance below has taken, and set up the engine's hooks."""
+    """Shard what no instance below has taken, and have a runner run it."""
     arguments = instance._arguments
-    axes, strategy = arguments.axes, arguments.strategy
+    axes, strategy, mixed = arguments.axes, arguments.strategy, arguments.mixed_precision
     found = find_parameters([module], unit_of, arguments.ignored)
     for item in found:
         item.name = clean_name(item.name)
@@ -368,35 +391,41 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
         check_uniform(found)
     policy = policy_of(arguments, module)
     offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
-    kind = FlatBucket if flat else LocalBucket
-    settings = BuildSettings(axes, comm, policy, "flat", bucket=kind, home=home_of(offload, axes.device))
+    settings = BuildSettings(
+        axes,
+        comm,
+        policy,
+        "flat",
+        form=FlatParameterForm if flat else LocalForm,
+        home=home_of(offload, axes.device),
+        keeps_compute_dtype=mixed.keep_low_precision_grads,
+    )
     changed = {id(item.owner): item.owner for item in found if item.owner is not None}
-    before = [(bucket, one) for one in changed.values() for bucket in one.buckets]
+    holders = holders_of(changed.values())
     unit = build_unit(found, settings)
-    registries = {id(child._parameters): child for child in module.modules()}
-    for gradients in unit.gradients:
-        gradients.keeps_compute_dtype = arguments.mixed_precision.keep_low_precision_grads
     if flat:
-        for bucket, one in before:
-            if isinstance(bucket, FlatBucket) and not one.buckets:  # all its parameters are the new unit's
-                bucket.holder._parameters.pop(ATTRIBUTE, None)
-        for one in (unit, *changed.values()):
-            show_flat(one, module if one is unit else None, registries)
-    hooks = UnitHooks(unit, [instance], comm, policy, strategy in FULL_SHARD, prefetch)
-    hooks.backward_depth = 0 if arguments.backward_prefetch is None else 1
-    hooks.prefetches_late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    hooks.find_root = _find_root
-    instance.__dict__[HOOKS_KEY] = hooks
-    _move_buffers(module, axes.device)
+        show_flat(unit, module)
+        for one in changed.values():
+            show_flat(one, holders.get(id(one)))
+    backward = 0 if arguments.backward_prefetch is None else 1
+    late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    own = UnitSettings(
+        comm,
+        policy,
+        strategy in FULL_SHARD,
+        prefetch=PrefetchSettings(prefetch, backward, late),
+        ignored=frozenset(arguments.ignored),
+    )
+    instance.__dict__[RUNNER_KEY] = Runner(unit, [instance], own, _find_root)
+    move_buffers(module, axes.device)
 
 
-def _find_root(top: UnitHooks) -> Root:
+def _find_root(top: Runner) -> Root:
     """As `fully_shard`'s, with what the wrapper's root does once."""
     root = find_root(top)
-    for hooks in root.units:
-        for instance in hooks.modules:
-            if isinstance(instance, FullyShardedDataParallel):
-                instance._buffers_cast.cast(instance)
-                if hooks is top and hooks_of(instance) is top:
-                    hooks.policy = policy_of(instance._arguments, instance.module, root=True)
+    for instance in FullyShardedDataParallel.fsdp_modules(top.modules[0]):
+        instance._buffers_cast.cast(instance)
+    for module in top.modules:
+        if isinstance(module, FullyShardedDataParallel):
+            top.set(policy=policy_of(module._arguments, module.module, root=True))
     return root

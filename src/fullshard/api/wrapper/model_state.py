@@ -13,9 +13,8 @@ from ...checkpoint.parts import cut_for, joined_whole, split_part, whole_of
 from ...checkpoint.sharded_tensor import is_sharded_tensor, slices_sharded_tensor
 from ...errors import CheckpointError, PhaseError
 from ...names import WRAPPED, clean_name
-from ...runtime import UnitHooks
-from ...shard import Bucket, FlatBucket, Member, gather_whole, registry_of, whole_views
-from ...shard.flat_parameter import ATTRIBUTE
+from ...runtime import Runner
+from ...shard import ATTRIBUTE, Bucket, FlatParameterForm, Member
 from .names import check_shapes, names_of_members
 from .settings import (
     FullOptimStateDictConfig,
@@ -166,12 +165,12 @@ class StateDictMethods:
         root = instance._lazy_init()
         if root.pass_top is not None or root.in_backward:
             raise PhaseError("state_dict() was called inside forward or backward; call it between steps")
-        hooks: UnitHooks = instance._hooks()
-        hooks.reshard()
-        hooks.unit.refresh()
-        with _marked(hooks):
+        runner: Runner = instance._runner()
+        runner.reshard()
+        runner.unit.refresh()
+        with _marked(runner):
             result = plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        _fill(instance, hooks, result, prefix)
+        _fill(instance, runner, result, prefix)
         _strip(result, prefix)
         return result
 
@@ -183,9 +182,9 @@ class StateDictMethods:
         missing = lists[0]
         if is_summoned(instance):
             raise PhaseError("load_state_dict() was called inside summon_full_params(); call it outside")
-        hooks: UnitHooks = instance._hooks()
-        hooks.reshard()
-        hooks.unit.refresh()
+        runner: Runner = instance._runner()
+        runner.reshard()
+        runner.unit.refresh()
         for inner_path, inner in _named_instances(instance):
             unmanaged = check_shapes(inner, state_dict, prefix + inner_path)
             for key in unmanaged if inner is instance else ():
@@ -194,7 +193,7 @@ class StateDictMethods:
                     state_dict[prefix + key] = whole_of(value, instance.compute_device)
         inside = f"{prefix}{WRAPPED}."
         values = {key[len(prefix) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
-        _load_unit(instance, hooks, values, prefix, missing)
+        _load_unit(instance, runner, values, prefix, missing)
         for key, value in values.items():
             state_dict[inside + key] = value
 
@@ -217,33 +216,32 @@ def settings_of(instance: Any) -> StateDictSettings:
 
 
 @contextmanager
-def _marked(hooks: UnitHooks) -> Iterator[None]:
+def _marked(runner: Runner) -> Iterator[None]:
     """Marks in the places of the unit's parameters, so that they come out in order and under their names."""
     marks: dict[int, _Mark] = {}
     try:
-        for bucket in hooks.unit.buckets:
-            if isinstance(bucket, FlatBucket):
-                bucket.holder._parameters.pop(ATTRIBUTE, None)
+        for bucket in runner.unit.buckets:
+            if isinstance(bucket.form, FlatParameterForm):
+                bucket.form.unregister()
             for member in bucket.members:
                 mark = marks[id(member)] = torch.Tensor._make_subclass(_Mark, torch.empty(0))
                 mark.member = member
-                for place, key in member.places:
-                    registry_of(place)[key] = mark
+                for place in member.places:
+                    place.registry[place.name] = mark
         yield
     finally:
-        for bucket in hooks.unit.buckets:
+        for bucket in runner.unit.buckets:
             for member in bucket.members:
-                for place, key in member.places:
-                    registry = registry_of(place)
-                    if isinstance(bucket, FlatBucket) and registry is not place:
-                        registry.pop(key, None)
+                for place in member.places:
+                    if place.outside:
+                        place.registry.pop(place.name, None)
                     else:
-                        registry[key] = member.sharded
-            if isinstance(bucket, FlatBucket):
-                bucket.holder._parameters[ATTRIBUTE] = bucket.flat
+                        place.registry[place.name] = member.sharded
+            if isinstance(bucket.form, FlatParameterForm):
+                bucket.form.register_again()
 
 
-def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
+def _fill(instance: Any, runner: Runner, result: Any, prefix: str) -> None:
     """Put values where the marks are; drop everything on ranks that are to get nothing."""
     settings = settings_of(instance)
     kind, config = settings.state_dict_type, settings.state_dict_config
@@ -252,17 +250,17 @@ def _fill(instance: Any, hooks: UnitHooks, result: Any, prefix: str) -> None:
         if isinstance(value, _Mark):
             keys.setdefault(id(value.member), []).append(key)
     wanted = not (kind is StateDictType.FULL_STATE_DICT and config.rank0_only and instance.rank != 0)  # type: ignore[attr-defined]
-    for index, bucket in enumerate(hooks.unit.buckets):
+    for index, bucket in enumerate(runner.unit.buckets):
         if kind is StateDictType.LOCAL_STATE_DICT:
             _fill_local(bucket, result, keys, prefix, index)
             continue
         if bucket.layout.world > 1:
-            whole = gather_whole(hooks.comm, bucket, bucket.shard)
+            whole = bucket.gather_whole(runner.settings.comm, bucket.shard)
         else:
             whole = bucket.shard
         if not wanted:
             continue
-        for member, view in zip(bucket.members, whole_views(bucket, whole), strict=True):
+        for member, view in zip(bucket.members, bucket.whole_views(whole), strict=True):
             value = _value(view.detach(), bucket, member, kind, config)
             for key in keys.get(id(member), ()):
                 result[key] = value
@@ -329,12 +327,12 @@ def _named_instances(instance: Any) -> Iterator[tuple[str, Any]]:
             yield cleaned, child
 
 
-def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
+def _load_unit(instance: Any, runner: Runner, values: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """Replace whole values of the instance's own parameters by what this rank holds."""
     by_bucket: dict[int, list[tuple[Member, list[str]]]] = {}
     for bucket, member, names in names_of_members(instance):
         by_bucket.setdefault(id(bucket), []).append((member, names))
-    for index, bucket in enumerate(hooks.unit.buckets):
+    for index, bucket in enumerate(runner.unit.buckets):
         members = by_bucket.get(id(bucket), [])
         local = bucket.shard.detach().clone()
         name = ATTRIBUTE if index == 0 else f"{ATTRIBUTE}_{index}"
@@ -347,13 +345,13 @@ def _load_unit(instance: Any, hooks: UnitHooks, values: dict[str, Any], prefix: 
             if given and not sliced:
                 part = cut_for(bucket, member, whole_of(given[-1], bucket.axes.device))
                 if part.numel():
-                    bucket.view_of(local, member.slot).copy_(part)
-            if not isinstance(bucket, FlatBucket) and (given or sliced):
-                own = bucket.tensor_of(bucket.view_of(local, member.slot), member.slot)
+                    bucket.part(local, member).copy_(part)
+            if bucket.flat_parameter is None and (given or sliced):
+                own = bucket.shown(bucket.part(local, member), member)
                 values.update(dict.fromkeys(names if sliced else present, own))
-            elif isinstance(bucket, FlatBucket) and not sliced:
+            elif bucket.flat_parameter is not None and not sliced:
                 missing.extend(prefix + n for n in names if n not in present)
-        if isinstance(bucket, FlatBucket):
+        if bucket.flat_parameter is not None:
             with torch.no_grad():  # here, for a checkpoint wrapper around the module would rename the key
                 bucket.shard.copy_(local)
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from ...checkpoint.sharded_tensor import is_sharded_tensor
 from ...names import WRAPPED, clean_name
-from ...shard import Bucket, Member, registry_of
-from ...shard.flat_parameter import ATTRIBUTE
-from ...shard.unit import owner_of
-from ..functional import shape_error
+from ...shard import ATTRIBUTE, Bucket, Member, owner_of
+from ..functional.state_dict import shape_error
 
 
 def prefixes_in(model: Any) -> dict[int, tuple[int, str]]:
@@ -26,11 +24,10 @@ def names_in(prefixes: dict[int, tuple[int, str]], member: Member) -> list[str]:
     The first is what `named_parameters` of the unwrapped model says, whichever instance manages a shared parameter.
     """
     found = []
-    for place, key in member.places:
-        registry = id(registry_of(place))
-        if registry in prefixes:
-            number, prefix = prefixes[registry]
-            found.append((number, prefix + key))
+    for place in member.places:
+        if id(place.registry) in prefixes:
+            number, prefix = prefixes[id(place.registry)]
+            found.append((number, prefix + place.name))
     return [name for _, name in sorted(found, key=lambda item: item[0])]
 
 
@@ -39,7 +36,7 @@ def names_of_members(instance: Any) -> list[tuple[Bucket, Member, list[str]]]:
     prefixes = prefixes_in(instance._modules[WRAPPED])
     return [
         (bucket, member, names_in(prefixes, member) or [member.slot.name])
-        for bucket in instance._hooks().unit.buckets
+        for bucket in instance._runner().unit.buckets
         for member in bucket.members
     ]
 
@@ -53,9 +50,7 @@ def check_shapes(instance: Any, state_dict: Any, prefix: str) -> list[str]:
     Raises:
         CheckpointError: a parameter, managed or ignored, or a buffer has another shape in `state_dict`.
     """
-    wanted = {
-        name: bucket.whole_shape(member) for bucket, member, names in names_of_members(instance) for name in names
-    }
+    wanted = {name: member.shape for bucket, member, names in names_of_members(instance) for name in names}
     unmanaged: list[str] = []
     for path, child in instance._modules[WRAPPED].named_modules():
         if hasattr(child, "_arguments"):

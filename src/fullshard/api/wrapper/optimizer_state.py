@@ -16,7 +16,7 @@ from ...checkpoint.parts import joined_whole, split_part
 from ...errors import CheckpointError
 from ...mesh import Axis, MeshAxes
 from ...names import clean_name
-from ...shard import Bucket, FlatBucket, Member
+from ...shard import Bucket, Member
 from .model_state import instances_of, settings_of
 from .names import names_in, names_of_members, prefixes_in
 from .settings import OptimStateKeyType, StateDictType, accept
@@ -225,11 +225,13 @@ def _entries(model: nn.Module, optim: Any) -> list[Entry]:
         if instance not in instances_of(model):
             continue
         prefix = clean_name(f"{path}." if path else "")
-        comm = instance._hooks().comm
+        comm = instance._runner().comm
         for bucket, member, own in names_of_members(instance):
             name = (names_in(prefixes, member) or [prefix + own[0]])[0]
-            if isinstance(bucket, FlatBucket):
-                entry = known.setdefault(id(bucket.flat), Entry(bucket.flat, [], bucket, [], comm, flat=True))
+            if bucket.flat_parameter is not None:
+                entry = known.setdefault(
+                    id(bucket.flat_parameter), Entry(bucket.flat_parameter, [], bucket, [], comm, flat=True)
+                )
                 entry.names.append(name)
                 entry.members.append(member)
             else:
@@ -263,8 +265,8 @@ def _collect(
     first = _first(model)
     first._lazy_init()
     for instance in instances_of(model):
-        instance._hooks().reshard()
-        instance._hooks().unit.refresh()
+        instance._runner().reshard()
+        instance._runner().unit.refresh()
     entries = _entries(model, optim)
     by_number = given["state"] if given is not None else None
 
@@ -322,7 +324,7 @@ def _under_first_names(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any
     prefixes = prefixes_in(model)
     renamed: dict[str, str] = {}
     for instance in instances_of(model):
-        for member in instance._hooks().unit.members:
+        for member in instance._runner().unit.members:
             names = names_in(prefixes, member)
             renamed |= {name: names[0] for name in names[1:] if name in saved["state"]}
     renamed = {name: first for name, first in renamed.items() if first not in saved["state"]}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime import hooks_of
+from ...runtime import runner_of
 from .setup import own_modules
 
 
@@ -62,26 +62,20 @@ def use_full_precision(root: Any, full: bool) -> None:
     Changes nothing where that is so already. Between steps only.
     """
     for instance in root.fsdp_modules(root):
-        hooks = hooks_of(instance)
+        runner = runner_of(instance)
         mixed = instance.mixed_precision
-        if hooks is None or getattr(instance, "_in_full_precision", False) == full:
+        if runner is None or getattr(instance, "_in_full_precision", False) == full:
             continue
         instance._in_full_precision = full
         if full:
             instance._buffers_cast.restore(instance)
         else:
             instance._buffers_cast.cast(instance)
-        if mixed.param_dtype is None:
-            continue
-        hooks.reshard()
         if full:
-            instance._policy_before = hooks.policy
-            hooks.policy = replace(hooks.policy, param_dtype=None)
+            instance._policy_before = runner.settings.policy
+            runner.set(policy=replace(runner.settings.policy, param_dtype=None, output_dtype=None))
         else:
-            hooks.policy = instance._policy_before
-        for bucket in hooks.unit.buckets:
-            bucket.own_compute_dtype = None if full else mixed.param_dtype
-            bucket.forget_buffers()
-        for gradients in hooks.unit.gradients:
-            gradients.buffer = None
-        hooks.unit._unsharded_places = None
+            runner.set(policy=instance._policy_before)
+        if mixed.param_dtype is not None:
+            runner.reshard()
+            runner.unit.compute_in(None if full else mixed.param_dtype)

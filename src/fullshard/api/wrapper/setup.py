@@ -16,9 +16,7 @@ from ...errors import ArgumentTypeError, ConfigError
 from ...mesh import MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ...policies import MixedPrecisionPolicy
 from ...runtime import is_unit
-from ...shard import FlatBucket, Unit, owner_of
-from ...shard.gradient_set import FlatView
-from ...shard.parameter import successor_of
+from ...shard import ATTRIBUTE, FlatParameterForm, FlatView, Unit, owner_of, successor_of
 from ..wrapping import _post_order, plan_wrapping
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 
@@ -280,14 +278,24 @@ def policy_of(arguments: Arguments, module: nn.Module, root: bool = False) -> Mi
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, cast)
 
 
-def show_flat(unit: Unit, holder: nn.Module | None, registries: dict[int, nn.Module]) -> None:
-    """Show the unit's flat buckets as `FlatParameter`s on `holder` (None: where they were shown before)."""
+def holders_of(units: Iterable[Unit]) -> dict[int, nn.Module]:
+    """By id of a unit, the module that its `FlatParameter` is registered on."""
+    found = {}
+    for unit in units:
+        for bucket in unit.buckets:
+            if isinstance(bucket.form, FlatParameterForm) and (holder := bucket.form.holder) is not None:
+                found[id(unit)] = holder
+                holder._parameters.pop(ATTRIBUTE, None)
+    return found
+
+
+def show_flat(unit: Unit, holder: nn.Module | None) -> None:
+    """Show the unit's buckets as `FlatParameter`s on `holder`."""
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
-        assert isinstance(bucket, FlatBucket)
-        at = holder if holder is not None else bucket.holder
-        bucket.show_as_flat(at, registries)
-        gradients.views = [FlatView(bucket)]
-    unit._unsharded_places = None
+        if isinstance(bucket.form, FlatParameterForm) and holder is not None:
+            bucket.form.register(bucket.members, bucket.shard, holder)
+            gradients.delivery.views = [FlatView(bucket)]
+    unit.places_changed()
 
 
 def check_uniform(found: list[Any]) -> None:

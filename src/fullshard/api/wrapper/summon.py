@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, NotSupportedError, UsageError
-from ...runtime import UnitHooks, hooks_of
-from ...shard import Bucket, FlatBucket, Gradients, Member, gather_whole, read_grad, registry_of
-from ...shard.flat_parameter import ATTRIBUTE
-from ...shard.tensor_parallel import local_part
+from ...runtime import Runner, runner_of
+from ...shard import Bucket, FlatParameterForm, Gradients, Member
+from ...torch_private.local_tensor import local_part, read_grad
 
 _SUMMONED = "_fullshard_summoned"
 
@@ -55,7 +54,7 @@ def summon_full_params(
             "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
             remedy="set writeback=False, or rank0_only=False",
         )
-    instances = [child for child in module.modules() if hasattr(child, "_arguments") and hooks_of(child) is not None]
+    instances = [child for child in module.modules() if hasattr(child, "_arguments") and runner_of(child) is not None]
     if not recurse:
         instances = [child for child in instances if child is module]
     for instance in instances:
@@ -69,20 +68,20 @@ def summon_full_params(
 def _check_idle(instance: Any) -> None:
     if is_summoned(instance):
         raise UsageError("Cannot manually unshard parameters when already unsharding parameters")
-    root = instance._hooks().root  # None: not settled yet, and not by this: an inner instance would become a root
+    root = instance._runner().root  # None: not settled yet, and not by this: an inner instance would become a root
     if root is not None and (root.pass_top is not None or root.in_backward):
         raise UsageError("Cannot manually unshard parameters during forward/backward")
 
 
 @contextmanager
 def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_grads: bool) -> Iterator[None]:
-    hooks: UnitHooks = instance._hooks()
-    hooks.reshard()
-    hooks.unit.refresh()
+    runner: Runner = instance._runner()
+    runner.reshard()
+    runner.unit.refresh()
     shown: list[_Whole] = []
     visible = not rank0_only or instance.rank == 0
-    for bucket, gradients in zip(hooks.unit.buckets, hooks.unit.gradients, strict=True):
-        shown.append(_Whole(hooks, bucket, gradients, to_cpu, with_grads, visible))
+    for bucket, gradients in zip(runner.unit.buckets, runner.unit.gradients, strict=True):
+        shown.append(_Whole(runner, bucket, gradients, to_cpu, with_grads, visible))
     instance.__dict__[_SUMMONED] = True
     try:
         if visible:
@@ -100,12 +99,12 @@ class _Whole:
     """One bucket, whole: [world * S] values and, if asked for, gradients. Lives as long as the context."""
 
     def __init__(
-        self, hooks: UnitHooks, bucket: Bucket, gradients: Gradients, to_cpu: bool, with_grads: bool, visible: bool
+        self, runner: Runner, bucket: Bucket, gradients: Gradients, to_cpu: bool, with_grads: bool, visible: bool
     ) -> None:
         self.bucket, self.gradients = bucket, gradients
-        comm, axis = hooks.comm, bucket.axes.shard
+        comm, axis = runner.settings.comm, bucket.axes.shard
         split = bucket.layout.world > 1
-        self.whole = gather_whole(comm, bucket, bucket.shard) if split or to_cpu else bucket.shard
+        self.whole = bucket.gather_whole(comm, bucket.shard) if split or to_cpu else bucket.shard
         self.grads: torch.Tensor | None = None
         self.with_grad = [False] * len(bucket.members)
         if with_grads:
@@ -118,8 +117,8 @@ class _Whole:
             for member in bucket.members:
                 grad = self._local_grad(member)
                 if grad is not None:
-                    bucket.view_of(local, member.slot).copy_(bucket.flat_part(grad, member))
-            self.grads = gather_whole(comm, bucket, local)
+                    bucket.part(local, member).copy_(bucket.local(grad, member))
+            self.grads = bucket.gather_whole(comm, local)
         if not visible:
             self.whole = self.whole[:0]
             self.grads = None
@@ -131,39 +130,40 @@ class _Whole:
 
     def _local_grad(self, member: Member) -> torch.Tensor | None:
         bucket = self.bucket
-        if not isinstance(bucket, FlatBucket):
+        if bucket.flat_parameter is None:
             return read_grad(member.sharded)
-        grad: torch.Tensor | None = bucket.flat.grad  # the one that users see
-        return None if grad is None else bucket.tensor_of(bucket.view_of(grad, member.slot), member.slot)
+        grad: torch.Tensor | None = bucket.flat_parameter.grad  # the one that users see
+        return None if grad is None else bucket.shown(bucket.part(grad, member), member)
 
     def show(self) -> None:
         """Register the whole parameters, under the names they had before wrapping."""
         bucket = self.bucket
-        if isinstance(bucket, FlatBucket):
-            bucket.holder._parameters.pop(ATTRIBUTE, None)
+        if isinstance(bucket.form, FlatParameterForm):
+            bucket.form.unregister()
         for member, has_grad in zip(bucket.members, self.with_grad, strict=True):
-            slot = member.slot
-            view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
-            parallel = bucket.parallel.get(slot.name)
-            if bucket.keeps_originals and parallel is None:
+            split = member.split
+            view = self._view(self.whole, member)
+            if bucket.form.keeps_originals and split is None:
                 parameter = member.sharded
                 self.saved.append(parameter.grad)
                 parameter.grad = None
                 parameter.data = view
             else:  # a tensor-parallel one is shown as the DTensor it was
                 self.saved.append(None)
-                shown = view if parallel is None else parallel.unsharded(view)
+                shown = view if split is None else split.unsharded(view)
                 parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
             if has_grad and self.grads is not None:
-                at = self.grads.storage_offset() + slot.offset
-                grad = self.grads.as_strided(slot.shape, slot.stride, at)
-                parameter.grad = grad if parallel is None else parallel.unsharded(grad)
+                grad = self._view(self.grads, member)
+                parameter.grad = grad if split is None else split.unsharded(grad)
             self.parameters.append(parameter)
-            for place, key in member.places:
-                registry = registry_of(place)
-                if isinstance(bucket, FlatBucket) and registry is not place:
-                    (place.module.__dict__ if hasattr(place, "module") else place).pop(key, None)  # else it hides ours
-                registry[key] = parameter
+            for place in member.places:
+                place.register(parameter)
+
+    @staticmethod
+    def _view(whole: torch.Tensor, member: Member) -> torch.Tensor:
+        """A member in a whole bucket [world * S]."""
+        slot = member.slot
+        return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
     def hide(self, writeback: bool) -> None:
         """Show the sharded parameters again, and keep what was written if asked to.
@@ -178,17 +178,17 @@ class _Whole:
                 self._collect(member, parameter, writeback)
             except ConfigError as found:
                 error = found
-            if bucket.keeps_originals and member.slot.name not in bucket.parallel:
+            if bucket.form.keeps_originals and member.split is None:
                 grad, parameter.grad = self.saved[i], None
                 parameter.data = member.local
                 member.sharded = parameter
                 parameter.grad = grad
-            for place, key in member.places:
-                if isinstance(bucket, FlatBucket) and (registry := registry_of(place)) is not place:
-                    registry.pop(key, None)
-                place[key] = member.sharded if member.hidden is None else member.hidden
-        if isinstance(bucket, FlatBucket):
-            bucket.holder._parameters[ATTRIBUTE] = bucket.flat
+            for place in member.places:
+                if place.outside:
+                    place.withdraw()
+                place.show(member.sharded if member.stand_in is None else member.stand_in)
+        if isinstance(bucket.form, FlatParameterForm):
+            bucket.form.register_again()
         if writeback and self.whole.data_ptr() != bucket.shard.data_ptr():
             low = bucket.axes.shard.rank * bucket.layout.shard_numel
             with torch.no_grad():
@@ -201,12 +201,11 @@ class _Whole:
     def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
         """What was assigned in place of the parameter or its memory comes back into `whole`."""
         slot = member.slot
-        place, key = member.places[0]
-        found = registry_of(place).get(key)
+        found = member.places[0].registered()
         value = found if isinstance(found, torch.Tensor) else parameter
         value_grad = None if value.grad is None else local_part(value.grad)
         value = local_part(value)
-        view = self.whole.as_strided(slot.shape, slot.stride, self.whole.storage_offset() + slot.offset)
+        view = self._view(self.whole, member)
         if value.shape != view.shape:
             raise ConfigError(
                 "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
@@ -218,8 +217,7 @@ class _Whole:
             with torch.no_grad():
                 view.copy_(value)
         if writeback and self.grads is not None and value_grad is not None:
-            at = self.grads.storage_offset() + slot.offset
-            target = self.grads.as_strided(slot.shape, slot.stride, at)
+            target = self._view(self.grads, member)
             if value_grad.data_ptr() != target.data_ptr():
                 target.copy_(value_grad)
 
@@ -232,4 +230,4 @@ class _Whole:
             for member in bucket.members:
                 grad = self._local_grad(member)
                 if grad is not None:
-                    bucket.flat_part(grad, member).copy_(bucket.view_of(local, member.slot))
+                    bucket.local(grad, member).copy_(bucket.part(local, member))

@@ -10,8 +10,8 @@ import torch
 from ...comm import HookComm
 from ...errors import ConfigError, UsageError
 from ...optim.clip import clip_local_gradients, shard_groups
-from ...shard import FlatBucket, owner_of
-from ...shard.tensor_parallel import local_part
+from ...shard import owner_of
+from ...torch_private.local_tensor import local_part
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -20,17 +20,17 @@ def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
     grads: list[torch.Tensor] = []
     seen: set[int] = set()
     for child in root.fsdp_modules(root):
-        for bucket in child._hooks().unit.buckets:
+        for bucket in child._runner().unit.buckets:
             axis = bucket.axes.shard
             over = [axis.group] if axis.size > 1 else []
             for member in bucket.members:
-                parallel = bucket.parallel.get(member.slot.name)
+                parallel = member.split
                 groups = over if parallel is None else [*over, *parallel.groups()]
                 entry = parts.setdefault(tuple(map(id, groups)), (groups, []))  # on every rank, whatever it holds
-                shown = bucket.flat.grad if isinstance(bucket, FlatBucket) else member.sharded.grad
+                shown = bucket.flat_parameter.grad if bucket.flat_parameter is not None else member.sharded.grad
                 if shown is None:
                     continue
-                entry[1].append(bucket.view_of(shown, member.slot) if isinstance(bucket, FlatBucket) else shown)
+                entry[1].append(bucket.part(shown, member) if bucket.flat_parameter is not None else shown)
                 if id(shown) not in seen:
                     seen.add(id(shown))
                     grads.append(shown)
@@ -51,15 +51,15 @@ def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
         raise ConfigError(f"a communication hook must be callable, got {hook!r}")
     instances = root.fsdp_modules(root)
     for child in instances:
-        if isinstance(child._hooks().comm, HookComm):
+        if isinstance(child._runner().settings.comm, HookComm):
             raise UsageError("a communication hook is already registered")
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
             raise UsageError(
-                "Communication hooks do not work with hybrid strategies.",
+                "Communication runner do not work with hybrid strategies.",
                 got=child.sharding_strategy.name,
                 remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
     for child in instances:
-        hooks = child._hooks()
-        hooks.comm = HookComm(hooks.comm, state, hook)
+        runner = child._runner()
+        runner.set(comm=HookComm(runner.settings.comm, state, hook))

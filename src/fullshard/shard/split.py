@@ -4,10 +4,6 @@ Tensor parallelism splits a parameter over the ranks that compute one batch toge
 part over the ranks that compute different batches. The engine sees the local part only: it plans, gathers, frees and
 reduces it as any other tensor. At the border it is a DTensor again: over the mesh of both for optimizers and
 checkpoints, over the tensor-parallel mesh for the module.
-
-Where both split the same dim, the data-parallel split is the inner one, though its mesh dim is the outer one; torch
-calls that `_StridedShard`, a private placement for which there is no public alternative. `tests/test_private_api.py`
-says when it goes.
 """
 
 from __future__ import annotations
@@ -18,11 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..errors import ConfigError
 from ..mesh import MeshAxes
 from ..torch_private.root_mesh import joined
+from ..torch_private.strided_shard import inner_shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +97,7 @@ class TensorParallel:
             placement = placements[index]
             if isinstance(placement, Shard) and placement.dim == dim:
                 splits *= mesh.size(index)
-        inner: Placement = Shard(dim) if splits == 1 else _StridedShard(dim, split_factor=splits)
+        inner = inner_shard(dim, splits)
         ours: tuple[Placement, ...] = (inner,) if axes.replicate is None else (Replicate(), inner)
         outer = axes.mesh
         if not data_dims:
@@ -153,10 +150,3 @@ class TensorParallel:
         if gradient.placements != wanted:
             gradient = gradient.redistribute(self.mesh, wanted)
         return gradient._local_tensor
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter that may be a DTensor already."""
-    found: Any = parameter.detach()
-    local: torch.Tensor = found._local_tensor if isinstance(found, DTensor) else found
-    return local

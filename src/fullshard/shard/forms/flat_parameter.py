@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout import Layout, Slot
+from ...layout import Layout, Slot
 
 ATTRIBUTE = "_flat_param"
 """The name under which an instance's wrapped module registers it; users' programs and checkpoints know it."""

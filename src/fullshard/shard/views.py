@@ -8,50 +8,49 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .gradient_set import OptimizerView
-from .gradients import Gradients
-from .parameter import read_grad
+from ..torch_private.local_tensor import read_grad
+from .delivery import Delivery, OptimizerView
 
 
-def add_views(gradients: Gradients, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
+def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
     """Make optimizer views of runs (offset, length, member indices) of the shard.
 
     Raises:
         ConfigError: one of the parameters has a view already, whose optimizer is alive, or has no values yet.
     """
-    if gradients.bucket.shard.is_meta:
+    if delivery.bucket.shard.is_meta:
         raise ConfigError(
             "An optimizer view was asked for while parameters are on the meta device.",
-            parameter=", ".join(member.name for member in gradients.bucket.members),
+            parameter=", ".join(member.name for member in delivery.bucket.members),
             remedy="call model.to_empty(device=...) first",
         )
-    gradients.views = [view for view in gradients.views if view.tensor is not None]
-    taken = {i for view in gradients.views for i in view.members}
+    delivery.views = [view for view in delivery.views if view.tensor is not None]
+    taken = {i for view in delivery.views for i in view.members}
     for _, _, indices in runs:
         for i in taken.intersection(indices):
             raise ConfigError(
                 "A parameter already has an optimizer view: two optimizers would update it.",
-                parameter=gradients.bucket.members[i].name,
+                parameter=delivery.bucket.members[i].name,
                 remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
             )
     tensors = []
     for offset, length, indices in runs:
-        tensor = nn.Parameter(gradients.bucket.shard.narrow(0, offset, length))
-        gradients.views.append(OptimizerView(tensor, offset, length, indices))
+        tensor = nn.Parameter(delivery.bucket.shard.narrow(0, offset, length))
+        delivery.views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
-        shown = [read_grad(gradients.bucket.members[i].sharded) for i in indices]
+        shown = [read_grad(delivery.bucket.members[i].sharded) for i in indices]
         if any(grad is not None for grad in shown):
-            tensor.grad = _plain_gradient(gradients, offset, length, indices)
-    gradients.set = None  # its views are the old ones; the gradients it gave out live on
+            tensor.grad = _plain_gradient(delivery, offset, length, indices)
+    delivery.set = None  # its views are the old ones; the gradients it gave out live on
     return tensors
 
 
-def _plain_gradient(gradients: Gradients, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
+def _plain_gradient(delivery: Delivery, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
     """The present gradients of a run's parameters, copied into one plain tensor."""
-    flat = gradients.bucket.new_slice(gradients.bucket.storage_dtype).zero_()
+    flat = delivery.bucket.new_slice(delivery.bucket.storage_dtype).zero_()
     for i in indices:
-        member = gradients.bucket.members[i]
+        member = delivery.bucket.members[i]
         grad = read_grad(member.sharded)
         if grad is not None:
-            gradients.bucket.view_of(flat, member.slot).copy_(gradients.bucket.flat_part(grad, member))
+            delivery.bucket.part(flat, member).copy_(delivery.bucket.local(grad, member))
     return flat.narrow(0, offset, length)

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import TorchComm
-from ..errors import LayoutError, PhaseError
-from ..layout import Slot, dense_strides, rectangles
-from ..mesh import Axis, device_type_of, reduce_value
-from .parameter import assign_data
+from ...comm import TorchComm
+from ...errors import PhaseError
+from ...layout import Slot, dense_strides, rectangles
+from ...mesh import Axis, device_type_of, reduce_value
+from ...torch_private.local_tensor import read_data
+from ..changes import changes_in_place, note_change
+from .row_shard import assign_data
 
 aten = torch.ops.aten
-_data: Any = torch.Tensor.data  # the descriptor
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Run:
         offset: first element in the gathered segment.
         slice_numel: S.
         axis: the shard axis.
+        replicas: the axis along which the split copies are repeated, if there is one.
     """
 
     name: str
@@ -49,10 +51,11 @@ class Run:
     offset: int
     slice_numel: int
     axis: Axis
+    replicas: Axis | None = None
 
     @classmethod
-    def of(cls, slot: Slot, slice_numel: int, axis: Axis) -> Run:
-        return cls(slot.name, slot.shape, slot.spec.order, slot.offset, slice_numel, axis)
+    def of(cls, slot: Slot, slice_numel: int, axis: Axis, replicas: Axis | None = None) -> Run:
+        return cls(slot.name, slot.shape, slot.spec.order, slot.offset, slice_numel, axis, replicas)
 
     @property
     def numel(self) -> int:
@@ -105,7 +108,7 @@ class FlatShard(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. Assigning a FlatShard of the same run writes its values into the shard."""
-        return _data.__get__(self)
+        return read_data(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -142,20 +145,13 @@ class FlatShard(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, of the parameter's shape, on every rank of the shard axis. Collective.
 
-        It lies where the ranks talk: on the accelerator, if this is an offloaded parameter.
+        It lies where the ranks talk: on the accelerator, if this is an offloaded parameter. A gradient that comes back
+        through it is averaged over the ranks, as those that forward leaves.
         """
-        run, axis = self._run, self._run.axis
-        local = self._local_tensor.detach()
-        if axis.size > 1:
-            local = local.to(device_type_of(axis.group))
-        longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
-        padded = local.new_zeros(longest)
-        padded[: local.numel()] = local
-        gathered = local.new_empty(axis.size * longest)
-        TorchComm().gather(axis, gathered, padded).wait()
-        parts = [gathered[r * longest :][: stop - start] for r in range(axis.size) for start, stop in [run.bounds(r)]]
-        full = torch.cat(parts) if run.numel else local.new_empty(0)
-        return full.as_strided(run.shape, dense_strides(run.shape, run.order))
+        if torch.is_grad_enabled() and self.requires_grad:
+            whole: torch.Tensor = _Whole.apply(self)
+            return whole
+        return _gathered(self)
 
     # torch.distributed.checkpoint stores rectangles; a run is a few of them, in memory order of dims.
 
@@ -196,6 +192,8 @@ class FlatShard(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if changes_in_place(func._schema.name):
+            note_change(args[:1])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -388,8 +386,35 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 }
 
 
-def flat_tensor(local: torch.Tensor, slot: Slot, slice_numel: int, axis: Axis) -> FlatShard:
-    """This rank's run `local` (a view of the shard) of `slot`."""
-    if local.dim() != 1:
-        raise LayoutError(f"the run of {slot.name} must be one-dimensional, got shape {tuple(local.shape)}")
-    return FlatShard(local, Run.of(slot, slice_numel, axis))
+def _gathered(shard: FlatShard) -> torch.Tensor:
+    """The whole tensor, without a graph."""
+    run, axis = shard._run, shard._run.axis
+    local = shard._local_tensor.detach()
+    if axis.size > 1:
+        local = local.to(device_type_of(axis.group))
+    longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
+    padded = local.new_zeros(longest)
+    padded[: local.numel()] = local
+    gathered = local.new_empty(axis.size * longest)
+    TorchComm().gather(axis, gathered, padded).wait()
+    parts = [gathered[r * longest :][: stop - start] for r in range(axis.size) for start, stop in [run.bounds(r)]]
+    full = torch.cat(parts) if run.numel else local.new_empty(0)
+    return full.as_strided(run.shape, dense_strides(run.shape, run.order))
+
+
+class _Whole(torch.autograd.Function):
+    """`full_tensor()` with a graph: the gradient is averaged over all ranks, and this rank keeps its run."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: FlatShard) -> torch.Tensor:
+        ctx.run = shard._run
+        return _gathered(shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> FlatShard:
+        run: Run = ctx.run
+        total, world = grad.contiguous().clone(), 1
+        for axis in (run.axis, run.replicas):
+            if axis is not None and axis.size > 1:
+                total, world = reduce_value(total, dist.ReduceOp.SUM, axis.group), world * axis.size
+        return FlatShard(run.cut(total.div_(world)).clone(), run)

@@ -1,0 +1,185 @@
+"""THE table: what a unit does when something happens to it, by phase. Pure.
+
+    phase         the unit is ...
+    IDLE          sharded, or kept gathered; none of its code runs
+    FORWARD       in its forward
+    PARTLY        of several modules, of which some have run their forward; it stays shown for the others
+    RECOMPUTING   in its forward once more, within a backward (activation checkpointing)
+    RECOMPUTED    gathered, and its backward comes next
+    BACKWARD      between its output's gradient and its input's
+    BETWEEN       between the backwards of a graph that is kept (create_graph)
+
+    event         what happened
+    ENTER         its forward is called
+    REENTER       its forward is called within a backward
+    LEAVE         its forward ended
+    LEAVE_PARTLY  the forward of one of several modules ended, others are to come
+    BROKEN        its forward raised (a checkpoint's early stop does, too)
+    PASS_END      the root's forward ended, or raised
+    OUTPUT_GRAD   an output got its gradient
+    INPUT_GRAD    a watched input got its gradient: all parameters of the call have theirs
+    INPUT_GRAD_KEPT  the same in a backward whose graph will be differentiated again
+    OVERTAKEN     another unit was recomputed after this one: its backward is not next
+    END           the backward is over
+    RESET         the engine recovers from an exception
+    UNSHARD, RESHARD  the user asks for it
+
+A pair that is not in the table raises `PhaseError`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ..errors import PhaseError
+
+
+class Phase(IntEnum):
+    """See the module's docstring."""
+
+    IDLE = 0
+    FORWARD = 1
+    PARTLY = 2
+    RECOMPUTING = 3
+    RECOMPUTED = 4
+    BACKWARD = 5
+    BETWEEN = 6
+
+
+class Happening(IntEnum):
+    """See the module's docstring, "event"."""
+
+    ENTER = 0
+    REENTER = 1
+    LEAVE = 2
+    LEAVE_PARTLY = 3
+    BROKEN = 4
+    PASS_END = 5
+    OUTPUT_GRAD = 6
+    INPUT_GRAD = 7
+    INPUT_GRAD_KEPT = 8
+    OVERTAKEN = 9
+    END = 10
+    RESET = 11
+    UNSHARD = 12
+    RESHARD = 13
+
+
+P, H = Phase, Happening
+
+TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
+    #             what happens       what is done (a method of Runner; "" nothing)   the phase that follows
+    P.IDLE: {
+        H.ENTER: ("open_forward", P.FORWARD),
+        H.REENTER: ("open_recompute", P.RECOMPUTING),
+        H.BROKEN: ("", P.IDLE),  # before it was opened
+        H.PASS_END: ("settle", P.IDLE),
+        H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
+        H.INPUT_GRAD: ("", P.IDLE),
+        H.INPUT_GRAD_KEPT: ("", P.IDLE),
+        H.OVERTAKEN: ("", P.IDLE),
+        H.END: ("finish", P.IDLE),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("gather_for_user", P.IDLE),
+        H.RESHARD: ("free_for_user", P.IDLE),
+    },
+    P.FORWARD: {
+        H.ENTER: ("", P.FORWARD),
+        H.REENTER: ("", P.FORWARD),
+        H.LEAVE: ("close_forward", P.IDLE),
+        H.LEAVE_PARTLY: ("", P.PARTLY),
+        H.BROKEN: ("break_forward", P.IDLE),
+        H.PASS_END: ("", P.FORWARD),  # of a root within
+        H.OUTPUT_GRAD: ("", P.FORWARD),  # a gradient taken inside the forward
+        H.INPUT_GRAD: ("", P.FORWARD),
+        H.INPUT_GRAD_KEPT: ("", P.FORWARD),
+        H.OVERTAKEN: ("", P.FORWARD),
+        H.END: ("", P.FORWARD),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.FORWARD),
+    },
+    P.PARTLY: {
+        H.ENTER: ("", P.FORWARD),
+        H.REENTER: ("", P.FORWARD),
+        H.PASS_END: ("close_forward", P.IDLE),
+        H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
+        H.INPUT_GRAD: ("", P.PARTLY),
+        H.INPUT_GRAD_KEPT: ("", P.PARTLY),
+        H.OVERTAKEN: ("", P.PARTLY),
+        H.END: ("", P.PARTLY),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.PARTLY),
+        H.RESHARD: ("free_for_user", P.IDLE),
+    },
+    P.RECOMPUTING: {
+        H.ENTER: ("", P.RECOMPUTING),
+        H.REENTER: ("", P.RECOMPUTING),
+        H.LEAVE: ("close_recompute", P.RECOMPUTED),
+        H.LEAVE_PARTLY: ("close_recompute", P.RECOMPUTED),
+        H.BROKEN: ("close_recompute", P.RECOMPUTED),
+        H.OUTPUT_GRAD: ("", P.RECOMPUTING),
+        H.INPUT_GRAD: ("", P.RECOMPUTING),
+        H.INPUT_GRAD_KEPT: ("", P.RECOMPUTING),
+        H.OVERTAKEN: ("", P.RECOMPUTING),
+        H.END: ("", P.RECOMPUTING),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.RECOMPUTING),
+    },
+    P.RECOMPUTED: {
+        H.ENTER: ("open_forward", P.FORWARD),
+        H.REENTER: ("open_recompute", P.RECOMPUTING),
+        H.PASS_END: ("", P.RECOMPUTED),
+        H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
+        H.INPUT_GRAD: ("", P.RECOMPUTED),
+        H.INPUT_GRAD_KEPT: ("", P.RECOMPUTED),
+        H.OVERTAKEN: ("release", P.IDLE),
+        H.END: ("finish", P.IDLE),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.RECOMPUTED),
+        H.RESHARD: ("free_for_user", P.IDLE),
+    },
+    P.BACKWARD: {
+        H.ENTER: ("", P.BACKWARD),
+        H.REENTER: ("", P.BACKWARD),
+        H.LEAVE: ("", P.BACKWARD),
+        H.LEAVE_PARTLY: ("", P.BACKWARD),
+        H.BROKEN: ("", P.BACKWARD),
+        H.PASS_END: ("", P.BACKWARD),
+        H.OUTPUT_GRAD: ("", P.BACKWARD),
+        H.INPUT_GRAD: ("close_backward", P.IDLE),
+        H.INPUT_GRAD_KEPT: ("", P.BETWEEN),
+        H.OVERTAKEN: ("", P.BACKWARD),
+        H.END: ("finish", P.IDLE),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.BACKWARD),
+    },
+    P.BETWEEN: {
+        H.ENTER: ("open_forward", P.FORWARD),
+        H.REENTER: ("open_recompute", P.RECOMPUTING),
+        H.PASS_END: ("", P.BETWEEN),
+        H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
+        H.INPUT_GRAD: ("", P.BETWEEN),
+        H.INPUT_GRAD_KEPT: ("", P.BETWEEN),
+        H.OVERTAKEN: ("", P.BETWEEN),
+        H.END: ("finish", P.IDLE),
+        H.RESET: ("reset", P.IDLE),
+        H.UNSHARD: ("", P.BETWEEN),
+        H.RESHARD: ("free_for_user", P.IDLE),
+    },
+}
+
+ROWS: list[list[tuple[str, Phase] | None]] = [[TABLE[phase].get(event) for event in Happening] for phase in Phase]
+"""The table by number, as `Runner` looks it up."""
+
+
+def impossible(phase: Phase, event: Happening, unit: str) -> PhaseError:
+    """The error for a pair that is not in the table."""
+    asked = event in (Happening.UNSHARD, Happening.RESHARD)
+    return PhaseError(
+        f"Unit {unit or '(root)'!r} cannot serve {event.name.lower()} now.",
+        expected="reshard() and unshard() between, before or after the unit's forward and backward"
+        if asked
+        else "another order of events; this is a bug in Fullshard",
+        got=f"{event.name} while {phase.name}",
+        remedy="call it when the unit's own forward or backward is over" if asked else None,
+    )

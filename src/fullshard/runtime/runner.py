@@ -1,0 +1,433 @@
+"""Runs one unit: does what the table of phases says when its module is called and when gradients arrive.
+
+before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit
+after forward    show the sharded ones, free (unless kept), watch the outputs
+before backward  a watched output got its gradient: gather, show, prefetch the next unit of the backward
+after backward   a watched input got its gradient, so all parameters of this call have theirs: reduce, free
+end of backward  whatever was missed (no input needs a gradient, outputs unused) is reduced and freed
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..containers import cast_floating
+from ..errors import PhaseError
+from ..shard import State, Unit, refuse_meta
+from ..torch_private.dynamo import dynamo_is_active
+from .call import Call
+from .outputs import detached_from_unit
+from .phases import ROWS, Happening, Phase, impossible
+from .reducer import InFlight
+from .root import Root
+from .settings import UnitSettings
+
+_COUNTED = "_fullshard_counted"  # on an unsharded parameter: its arriving gradients are counted
+H = Happening
+
+
+class Runner:
+    """Runs one unit. Owns no tensors.
+
+    Args:
+        unit: what is held.
+        modules: the modules whose forwards are this unit's; usually one. Held weakly.
+        settings: what the user set; replaced as a whole.
+        find_root: makes the root when this unit is run first.
+
+    Attributes:
+        phase: see `phases.py`.
+        root: the context of all units under one root; None until the first forward.
+        index: of this unit in the root.
+        open_calls: forward calls with gradients whose backward has not come.
+        kept: whether the user called `unshard()`, or asked not to reshard after backward.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        settings: UnitSettings,
+        find_root: Callable[[Runner], Root],
+    ) -> None:
+        self.unit, self.settings, self.find_root = unit, settings, find_root
+        self._modules = [weakref.ref(module) for module in modules]
+        self.root: Root | None = None
+        self.index = -1
+        self.phase = Phase.IDLE
+        self.open_calls = 0
+        self.kept = False
+        self.shared_in_flight: InFlight | None = None  # reductions of roots that share one communication context
+        self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
+        self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
+        self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
+        self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
+        self._counting = False  # whether the end of the last call's backward is told by its parameters alone
+        self._arrived = 0  # parameters whose gradient has arrived, while counting
+        self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The unit's modules that are alive."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def is_top(self) -> bool:
+        """Whether this is the root's own unit."""
+        return self.root is not None and self.root.top is self
+
+    def set(self, **changes: Any) -> None:
+        """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
+        nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
+        for name in list(changes):
+            part, _, rest = name.partition("_")
+            if part in nested and rest:
+                nested[part][rest] = changes.pop(name)
+        for part, values in nested.items():
+            if values:
+                changes[part] = replace(getattr(self.settings, part), **values)
+        self.settings = replace(self.settings, **changes)
+
+    def happens(self, event: Happening) -> None:
+        """Do what the table says, and go to the phase that follows."""
+        row = ROWS[self.phase][event]
+        if row is None:
+            raise impossible(self.phase, event, self.unit.name)
+        action, following = row
+        if action:
+            getattr(self, action)()
+        self.phase = following
+
+    # The module's call.
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
+        if torch.compiler.is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
+            enter, leave, break_off = self._guarded_enter, self._guarded_leave, self._guarded_break
+        else:
+            enter, leave, break_off = self.enter, self.leave, self.break_off
+        try:
+            args, kwargs = enter(args, kwargs)
+            output = forward(*args, **kwargs)
+        except BaseException:
+            break_off()
+            raise
+        return leave(module, output)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather, and watch the inputs; returns them, cast and watched."""
+        self._depth += 1
+        root = self.root
+        if root is None:
+            root = self.find_root(self)
+        recomputing = root.in_backward
+        if not recomputing and root.pass_top is None:
+            root.begin_forward(self)
+        self.happens(H.REENTER if recomputing else H.ENTER)
+        policy = self.settings.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args = cast_floating(policy.param_dtype, args)
+            kwargs = cast_floating(policy.param_dtype, kwargs)
+        if not torch.is_grad_enabled():
+            self._calls.append(None)
+            return args, kwargs
+        call = Call(self)
+        self._calls.append(call)
+        args, kwargs = call.watch_inputs(args, kwargs)
+        self._counting = not call.watches
+        if self._counting:
+            self._count_gradients()
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """Watch the output, and free. Returns the output, cast."""
+        call = self._calls.pop()
+        unit = self.unit
+        output = detached_from_unit(output, unit)
+        if call is not None:
+            output = call.watch_outputs(output)
+        dtype = self.settings.policy.output_dtype
+        if dtype is not None:
+            output = cast_floating(dtype, output)
+        self._depth -= 1
+        if self._depth:
+            return output
+        root = self.root
+        assert root is not None
+        top = root.pass_top is self
+        if len(self._modules) > 1 and not top:
+            self._ran.add(id(module))
+            self.happens(H.LEAVE if len(self._ran) == len(self._modules) else H.LEAVE_PARTLY)
+        else:
+            self.happens(H.LEAVE)
+        if top and self.phase is Phase.IDLE:
+            root.end_forward()
+        return output
+
+    def break_off(self) -> None:
+        """The forward raised, or what comes before it."""
+        self._depth = max(self._depth - 1, 0)
+        del self._calls[self._depth :]
+        root = self.root
+        if self._depth or root is None:
+            return
+        self.happens(H.BROKEN)
+        if root.pass_top is self:
+            root.break_forward()
+
+    _guarded_enter = torch.compiler.disable(enter)
+    _guarded_leave = torch.compiler.disable(leave)
+    _guarded_break = torch.compiler.disable(break_off)
+
+    def before_pass(self) -> None:
+        """A pass begins at this unit."""
+        if self.post_optim_event is not None:
+            event, self.post_optim_event = self.post_optim_event, None
+            event.wait()
+
+    # Actions of the table: forward.
+
+    def open_forward(self) -> None:
+        """Gather for a forward, and prefetch what follows."""
+        root, unit = self.root, self.unit
+        assert root is not None
+        if root.checks_order:
+            root.check_order(self)
+        with_grad = root.pass_grad
+        if unit.state is not State.GATHERED:
+            if unit.state is State.SHARDED:
+                unit.issue_gather(self.settings.comm)
+            unit.finish_gather(keep=with_grad)
+        unit.show_unsharded()
+        if with_grad:
+            root.reducer.ran(self)
+        prefetch = self.settings.prefetch
+        upcoming = root.forward_order.visit(self.index, prefetch.forward)
+        if prefetch.forward_units is not None:
+            upcoming = tuple(runner.index for runner in prefetch.forward_units)
+        if upcoming:
+            root.prefetch(upcoming, backward=False)
+
+    def close_forward(self) -> None:
+        """Show the sharded parameters, and free unless they are to stay."""
+        self._ran.clear()
+        unit = self.unit
+        unit.refuse_written()
+        unit.show_sharded()
+        root = self.root
+        if unit.state is State.GATHERED and (root is None or self.reshards(root.pass_grad)):
+            unit.free()
+            self.kept = False
+
+    def break_forward(self) -> None:
+        """After an exception: as `close_forward`, whatever was to stay."""
+        self._ran.clear()
+        self._calls.clear()
+        self.unit.show_sharded()
+        if self.unit.state is not State.SHARDED and not self.kept:
+            self.unit.free()
+
+    def settle(self) -> None:
+        """The pass is over: what was prefetched in vain, or is not to stay, is freed."""
+        unit, root = self.unit, self.root
+        if unit.state is State.SHARDED or self.kept or root is None:
+            return
+        if unit.state is State.GATHERING or self.reshards(root.pass_grad):
+            unit.reshard()
+
+    def reshards(self, with_grad: bool) -> bool:
+        """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
+        if self.settings.reshard_after_forward is None:
+            return not self.is_top or not with_grad
+        return self.settings.reshard_after_forward
+
+    # Recomputation (activation checkpointing).
+
+    def open_recompute(self) -> None:
+        """Gather for a forward within a backward, and prefetch by the backward's order."""
+        root, unit = self.root, self.unit
+        assert root is not None
+        self._gather_and_show()
+        upcoming = root.backward_order.visit(self.index, self.settings.prefetch.forward)
+        if upcoming:
+            root.prefetch(upcoming, backward=True)
+
+    def close_recompute(self) -> None:
+        """The backward of the unit that was recomputed last comes next; one before it is not to stay.
+
+        A unit around this one may have been that one: it runs again now, and is not to be freed.
+        """
+        root = self.root
+        assert root is not None
+        previous, root.recomputed = root.recomputed, self
+        if previous is not None and previous is not self:
+            previous.happens(H.OVERTAKEN)
+
+    # Backward.
+
+    def changes(self) -> int:
+        """See `Unit.changes`."""
+        return self.unit.changes
+
+    def before_backward(self, changes: int) -> None:
+        """An output of a call received its gradient."""
+        root = self.root
+        if root is None:
+            raise PhaseError(
+                "A backward reached a unit whose root is gone.",
+                parameter=", ".join(member.name for member in self.unit.members),
+                remedy="keep the root module until the backwards of its forwards are done",
+            )
+        if not root.in_backward:
+            root.begin_backward()
+        if changes != self.unit.changes:
+            self.unit.refuse_changed()
+        self.happens(H.OUTPUT_GRAD)
+
+    def open_backward(self) -> None:
+        """Gather for the backward, and prefetch what follows."""
+        root = self.root
+        assert root is not None
+        for bucket in self.unit.buckets:
+            bucket.follow_requires_grad()  # which may have been off and on again since the forward
+        prefetch = self.settings.prefetch
+        if self.settings.unshard_in_backward:
+            self._gather_and_show()
+        root.reducer.deliver_completed()
+        upcoming = root.backward_order.visit(self.index, prefetch.backward)
+        if prefetch.backward_units is not None:
+            upcoming = tuple(runner.index for runner in prefetch.backward_units)
+        if prefetch.late:
+            self._late = upcoming
+        elif upcoming:
+            root.prefetch(upcoming, backward=True)
+
+    def _gather_and_show(self) -> None:
+        unit = self.unit
+        if unit.state is not State.GATHERED:
+            if unit.state is State.SHARDED:
+                unit.issue_gather(self.settings.comm)
+            unit.finish_gather()
+        unit.show_unsharded()
+
+    def after_backward(self) -> None:
+        """All parameters of a call have their gradients."""
+        # With create_graph the parameters are needed again, by the second backward.
+        if self.root is not None:
+            self.happens(H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD)
+
+    def close_backward(self) -> None:
+        """Free, and reduce or set aside the gradients, unless more calls of this unit will add to them."""
+        self.release()
+        if self.open_calls <= 0:
+            self._submit()
+
+    def release(self) -> None:
+        """Show the sharded parameters and free the unit, unless it is to stay."""
+        unit = self.unit
+        unit.show_sharded()
+        if self.settings.reshard_after_backward:
+            unit.drop_kept()
+            self.kept = False
+            if unit.state is not State.SHARDED:
+                unit.free()
+        else:
+            self.kept = True
+        if self._late and self.root is not None:
+            self.root.prefetch(self._late, backward=True)
+            self._late = ()
+
+    def finish(self) -> None:
+        """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
+        if self.unit.state is not State.SHARDED and (self.phase is not Phase.IDLE or not self._stays()):
+            self.release()
+        self._submit()
+
+    def _stays(self) -> bool:
+        """Whether a unit that this backward did not use is gathered on purpose."""
+        return self.kept and self.unit.state is State.GATHERED
+
+    def _submit(self) -> None:
+        root = self.root
+        assert root is not None
+        self._arrived = 0
+        root.reducer.submit(self)
+
+    # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
+
+    def _count_gradients(self) -> None:
+        arrived = weakref.WeakMethod(self._arrived_one)  # the parameter must not keep its own unit alive
+
+        def hook(parameter: torch.Tensor) -> None:
+            if (method := arrived()) is not None:
+                method()
+
+        for member in self.unit.members:
+            parameter = member.unsharded
+            if parameter is not None and parameter.requires_grad and _COUNTED not in parameter.__dict__:
+                parameter.__dict__[_COUNTED] = True
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def _arrived_one(self) -> None:
+        root = self.root
+        if root is not None and not root.in_backward:
+            root.begin_backward()
+        if self.phase is not Phase.BACKWARD or not self._counting or self.open_calls > 1 or self.is_top:
+            return
+        self._arrived += 1
+        if self._arrived >= sum([m.unsharded is not None and m.unsharded.requires_grad for m in self.unit.members]):
+            self.open_calls, calls = 0, self.open_calls
+            self.after_backward()
+            self.open_calls = calls
+
+    # What users ask for.
+
+    def unshard(self) -> None:
+        """Start gathering (if it is sharded) on the user's behalf."""
+        self.happens(H.UNSHARD)
+
+    def gather_for_user(self) -> None:
+        """See `unshard`."""
+        unit = self.unit
+        if self.root is not None:
+            self.root.recover_if_broken()
+        if unit.state is not State.SHARDED and unit.changed_since_gather():
+            unit.reshard()
+        if unit.state is State.SHARDED:
+            unit.refresh()
+            refuse_meta([unit])
+            unit.issue_gather(self.settings.comm)
+        self.kept = True
+
+    def wait_unshard(self) -> None:
+        """Finish what `unshard` started, and show the unsharded parameters."""
+        if self.unit.state is State.GATHERING:
+            self.unit.finish_gather()
+        if self.unit.state is State.GATHERED:
+            self.unit.show_unsharded()
+
+    def reshard(self) -> None:
+        """Free the unit and show the sharded parameters."""
+        self.happens(H.RESHARD)
+
+    def free_for_user(self) -> None:
+        """See `reshard`."""
+        self.kept = False
+        self._ran.clear()
+        self.unit.drop_kept()
+        self.unit.reshard()
+
+    def reset(self) -> None:
+        """After an exception: as at the beginning of a step."""
+        self.kept = False
+        self._ran.clear()
+        self._depth = self._arrived = 0
+        self._calls.clear()
+        self._late = ()
+        self.unit.reset()

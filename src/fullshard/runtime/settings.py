@@ -1,0 +1,78 @@
+"""What users set for a unit. Frozen: setters replace the whole, so that a step sees one state of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..comm import Comm
+from ..policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """How a unit's gradients are reduced.
+
+    Attributes:
+        sync: reduce after backward; False keeps gradients unsharded, without communication.
+        all_reduce: reduce over the replicate axis too; False: over the shard axis only, for now.
+        divide_factor: divides the sum over ranks; None: the number of ranks.
+        force_sum: sum and scale apart, in place of the backend's averaging.
+        hook: called with each reduced slice [shard_numel] before it becomes `.grad`.
+        fill_unused: parameters that no rank used get zeros, and the unit takes part in every reduction.
+        max_in_flight: units whose reduction buffers may be alive at once.
+    """
+
+    sync: bool = True
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    fill_unused: bool = False
+    max_in_flight: int = 1
+
+
+@dataclass(frozen=True)
+class PrefetchSettings:
+    """What is gathered ahead.
+
+    Attributes:
+        forward, backward: how many units ahead, by the recorded order.
+        late: in backward, only once this unit is freed.
+        forward_units, backward_units: exactly these units in place of the recorded order.
+    """
+
+    forward: int = 1
+    backward: int = 1
+    late: bool = False
+    forward_units: tuple[Any, ...] | None = None
+    backward_units: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """All that users set for one unit.
+
+    Attributes:
+        comm: collectives.
+        policy: mixed precision.
+        reshard_after_forward: free after forward; None: True unless this is the root.
+        reshard_after_backward: free after backward.
+        unshard_in_backward: whether backward needs the parameters.
+        reduce, prefetch: see there.
+        group_memory: whether `comm` communicates through memory of the process group's backend.
+        ignored: ids of parameters in the unit's modules that were to be left alone.
+    """
+
+    comm: Comm
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduce: ReduceSettings = field(default_factory=ReduceSettings)
+    prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
+    group_memory: bool = False
+    ignored: frozenset[int] = frozenset()

@@ -1,0 +1,32 @@
+"""That users changed sharded parameters, so that a backward whose forward saw other values can be refused.
+
+A shard's version counter does not move when an operation on it is dispatched by a tensor subclass, nor when a fused
+optimizer steps (torch 2.13). What is noted here: optimizers' steps, changes in place of sharded parameters and
+assignments to their `.data`. Values of units that stay gathered are compared with their shards besides, exactly, at the
+beginning of every forward (`Unit.stale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+OWNER_KEY = "_fullshard_unit"
+"""Where a parameter, sharded or unsharded, keeps a weak reference to the unit that owns it."""
+
+
+def changes_in_place(name: str) -> bool:
+    """Whether an operation of this name changes its first argument's values: `mul_`, `_foreach_add_`, `aten::copy_`."""
+    return name[-1:] == "_" and name[-2:] != "__" and name not in ("requires_grad_", "aten::detach_", "detach_")
+
+
+def note_change(tensors: Iterable[Any]) -> None:
+    """Count a change for every unit that owns one of these (sharded parameters; lists are looked into)."""
+    for tensor in tensors:
+        if isinstance(tensor, (list, tuple)):
+            note_change(tensor)
+        elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)) is not None:
+            if (unit := reference()) is not None:
+                unit.changes += 1

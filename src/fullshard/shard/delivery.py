@@ -1,0 +1,391 @@
+"""How a reduced slice becomes `.grad`: the slices that are kept from step to step, and optimizers' views of them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import message
+from ..torch_private.holders import holders
+from ..torch_private.local_tensor import plain_access, read_grad, write_grad
+from .bucket import Bucket
+from .member import Member
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes the gradient.
+
+    Attributes:
+        mean: the collective itself averages, on every axis.
+        before: factor applied to the buffer before the reduction.
+        after: factor applied to the reduced slice.
+    """
+
+    mean: bool
+    before: float = 1.0
+    after: float = 1.0
+
+    @classmethod
+    def choose(cls, world: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Scaling:
+        """The average over `world` ranks, or the sum divided by `factor` if one is given.
+
+        In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division
+        is split: by a power of two near the square root before, the rest after (as PyTorch's FSDP documents).
+        """
+        divide = float(world if factor is None else factor)
+        if dtype == torch.float16:
+            before = 1.0
+            while world % (before * 2) == 0 and world / (before * 2) > before:
+                before *= 2
+            return cls(False, 1.0 / before, before / divide)
+        if factor is None and not force_sum:
+            return cls(True)
+        return cls(False, 1.0, 1.0 / divide)
+
+
+@dataclass(eq=False)
+class GradientSet:
+    """One reduced slice and the tensors that show it, kept from step to step.
+
+    Ownership: made by `Delivery`, handed to users as `.grad`. It is written again only when every `.grad` was set to
+    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
+
+    Attributes:
+        flat: [shard_numel], dtype of `.grad`.
+        parts: per member, its gradient as users see it.
+        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
+        shown: per member, whether its part was given out since the whole was last written.
+        held: what `holders` said when nobody else held them.
+    """
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    views: list[torch.Tensor]
+    shown: list[bool] = field(default_factory=list)
+    held: tuple[int, int] = (-1, -1)
+
+    def __post_init__(self) -> None:
+        self.storage = self.flat.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.shown = [False] * len(self.parts)
+        # Users may hold the tensors that they see, or those inside them.
+        self._watched = [*self.parts, *self.views]
+        self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
+        self.held = self.holders()
+
+    def holders(self) -> tuple[int, int]:
+        """How many tensors and Python references there are to the slice."""
+        return holders(self.storage, self._watched)
+
+    def reusable(self) -> bool:
+        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
+        return self.held[0] > 0 and self.holders() == self.held
+
+
+class OptimizerView:
+    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
+
+    The optimizer owns the tensor; when it is gone, so is the view.
+
+    Args:
+        tensor: [length], a Parameter over `shard[offset : offset + length]`.
+        offset, length: in elements of the shard.
+        members: indices of the parameters that lie in the run.
+
+    Class attributes:
+        alone: whether users see the view only, so that its gradient is the one that counts.
+    """
+
+    alone = False
+
+    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.offset, self.length, self.members = offset, length, list(members)
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        return self._tensor()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it is alive and has a `.grad`."""
+        tensor = self.tensor
+        return tensor is not None and tensor.grad is not None
+
+
+class FlatView(OptimizerView):
+    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
+
+    alone = True
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket.flat_parameter, 0, bucket.layout.shard_numel, range(len(bucket.members)))
+        self._bucket = bucket
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        found: nn.Parameter = self._bucket.flat_parameter
+        return found
+
+
+class Delivery:
+    """Gives a bucket's reduced slices to users as `.grad`.
+
+    Args:
+        bucket: whose gradients these are.
+        keeps_compute_dtype: whether `.grad` keeps the compute dtype, in place of the parameter's.
+
+    Attributes:
+        set: the slice that is shown now, or was last.
+        views: optimizer views over the bucket's shard.
+        used: per member, whether this rank had a gradient for it in reductions since the ranks last agreed.
+        undecided: indices of members that this rank had no gradient for and that show none: whether they get what was
+            reduced is for all ranks to say.
+    """
+
+    def __init__(self, bucket: Bucket, keeps_compute_dtype: bool = False) -> None:
+        self.bucket, self.keeps_compute_dtype = bucket, keeps_compute_dtype
+        self.set: GradientSet | None = None
+        self.views: list[OptimizerView] = []
+        self.used = [False] * len(bucket.members)
+        self.undecided: list[int] = []
+        self._told_of_zeros = False
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of `.grad`: the parameter's, or the one that it is computed in if that is kept."""
+        return self.bucket.compute_dtype if self.keeps_compute_dtype else self.bucket.storage_dtype
+
+    # Deliver.
+
+    def deliver(self, reduced: torch.Tensor, fresh: bool, fill_unused: bool) -> list[Member]:
+        """Show `reduced` [shard_numel] as gradients, or add it to those that are there.
+
+        Args:
+            reduced: of this reduction; may be the memory of `writable()` itself.
+            fresh: whether no `.grad` was there when the reduction was issued.
+            fill_unused: see `Gradients.deliver`.
+
+        Returns:
+            The members whose `.grad` was set or added to.
+        """
+        self._run_hooks(reduced)
+        if fresh or self.all_none():
+            target, old = self._written(reduced), None
+        else:
+            target, old = self._added(reduced)
+        given = []
+        for index, member in enumerate(self.bucket.members):
+            if member.got_grad:
+                self.used[index] = True
+            elif not (fill_unused and member.sharded.requires_grad) and (old is None or old[index] is None):
+                if member.sharded.requires_grad:
+                    self.undecided.append(index)
+                continue
+            if self._give(index, target):
+                given.append(member)
+        self._show_views(target)
+        for member in self.bucket.members:
+            member.got_grad = False
+        return given
+
+    def _give(self, index: int, target: GradientSet) -> bool:
+        """Show a member's part as its `.grad`; False where this rank has none of it and its form shows no empty one."""
+        target.shown[index] = True
+        part = target.parts[index]
+        if not self.bucket.form.gives_empty and not part.numel():
+            return False
+        write_grad(self.bucket.members[index].sharded, part)
+        return True
+
+    def _run_hooks(self, reduced: torch.Tensor) -> None:
+        """Hooks that users registered on sharded parameters see this reduction's gradient, and may replace it."""
+        bucket = self.bucket
+        for member in bucket.members:
+            hooks: Any = member.sharded._backward_hooks
+            if hooks and member.got_grad and (bucket.form.gives_empty or member.part.numel()):
+                local = bucket.part(reduced, member)
+                for hook in list(hooks.values()):
+                    with torch._C._EnableTorchFunction():
+                        found = hook(bucket.shown(local.to(self.grad_dtype), member))
+                    if found is not None:
+                        local.copy_(bucket.local(found, member))
+
+    def _written(self, reduced: torch.Tensor) -> GradientSet:
+        """A set that shows `reduced` itself; no `.grad` is there."""
+        target = self.set
+        if target is None or target.flat is not reduced:
+            target = self.writable()
+            if self.bucket.home is None:
+                target.flat.copy_(reduced)
+            else:
+                self.bucket.home.bring(target.flat, reduced)
+        target.shown = [False] * len(target.parts)
+        return target
+
+    def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
+        """A set that shows the sum of `reduced` and what is there; and what is there, by member."""
+        members, current = self.bucket.members, self.set
+        old = [read_grad(m.sharded) for m in members]
+        if current is not None and all(
+            grad is part or (grad is None and not (shown and part.numel()))
+            for grad, part, shown in zip(old, current.parts, current.shown, strict=True)
+        ):
+            current.flat.add_(self._at_home(reduced, reduced.dtype) if self.bucket.home is not None else reduced)
+            return current, old
+        fresh = self.set = self._make_set(self._at_home(reduced, self.grad_dtype))
+        for part, grad in zip(fresh.parts, old, strict=True):
+            if grad is not None:
+                part.add_(grad)
+        return fresh, old
+
+    def _at_home(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the slice where gradients live, complete."""
+        home = self.bucket.home
+        if home is None:
+            return reduced.to(dtype, copy=True)
+        made = self.bucket.new_slice(dtype)
+        home.bring(made, reduced)
+        home.settle()
+        return made
+
+    def decide(self, present: Sequence[bool]) -> list[Member]:
+        """Give undecided members the gradients that other ranks had.
+
+        Args:
+            present: by index of a member, whether any rank had a gradient for it.
+
+        Returns:
+            The members whose `.grad` was set.
+        """
+        undecided, self.undecided = self.undecided, []
+        self.used = [False] * len(self.bucket.members)
+        target, given = self.set, []
+        for index in undecided:
+            member = self.bucket.members[index]
+            if present[index] and target is not None and read_grad(member.sharded) is None:
+                if self._give(index, target):
+                    given.append(member)
+        if target is not None and undecided:
+            self._show_views(target)
+            if self.views and not all(target.shown) and not self._told_of_zeros:
+                self._told_of_zeros = self._warn_of_zeros(target)
+        return given
+
+    # Views.
+
+    def _show_views(self, current: GradientSet) -> None:
+        """Give the optimizer views the gradients that their parameters have."""
+        for view, grad in zip(self.views, current.views, strict=True):
+            tensor = view.tensor
+            if tensor is not None and any([current.shown[i] for i in view.members]):
+                tensor.grad = grad
+
+    def all_none(self) -> bool:
+        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
+        for view in self.views:
+            self._agree(view)
+            if view.alone and view.has_gradient:
+                return False
+        for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
+            if read_grad(member.sharded) is not None:
+                return False
+        return True
+
+    def _agree(self, view: OptimizerView) -> None:
+        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+        tensor = view.tensor
+        if tensor is None:
+            return
+        members = [self.bucket.members[i] for i in view.members]
+        if tensor.grad is None:
+            for member in members:
+                write_grad(member.sharded, None)
+        elif not view.alone and all(read_grad(member.sharded) is None for member in members):
+            tensor.grad = None
+        elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
+            self._adopt(view, tensor.grad)
+
+    def _adopt(self, view: OptimizerView, grad: torch.Tensor) -> None:
+        """Make a gradient that the user gave an optimizer view that of its parameters."""
+        for index in view.members:
+            member = self.bucket.members[index]
+            part = member.part
+            at = grad.storage_offset() + (part.offset - view.offset if part.numel else 0)
+            local = grad.as_strided(part.shape, part.stride, at)
+            write_grad(member.sharded, self.bucket.shown(local, member))
+
+    # Memory.
+
+    def writable(self) -> GradientSet:
+        """The kept set if nobody else holds it, else a new one. Its `flat` is allocated."""
+        current = self.set
+        shape_fits = current is not None and len(current.views) == len(self.views)
+        if current is not None and shape_fits and not current.storage.nbytes():
+            current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
+        elif current is None or not shape_fits or not current.reusable():
+            self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
+        assert self.set is not None
+        return self.set
+
+    def _make_set(self, flat: torch.Tensor) -> GradientSet:
+        bucket = self.bucket
+        with plain_access():
+            parts = [bucket.shown(bucket.part(flat, m), m) for m in bucket.members]
+            views = [flat.narrow(0, view.offset, view.length) for view in self.views]
+            if self.keeps_compute_dtype:
+                for tensor in (*(m.sharded for m in bucket.members), *(view.tensor for view in self.views)):
+                    if tensor is not None:
+                        tensor.grad_dtype = None
+            return GradientSet(flat, parts, views)
+
+    def release(self) -> None:
+        """Give back the memory of gradients that the user set to None, if nobody else holds them."""
+        current = self.set
+        if current is None or not current.storage.nbytes() or not self.all_none():
+            return
+        if self.bucket.home is not None:  # the host's memory is kept
+            return
+        if current.reusable():
+            current.storage.resize_(0)
+        else:
+            self.set = None
+
+    def forget(self) -> None:
+        """After the shard moved."""
+        self.set = None
+        for view in self.views:
+            if (tensor := view.tensor) is not None:
+                tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
+
+    def _warn_of_zeros(self, current: GradientSet) -> bool:
+        """Say which parameter has no gradient although the optimizer's view of it and its neighbours has one.
+
+        Returns:
+            Whether there is one.
+        """
+        for view in self.views:
+            if view.alone or not view.has_gradient:
+                continue
+            for index in view.members:
+                member: Any = self.bucket.members[index]
+                if not current.shown[index] and member.part.numel:
+                    warnings.warn(
+                        message(
+                            "A parameter got no gradient in this step, but others in its optimizer view did: to the "
+                            "optimizer it is zero, so that weight decay and momentum still move the parameter.",
+                            parameter=member.name,
+                            remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
+                            "optimizer model.parameters(); said once per unit",
+                        ),
+                        stacklevel=2,
+                    )
+                    return True
+        return False

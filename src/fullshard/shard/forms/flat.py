@@ -1,0 +1,144 @@
+"""One `FlatParameter` over the whole shard, registered on the wrapped module; modules keep stand-ins that tell shapes.
+
+The wrapper's form with use_orig_params=False. The flat parameter is the one tensor that an optimizer updates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ..changes import OWNER_KEY
+from ..member import Member
+from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
+from .local import LocalForm
+from .stand_in import stand_in_for
+
+
+class FlatParameterForm(LocalForm):
+    """See the module's docstring, and `Form`.
+
+    Attributes:
+        flat: the `FlatParameter`, a view of the shard; None until it is registered.
+    """
+
+    keeps_originals = False
+    flat: Any = None
+    _holder: weakref.ref[nn.Module] | None = None
+
+    @property
+    def holder(self) -> nn.Module | None:
+        """The module that the flat parameter is registered on."""
+        return self._holder() if self._holder is not None else None
+
+    def register(self, members: Sequence[Member], shard: torch.Tensor, holder: nn.Module) -> nn.Parameter:
+        """Register the flat parameter on `holder`, the wrapped module, and stand-ins on the modules."""
+        known = holder._parameters.get(ATTRIBUTE)
+        self._holder = weakref.ref(holder)
+        if known is not None and known.numel() == shard.numel() and OWNER_KEY not in known.__dict__:
+            known.data = shard
+            describe_layout(known, self.layout, self.axes.shard.rank)
+            self.flat = known
+        else:
+            requires_grad = any(member.sharded.requires_grad for member in members)
+            self.flat = FlatParameter(shard, self.layout, self.axes.shard.rank, requires_grad)
+        self.flat.__dict__[OWNER_KEY] = members[0].sharded.__dict__.get(OWNER_KEY)
+        holder._parameters[ATTRIBUTE] = self.flat
+        for member in members:
+            member.stand_in = stand_in_for(member, shard.dtype, shard.device)
+            moved = [place if place.outside else place.moved_outside() for place in member.places]
+            member.places = [place for place in moved if place is not None]
+            for place in member.places:
+                place.show(member.stand_in)
+        flat: nn.Parameter = self.flat
+        return flat
+
+    def unregister(self) -> None:
+        """Take the flat parameter off its module."""
+        if (holder := self.holder) is not None:
+            holder._parameters.pop(ATTRIBUTE, None)
+
+    def register_again(self) -> None:
+        """Put it back."""
+        if (holder := self.holder) is not None:
+            holder._parameters[ATTRIBUTE] = self.flat
+
+    def move_to(self, holder: nn.Module) -> None:
+        """Register it on another module (a copy)."""
+        self._holder = weakref.ref(holder)
+        self.register_again()
+
+    def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
+        super().point(members, shard)
+        flat = self.flat
+        if flat is None:
+            return
+        if flat.data_ptr() != shard.data_ptr() or shard.is_meta or flat.dtype != shard.dtype:
+            flat.data = shard
+        flat._local_shard = flat.data
+        for member in members:
+            stand_in = stand_in_for(member, shard.dtype, shard.device)
+            for place in member.places:
+                if place.shown() is member.stand_in:
+                    place.show(stand_in)
+            member.stand_in = stand_in
+
+    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        flat, holder = self.flat, self.holder
+        return (
+            flat.data_ptr() != shard.data_ptr()
+            or flat.dtype != shard.dtype
+            or flat.is_meta != shard.is_meta
+            or (holder is not None and holder._parameters.get(ATTRIBUTE) is not flat)
+            or self._covered(members) is not None
+        )
+
+    def _covered(self, members: Sequence[Member]) -> Member | None:
+        """The first member in whose place on a module the user put something."""
+        for member in members:
+            for place in member.places:
+                if place.target.get(place.name) is not member.stand_in:
+                    return member
+        return None
+
+    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        if (covered := self._covered(members)) is not None:
+            raise self.not_fitting(covered, covered.places[0].registered())
+        holder = self.holder
+        found = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
+        if not isinstance(found, nn.Parameter) or found.numel() != self.layout.shard_numel or found.dim() != 1:
+            raise ConfigError(
+                "A FlatParameter was replaced by something that is not its shard.",
+                parameter=", ".join(member.name for member in members),
+                rank=self.axes.global_rank,
+                expected=f"a Parameter of shape {(self.layout.shard_numel,)}",
+                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+                remedy="change values inside summon_full_params(model), or in place",
+            )
+        if found is not self.flat:
+            found.__dict__.update(self.flat.__dict__)
+            self.flat = found
+        whole = found.detach()
+        step = whole.stride(0) if whole.numel() else 1
+        return [
+            whole.as_strided(
+                m.part.shape, tuple(s * step for s in m.part.stride), whole.storage_offset() + m.part.offset * step
+            )
+            for m in members
+        ]
+
+    def follow(self, members: Sequence[Member]) -> None:
+        wanted = self.flat.requires_grad
+        for member in members:
+            if member.sharded.requires_grad != wanted:
+                member.sharded.requires_grad_(wanted)
+
+    def copied(self) -> FlatParameterForm:
+        new = type(self)(self.layout, self.axes, self.apart)
+        new.flat = self.flat  # until the copy registers its own
+        return new

@@ -1,0 +1,153 @@
+"""Local parts: the original Parameter objects, whose data become the 1-D part that this rank owns (maybe empty).
+
+The wrapper's form with use_orig_params=True: optimizers and names that knew the parameters before still do. Where
+nothing is split (NO_SHARD) a part is the whole parameter, in its own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...layout import Layout, Part, Slot
+from ...mesh import MeshAxes
+from ...torch_private.local_tensor import local_part
+from ..full import Full, PlainFull
+from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from .flat_shard import FlatShard, Run
+
+
+class LocalForm:
+    """See the module's docstring, and `Form`.
+
+    Args:
+        layout: flat.
+        axes: the mesh.
+        apart: whether shards are on another device than the mesh (offloaded).
+    """
+
+    plain = True
+    keeps_originals = True
+    gives_empty = False
+
+    def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
+        self.layout, self.axes, self.apart = layout, axes, apart
+        self.split = layout.world > 1
+
+    def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
+        memory = local_part(original).permute(slot.spec.order).reshape(-1)
+        local.copy_(memory[part.start : part.start + part.numel])
+
+    def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
+        shown = self.view(member, member.local)
+        if self.keeps_originals and type(original) is nn.Parameter and original.is_meta == shown.is_meta:
+            original.grad = None
+            original.data = shown
+            sharded = original
+        else:
+            sharded = nn.Parameter(shown, requires_grad=original.requires_grad)
+            sharded.__dict__.update(attributes_of(original))
+            hooks_onto(sharded, original)
+        sharded.__dict__[NAME_KEY] = member.name
+        member.local = shown
+        return sharded
+
+    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if self.split:
+            return local
+        return local.as_strided(member.slot.shape, member.slot.stride, local.storage_offset())
+
+    def local(self, member: Member, shown: torch.Tensor) -> torch.Tensor:
+        return shown if self.split else shown.permute(member.slot.spec.order).reshape(-1)
+
+    def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if local.is_meta:
+            return torch.empty(member.slot.shape, dtype=local.dtype, device="meta")
+        slice_numel = self.layout.segments[member.slot.segment].slice_numel
+        run = Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
+        whole = FlatShard(local.detach().to(self.axes.device), run).full_tensor()
+        if member.split is not None:
+            shown: Any = member.split.unsharded(whole)
+            whole = shown.full_tensor()
+        return whole
+
+    def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
+        if member.split is not None:
+            whole = member.split.local_of_whole(whole)
+        memory = whole.permute(member.slot.spec.order).reshape(-1)
+        return memory[member.part.start : member.part.start + member.part.numel]
+
+    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        for member in members:
+            sharded, local = member.sharded, member.local
+            if sharded.data_ptr() != local.data_ptr() or sharded.dtype != local.dtype:
+                return True
+            if sharded.is_meta != local.is_meta or sharded.device != local.device:
+                return True
+            for place in member.places:
+                if place.target.get(place.name) is not sharded:
+                    return True
+        return False
+
+    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        for member in members:
+            for place in member.places:
+                found = place.shown()
+                if found is not member.sharded and found is not member.unsharded:
+                    member.sharded = self._adopted(member, found)
+        for member in members:
+            if member.sharded.shape != member.local.shape:
+                raise self.not_fitting(member, member.sharded)
+        return [self.local(member, member.sharded.detach()) for member in members]
+
+    def _adopted(self, member: Member, found: Any) -> nn.Parameter:
+        """A Parameter that the user registered in this one's place: this rank's part, or the whole."""
+        if not isinstance(found, nn.Parameter):
+            raise self.not_fitting(member, found)
+        if tuple(found.shape) == member.slot.shape and self.split:
+            found.data = self.cut(member, found.detach()).clone()
+        if found.shape != member.sharded.shape:
+            raise self.not_fitting(member, found)
+        found.__dict__.update(identity_of(member.sharded))
+        adopted: nn.Parameter = found
+        return adopted
+
+    def not_fitting(self, member: Member, found: Any) -> ConfigError:
+        """The error for something in a sharded parameter's place that cannot be taken over."""
+        return ConfigError(
+            "A sharded parameter was replaced by something that does not fit it.",
+            parameter=member.name,
+            rank=self.axes.global_rank,
+            expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
+            got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+            remedy="change values inside summon_full_params(model), or with copy_",
+        )
+
+    def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
+        for member in members:
+            part = member.part
+            local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
+            shown, sharded = self.view(member, local), member.sharded
+            if sharded.data_ptr() != shown.data_ptr() or shard.is_meta or sharded.dtype != shown.dtype:
+                sharded.data = shown
+            member.local = shown
+
+    def follow(self, members: Sequence[Member]) -> None:
+        """What users see are the members' own sharded parameters."""
+
+    def succeed(self, old: Member, new: Member) -> None:
+        if self.keeps_originals:
+            old.sharded.data = new.local
+            new.sharded = old.sharded
+        else:
+            old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
+
+    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
+        return PlainFull(self.layout, members, device, dtype)
+
+    def copied(self) -> LocalForm:
+        return type(self)(self.layout, self.axes, self.apart)

@@ -1,0 +1,163 @@
+"""`RowShard`: the DTensor that users see in place of a parameter that is split into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ...errors import ConfigError, PhaseError
+from ...torch_private.local_tensor import (
+    delete_grad,
+    local_of,
+    plain_access,
+    plain_call,
+    read_data,
+    read_grad,
+    set_local,
+    write_grad,
+)
+from ..changes import changes_in_place, note_change
+from ..member import NAME_KEY
+
+DATA_DIMS_KEY = "_fullshard_data_dims"
+"""Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""
+
+
+class RowShard(DTensor):
+    """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.
+
+    It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
+    code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are noted,
+    so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged over
+    the ranks of the mesh, which compute different batches.
+    """
+
+    __slots__: list[str] = []
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As `Tensor.data`. Assigning a DTensor of the same shape and placements writes its values into the shard."""
+        with plain_access():
+            return read_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        same = False
+        if isinstance(value, DTensor):
+            same = value.placements == self.placements and value.device_mesh == self.device_mesh
+        assign_data(self, value, same)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sharded gradient, or None. As `Tensor.grad`, without asking `__torch_function__`."""
+        with plain_access():
+            return read_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with plain_access():
+            write_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with plain_access():
+            delete_grad(self)
+
+    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective.
+
+        Args:
+            grad_placements: as `DTensor.full_tensor`'s; None: the gradient that comes back is averaged over the
+                data-parallel ranks, as those that forward leaves, and the same on tensor-parallel ones.
+        """
+        data_dims = self.__dict__.get(DATA_DIMS_KEY)
+        if grad_placements is None and data_dims is not None and self.requires_grad and torch.is_grad_enabled():
+            grad_placements = [
+                Partial("avg") if dim < data_dims else Replicate() for dim in range(self.device_mesh.ndim)
+            ]
+        whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        try:
+            result = plain_call(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise freed_error(args, func) from error
+        if changes_in_place(getattr(func, "__name__", "")):
+            note_change(args)
+        if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
+            result.__class__ = RowShard  # a transpose of a weight is misused just as the weight is
+            result.__dict__[NAME_KEY] = name_of(args)
+        return result
+
+
+_VIEWS = {
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.t,
+    torch.t,
+    torch.Tensor.transpose,
+    torch.transpose,
+    torch.Tensor.permute,
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.to,
+    torch.Tensor.__getitem__,
+}
+
+
+def name_of(args: tuple[Any, ...]) -> str | None:
+    """The name of the first sharded parameter among `args`, or None."""
+    return next((name for a in args if (name := getattr(a, "__dict__", {}).get(NAME_KEY))), None)
+
+
+def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
+    """The error for computing with a sharded parameter as if it were the whole one."""
+    return PhaseError(
+        f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
+        "whose unit is not gathered now.",
+        parameter=name_of(args) or "?",
+        expected="a call through the unit's forward, which gathers the parameter first",
+        got="a call from outside it",
+        remedy="if a method other than forward uses this weight, name it with "
+        "register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() ... "
+        "module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+    )
+
+
+def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
+    """What `parameter.data = value` does to a sharded parameter: the values go into its shard.
+
+    torch's own setter would change the outer tensor only and leave the values as they were.
+
+    Raises:
+        ConfigError: `value` is not split as the parameter is.
+    """
+    if not same_split or tuple(value.shape) != tuple(parameter.shape):
+        raise ConfigError(
+            "A sharded parameter's .data was set to a tensor that is not its shard.",
+            parameter=name_of((parameter,)) or "?",
+            expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
+            got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
+            remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors with load_state_dict",
+        )
+    local = value._local_tensor.detach()
+    note_change((parameter,))
+    if (local.dtype, local.device) == (parameter.dtype, parameter.device):
+        with torch.no_grad():
+            local_of(parameter).copy_(local)
+    else:
+        set_local(parameter, local)  # the unit takes it over at its next gather

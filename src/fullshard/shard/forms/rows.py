@@ -1,0 +1,151 @@
+"""Rows: every parameter is split on one dim as `torch.chunk` would, and shows as a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ...errors import ConfigError
+from ...layout import Layout, Part, Slot
+from ...mesh import MeshAxes
+from ...torch_private.local_tensor import local_of, local_part, set_local
+from ..full import Full, PlainFull
+from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from .row_shard import DATA_DIMS_KEY, RowShard
+
+
+class RowsForm:
+    """See the module's docstring, and `Form`.
+
+    Args:
+        layout: of kind rows.
+        axes: the mesh.
+        apart: whether shards are on another device than the mesh (offloaded).
+    """
+
+    plain = True
+    keeps_originals = False
+    gives_empty = True
+
+    def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
+        self.layout, self.axes, self.apart = layout, axes, apart
+
+    def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
+        local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
+
+    def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
+        parameter = nn.Parameter(self.view(member, member.local), requires_grad=original.requires_grad)
+        parameter.__dict__.update(attributes_of(original))
+        self._dress(member, parameter)
+        hooks_onto(parameter, original)
+        member.local = local_of(parameter)
+        return parameter
+
+    def _dress(self, member: Member, parameter: nn.Parameter) -> None:
+        """What users' operations may have taken off a sharded parameter."""
+        parameter.__class__ = RowShard  # type: ignore[assignment]
+        parameter.__dict__[NAME_KEY] = member.name
+        parameter.__dict__[DATA_DIMS_KEY] = self.axes.mesh.ndim
+
+    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if member.split is not None:
+            return member.split.sharded(local)
+        return self._rows(member, local)
+
+    def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
+        if self.apart and local.device != self.axes.device and not local.is_meta:
+            # `from_local` would move it to the mesh's device.
+            stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=self.axes.device)
+            made: Any = self._rows(member, stand_in)
+            set_local(made, local)
+            return made.detach()  # a new wrapper, which takes the device of `local`
+        slot = member.slot
+        placement = Shard(slot.spec.dim)
+        placements = (placement,) if self.axes.replicate is None else (Replicate(), placement)
+        # Shape and stride are given because chunks may be uneven; no check, hence no communication.
+        return DTensor.from_local(
+            local, self.axes.mesh, placements, run_check=False, shape=torch.Size(slot.shape), stride=slot.stride
+        )
+
+    def local(self, member: Member, shown: torch.Tensor) -> torch.Tensor:
+        return local_of(shown)
+
+    def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if local.is_meta:
+            return torch.empty(member.shape, dtype=local.dtype, device="meta")
+        if self.apart:  # ranks talk on the device
+            local = local.to(self.axes.device)
+        shown: Any = self.view(member, local.detach())
+        whole: torch.Tensor = shown.full_tensor()
+        return whole
+
+    def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
+        shown: Any = member.sharded
+        # src_data_rank=None: every rank has the whole tensor and takes its own part, without communication.
+        cut: Any = distribute_tensor(whole.detach(), shown.device_mesh, shown.placements, src_data_rank=None)
+        return local_of(cut)
+
+    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        for member in members:
+            if member.sharded._local_tensor is not member.local:  # type: ignore[attr-defined]
+                return True
+            for place in member.places:
+                if place.target.get(place.name) is not member.sharded:
+                    return True
+        return False
+
+    def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        for member in members:
+            for place in member.places:
+                found = place.shown()
+                if found is not member.sharded and found is not member.unsharded:
+                    self._check(member, found)
+                    found.__dict__.update(identity_of(member.sharded))
+                    member.sharded = found
+        return [local_of(member.sharded) for member in members]
+
+    def _check(self, member: Member, found: Any) -> None:
+        expected: Any = member.sharded
+        if isinstance(found, nn.Parameter) and isinstance(found, DTensor) and found.shape == expected.shape:
+            if found.device_mesh == expected.device_mesh and found.placements == expected.placements:
+                return
+        raise not_its_shard(member, found, self.axes.global_rank)
+
+    def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
+        for member in members:
+            part = member.part
+            local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
+            if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
+                set_local(member.sharded, local)
+            self._dress(member, member.sharded)
+            member.local = local_of(member.sharded)
+
+    def follow(self, members: Sequence[Member]) -> None:
+        """What users see are the members' own sharded parameters."""
+
+    def succeed(self, old: Member, new: Member) -> None:
+        old.sharded.__dict__[SUCCESSOR_KEY] = new.sharded
+
+    def full(self, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> Full:
+        return PlainFull(self.layout, members, device, dtype)
+
+    def copied(self) -> RowsForm:
+        return type(self)(self.layout, self.axes, self.apart)
+
+
+def not_its_shard(member: Member, found: Any, rank: int) -> ConfigError:
+    """The error for something in a sharded parameter's place that cannot be taken over."""
+    expected: Any = member.sharded
+    return ConfigError(
+        "A sharded parameter was replaced by something that is not its shard.",
+        parameter=member.name,
+        rank=rank,
+        expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
+        got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
+        remedy="change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
+        "placements",
+    )

@@ -1,0 +1,48 @@
+"""Runs: parameters lie back to back and are cut anywhere; each shows as a `FlatShard`, a run of its elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layout import Part, Slot
+from ...torch_private.local_tensor import local_part
+from ..member import NAME_KEY, Member
+from .flat_shard import FlatShard, Run
+from .rows import RowsForm, not_its_shard
+
+
+class RunsForm(RowsForm):
+    """See the module's docstring, and `Form`."""
+
+    def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
+        memory = local_part(original).permute(slot.spec.order).reshape(-1)
+        local.copy_(memory[part.start : part.start + part.numel])
+
+    def _dress(self, member: Member, parameter: nn.Parameter) -> None:
+        parameter.__dict__[NAME_KEY] = member.name
+
+    def run_of(self, member: Member) -> Run:
+        """Which elements of a member the ranks hold."""
+        slice_numel = self.layout.segments[member.slot.segment].slice_numel
+        return Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
+
+    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        return FlatShard(local, self.run_of(member))
+
+    def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        if local.is_meta:
+            return torch.empty(member.shape, dtype=local.dtype, device="meta")
+        return FlatShard(local.detach(), self.run_of(member)).full_tensor()
+
+    def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
+        return self.run_of(member).cut(whole.detach())
+
+    def _check(self, member: Member, found: Any) -> None:
+        expected: Any = member.sharded
+        if isinstance(found, FlatShard) and isinstance(found, nn.Parameter) and found.shape == expected.shape:
+            if found._run.same_as(expected._run):
+                return
+        raise not_its_shard(member, found, self.axes.global_rank)

@@ -1,0 +1,184 @@
+"""The whole bucket, from gather to free: what it is gathered into, and the unsharded parameters that look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..comm import Comm, Pending
+from ..layout import Layout, copies_out
+from ..mesh import Axis
+from ..torch_private.foreach import copy_all
+from ..torch_private.local_tensor import local_of, set_local
+from .member import OWNER_KEY, Member, attributes_of
+from .scratch import Scratch
+
+
+class Full(Protocol):
+    """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay.
+
+    A gather that fails, because memory runs out, leaves nothing allocated and nothing in flight.
+    """
+
+    def issue(self, comm: Comm, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
+        """Allocate, and start gathering `source` of every rank of `axis`.
+
+        Returns:
+            Bytes that are allocated until `free`, and bytes until `finish`.
+        """
+
+    def finish(self) -> int:
+        """Wait, and make the unsharded parameters whole. Returns bytes allocated from now on until `free`, besides."""
+
+    def cut(self, axis: Axis) -> torch.Tensor:
+        """This rank's slice of what was just gathered, among the ranks of `axis`. Between `finish` and `settle`."""
+
+    def settle(self) -> None:
+        """Give back what only the gather needed."""
+
+    def free(self) -> None:
+        """Wait for what is in flight and give all memory back."""
+
+    def differs(self, source: torch.Tensor) -> torch.Tensor:
+        """A 0-d bool: whether this rank's part of what is gathered is not what `source` holds now."""
+
+    def addresses(self) -> list[int]:
+        """Where the gathered memory lies now."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was allocated last."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are allocated now, from the storages themselves."""
+
+
+def show_as_parameter(member: Member, view: torch.Tensor) -> None:
+    """Make `view` what the module computes with: the unsharded parameter, the same object as before if there is one."""
+    if member.split is not None:
+        view = member.split.unsharded(view)
+    if member.unsharded is None:
+        member.trains = member.sharded.requires_grad
+        made = nn.Parameter(view, requires_grad=member.trains)
+        made.__dict__.update({k: v for k, v in attributes_of(member.sharded).items() if k not in made.__dict__})
+        made.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
+        member.unsharded = made
+    elif member.split is not None:
+        set_local(member.unsharded, local_of(view))
+    else:
+        member.unsharded.data = view
+
+
+class PlainFull:
+    """The whole of a bucket of plain tensors.
+
+    Ownership: allocated by `issue` and `finish`, written by collectives, released by `settle` (staging) and `free`.
+
+    Args:
+        layout: the bucket's plan.
+        members: its parameters; their unsharded parameters are made here.
+        device, dtype: compute device and compute dtype.
+    """
+
+    def __init__(self, layout: Layout, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
+        self.layout, self.members = layout, members
+        # `whole` is gathered into; `copied` is filled from `staging`, and takes memory only once the gather is done,
+        # so that a prefetched unit holds its bytes once.
+        self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
+        self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
+        self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
+        self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
+        at = 0
+        for segment in layout.segments:
+            numel = layout.world * segment.slice_numel
+            if segment.full_offset is not None:
+                self._outs.append(self.whole.tensor.narrow(0, segment.full_offset, numel))
+            else:
+                self._outs.append(self.staging.tensor.narrow(0, at, numel))
+                at += numel
+        copies, to, come = copies_out(layout), self.copied.tensor, self.staging.tensor
+        self._copy_to = [to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset) for p in copies]
+        self._copy_from = [come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset) for p in copies]
+        self._pending: list[Pending] = []
+        for member in members:
+            buffer, offset = self._place_of(member)
+            # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
+            # look to autograd like a change of what it saved.
+            show_as_parameter(member, buffer.as_strided(member.slot.shape, member.slot.stride, offset).data)
+        self.free()
+
+    def _place_of(self, member: Member) -> tuple[torch.Tensor, int]:
+        """The buffer that holds a member while gathered, and its offset there."""
+        slot = member.slot
+        if self.layout.segments[slot.segment].full_offset is not None:
+            return self.whole.tensor, slot.full_offset
+        return self.copied.tensor, slot.full_offset - self.layout.in_place_numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes + self.copied.nbytes
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(one.storage.nbytes() for one in (self.whole, self.copied, self.staging))
+
+    def issue(self, comm: Comm, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
+        self.whole.allocate()
+        try:
+            self.staging.allocate()
+            if len(self._outs) == 1:
+                self._pending.append(comm.gather(axis, self._outs[0], source))
+            else:
+                scale = source.numel() // max(self.layout.shard_numel, 1)
+                for out, s in zip(self._outs, self.layout.segments, strict=True):
+                    mine = source.narrow(0, s.shard_offset * scale, s.slice_numel * scale)
+                    self._pending.append(comm.gather(axis, out, mine))
+        except BaseException:
+            self.free()
+            raise
+        return self.whole.nbytes, self.staging.nbytes
+
+    def finish(self) -> int:
+        pending, self._pending = self._pending, []
+        try:
+            for one in pending:
+                one.wait()
+            if self.copied.nbytes:
+                self.copied.allocate()
+                copy_all(self._copy_to, self._copy_from)
+        except BaseException:
+            self.free()
+            raise
+        return self.copied.nbytes
+
+    def cut(self, axis: Axis) -> torch.Tensor:
+        return torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
+
+    def settle(self) -> None:
+        self.staging.free()
+
+    def free(self) -> None:
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.wait()
+        self.whole.free()
+        self.copied.free()
+        self.staging.free()
+
+    def addresses(self) -> list[int]:
+        return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]
+
+    def differs(self, source: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros((), dtype=torch.bool, device=source.device)
+        for member in self.members:
+            part = member.part
+            if part.numel:
+                shape, strides, at = self.layout.held(member.slot, part)
+                buffer, offset = self._place_of(member)
+                mine = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
+                found |= (buffer.as_strided(shape, strides, offset + at) != mine).any()
+        return found

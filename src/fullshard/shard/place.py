@@ -1,0 +1,122 @@
+"""Where a parameter is registered: this name on this module. The one way in which parameters are put on modules."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+
+class Place:
+    """A name on a module, which is held weakly: a deleted model is freed at once, whatever units know of it.
+
+    Attributes:
+        name: of the parameter on its module.
+        target: what is written to show a parameter there, `target[name] = tensor`; read with `target.get(name)`. It is
+            the module's `_parameters`; a proxy where the module's class watches its attributes (`nn.LSTM` keeps a list
+            of its weights); or the module's `__dict__`, for tensors that `named_parameters` must not see.
+        outside: whether `target` is not the module's `_parameters`.
+    """
+
+    __slots__ = ("_module", "name", "outside", "target")
+
+    def __init__(self, module: nn.Module, name: str, outside: bool = False) -> None:
+        self._module = weakref.ref(module)
+        self.name, self.outside = name, outside
+        self.target: Any = _outside(module) if outside else _inside(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, if it is alive."""
+        return self._module()
+
+    def shown(self) -> Any:
+        """What is there now."""
+        return self.target.get(self.name)
+
+    def show(self, tensor: Any) -> None:
+        """Put `tensor` there."""
+        self.target[self.name] = tensor
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """The module's `_parameters`, wherever `target` is; an empty one if the module is gone."""
+        module = self._module()
+        return module._parameters if module is not None else {}
+
+    def registered(self) -> Any:
+        """What the module's `_parameters` have under the name, wherever `target` is."""
+        return self.registry.get(self.name)
+
+    def register(self, tensor: Any) -> None:
+        """Put `tensor` into the module's `_parameters`, in front of whatever is shown outside of them."""
+        if self.outside:
+            self.withdraw()
+        module = self._module()
+        if module is not None:
+            _inside(module)[self.name] = tensor
+
+    def withdraw(self) -> None:
+        """Take away what is shown under the name, inside and outside of `_parameters`."""
+        module = self._module()
+        if module is not None:
+            module._parameters.pop(self.name, None)
+            module.__dict__.pop(self.name, None)
+
+    def moved_outside(self) -> Place | None:
+        """The same name outside of `_parameters`, from which it is taken; None if the module is gone."""
+        module = self._module()
+        if module is None:
+            return None
+        module._parameters.pop(self.name, None)
+        return Place(module, self.name, outside=True)
+
+    def same_as(self, other: Place) -> bool:
+        """Whether both are one name on one module."""
+        return self.name == other.name and self._module() is other._module()
+
+
+class _Attributes:
+    """Writes a module's parameters as attributes, for a class that watches them; holds the module weakly."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (module := self._module()) is not None:
+            setattr(module, name, value)
+
+    def get(self, name: str) -> Any:
+        module = self._module()
+        return module._parameters.get(name) if module is not None else None
+
+
+class _OutsideList:
+    """As a module's `__dict__`, of a module that keeps its weights in a list besides (`nn.LSTM`)."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (module := self._module()) is not None:
+            module.__dict__[name] = value
+            names: Any = module.__dict__["_flat_weights_names"]
+            module.__dict__["_flat_weights"] = [getattr(module, weight, None) for weight in names]
+
+    def get(self, name: str) -> Any:
+        module = self._module()
+        return module.__dict__.get(name) if module is not None else None
+
+
+def _inside(module: nn.Module) -> Any:
+    watches = type(module).__setattr__ is not nn.Module.__setattr__
+    return _Attributes(module) if watches else module._parameters
+
+
+def _outside(module: nn.Module) -> Any:
+    return _OutsideList(module) if "_flat_weights_names" in module.__dict__ else module.__dict__

@@ -1,0 +1,128 @@
+"""Reducing a unit's gradients: all its buckets together, over the shard axis, then over the replicate axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..comm import Comm
+from ..events import stream
+from .delivery import Scaling
+from .gradients import GradState
+from .unit import Unit
+
+
+def has_gradients(unit: Unit) -> bool:
+    """Whether gradients wait to be reduced: autograd's, or collected ones."""
+    return any([g.state is GradState.PENDING or g.waiting() for g in unit.gradients])
+
+
+def collect(unit: Unit, everything: bool) -> None:
+    """Move autograd's gradients into the reduction buffers (no communication).
+
+    Args:
+        everything: buckets that train and got no gradient take part with zeros, as other ranks may have some: all
+            trainable buckets of a unit are reduced once one is.
+    """
+    for gradients in unit.gradients:
+        if gradients.waiting() or (everything and gradients.state is GradState.NONE and gradients.trains()):
+            before = gradients.live_bytes
+            gradients.collect()
+            unit.ledger.reducing += gradients.live_bytes - before
+    unit.ledger.note()
+    if stream.listeners:
+        unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
+
+
+class Reduction:
+    """One reduction of a unit's gradients, from issue to delivery.
+
+    Args:
+        unit: whose pending gradients are reduced.
+        comm: collectives.
+        factor, force_sum: see `Scaling.choose`.
+    """
+
+    __slots__ = ("_replicating", "_scratch_bytes", "comm", "unit")
+
+    def __init__(self, unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> None:
+        self.unit, self.comm = unit, comm
+        self._scratch_bytes, self._replicating = 0, False
+        nbytes = 0
+        for gradients in unit.gradients:
+            if gradients.state is GradState.PENDING:
+                scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
+                if getattr(comm, "scales_itself", False):
+                    scaling = Scaling(True)
+                self._scratch_bytes += gradients.issue_reduce(comm, scaling)
+                nbytes += gradients.buffer_bytes
+        unit.ledger.reducing += self._scratch_bytes
+        unit.ledger.note()
+        if stream.listeners:
+            unit.emit("reduce", nbytes)
+
+    def is_completed(self) -> bool:
+        """Whether `finish` would neither wait nor communicate."""
+        return not self._replicating and all(
+            [g.is_completed() and g.bucket.axes.replicate is None for g in self.unit.gradients]
+        )
+
+    def replicate(self, all_reduce: bool) -> None:
+        """The shard axis is to be done: give the buffers back, and start reducing over the replicate axis. Once.
+
+        Args:
+            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
+        """
+        if self._replicating:
+            return
+        self._replicating = True
+        unit = self.unit
+        for gradients in unit.gradients:
+            if gradients.state is not GradState.REDUCING:
+                continue
+            live = gradients.live_bytes
+            gradients.finish_shard_axis()
+            unit.ledger.reducing -= live
+            if gradients.bucket.axes.replicate is None:
+                continue
+            if not all_reduce:
+                gradients.keep_partial()
+                continue
+            nbytes = gradients.replicate(self.comm)
+            if stream.listeners:
+                unit.emit("all_reduce", nbytes)
+
+    def finish(
+        self, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None, fill_unused: bool
+    ) -> list[torch.Tensor]:
+        """Wait, and deliver into `.grad`.
+
+        Args:
+            all_reduce: see `replicate`.
+            hook: called with each reduced slice [shard_numel] before it is delivered.
+            fill_unused: give parameters that no rank used a gradient of zeros.
+
+        Returns:
+            The sharded parameters whose `.grad` changed, and the optimizer views over them.
+        """
+        self.replicate(all_reduce)
+        given: list[torch.Tensor] = []
+        unit = self.unit
+        for gradients in unit.gradients:
+            if gradients.state is not GradState.REDUCING:
+                continue
+            reduced = gradients.finish_replicate()
+            if hook is not None:
+                hook(reduced)
+            given += [member.sharded for member in gradients.deliver(fill_unused)]
+            given += [v.tensor for v in gradients.delivery.views if v.tensor is not None and v.has_gradient]
+        self.drop()
+        if stream.listeners:
+            unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))
+        return given
+
+    def drop(self) -> None:
+        """The scratch memory is gone."""
+        self.unit.ledger.reducing -= self._scratch_bytes
+        self._scratch_bytes = 0

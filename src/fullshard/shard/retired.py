@@ -1,0 +1,67 @@
+"""What Parameter objects become once their values have moved into a shard: any use raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+from ..torch_private.local_tensor import set_local
+from .member import NAME_KEY, SUCCESSOR_KEY
+
+
+class OriginalParameter(nn.Parameter):
+    """What a parameter object becomes once its values have moved into a shard: any use raises.
+
+    Ties to it are followed by later `fully_shard` calls; an optimizer that still holds it would train nothing.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = next((a.__dict__.get(NAME_KEY) for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None)
+        raise ConfigError(
+            "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
+            parameter=name or "?",
+            got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
+            remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
+            "modules inside one module that fully_shard is applied to",
+        )
+
+
+class OriginalDTensor(DTensor):
+    """As `OriginalParameter`, for a parameter that was a DTensor (tensor parallelism)."""
+
+    __slots__: list[str] = []
+    __torch_function__ = OriginalParameter.__torch_function__
+
+
+def retire(original: nn.Parameter, name: str, successor: torch.Tensor) -> None:
+    """Free `original`'s values and make every further use of the object raise.
+
+    `successor_of` still tells what took its place.
+    """
+    original.grad = None
+    if type(original) is not nn.Parameter and not isinstance(original, DTensor):  # a subclass with inner tensors
+        original.__dict__.clear()
+        original.__class__ = OriginalParameter
+        original.__dict__.update({NAME_KEY: name, SUCCESSOR_KEY: successor})
+        return
+    nothing = torch.empty(0, dtype=original.dtype, device=original.device)
+    if isinstance(original, DTensor):
+        set_local(original, nothing)
+        original.__class__ = OriginalDTensor  # type: ignore[assignment]
+    else:
+        original.data = nothing
+        original.__class__ = OriginalParameter
+    original.__dict__[NAME_KEY] = name
+    original.__dict__[SUCCESSOR_KEY] = successor

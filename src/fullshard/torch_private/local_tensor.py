@@ -1,0 +1,45 @@
+"""The tensor inside a DTensor, and reading attributes of tensor subclasses without asking them.
+
+Private torch API: `DTensor._local_tensor`, `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
+The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
+identity could not be checked every step; and plain attribute access, 2 us in place of 0.1 where a class has a
+`__torch_function__`. `tests/test_private_api.py` says when one goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+plain_access = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of subclasses is not asked."""
+plain_call: Callable[..., Any] = torch._C._disabled_torch_function_impl
+"""What a `__torch_function__` calls to have the operation done as usual."""
+
+_grad: Any = torch.Tensor.grad  # the descriptors
+read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+"""`tensor.grad` within `plain_access`, past a subclass's own property."""
+write_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+delete_grad: Callable[[torch.Tensor], None] = _grad.__delete__
+_data: Any = torch.Tensor.data
+read_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor inside a `DTensor` or a `FlatShard`: the very object, to tell whether it was replaced."""
+    return parameter._local_tensor  # type: ignore[attr-defined]
+
+
+def set_local(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Make a `DTensor` or a `FlatShard` a view of `local`, of the same shape and dtype."""
+    parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank has of a tensor that may be a `DTensor`, detached; a plain tensor is all there."""
+    found: Any = tensor.detach()
+    local: torch.Tensor = found._local_tensor if isinstance(found, DTensor) else found
+    return local
