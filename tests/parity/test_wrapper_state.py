@@ -333,9 +333,9 @@ def memory_bound(orig: bool) -> list[str]:
     model, _ = wrapped("nested", orig)
     peak, problems = [0], []
     sizes = [sum(b.layout.gathered_numel for b in m._hooks().unit.buckets) for m in FSDP.fsdp_modules(model)]
-    from fullshard.api.wrapper import model_state as wrapper_state
+    from fullshard.checkpoint import values
 
-    gather, alive = wrapper_state.gather_whole, []
+    gather, alive = values.gather_whole, []
 
     def whole() -> int:
         return sum({s._cdata: s.nbytes() // 4 for ref in alive if (s := ref()) is not None}.values())
@@ -349,12 +349,12 @@ def memory_bound(orig: bool) -> list[str]:
         peak[0] = max(peak[0], whole())
         return made
 
-    wrapper_state.gather_whole = counted
+    values.gather_whole = counted
     try:
         with typed("FULL", model, FULL(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
     finally:
-        wrapper_state.gather_whole = gather
+        values.gather_whole = gather
     if len(alive) != len(sizes) or peak[0] > max(sizes):
         problems.append(f"{len(alive)} gathers, {peak[0]} elements whole at once; the largest unit has {max(sizes)}")
     for key, value in state.items():

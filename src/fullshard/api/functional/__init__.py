@@ -2,7 +2,6 @@
 
 from .copying import deepcopy_module
 from .fully_shard import _move_buffers, find_root
-from .state_dict import shape_error
 
 __all__ = [
     "HOOKS_KEY",
@@ -11,6 +10,5 @@ __all__ = [
     "find_root",
     "hooks_of",
     "is_unit",
-    "shape_error",
     "unit_of",
 ]

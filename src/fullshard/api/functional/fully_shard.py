@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
 from ...errors import ConfigError, PhaseError
 from ...layout import Blocks
@@ -25,7 +26,6 @@ from ...shard.build import BuildSettings, build_unit, check_parameters, check_ti
 from ...shard.offload import home_of
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
-from .state_dict import before_load, before_state_dict
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
