@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_name, clean_path
 from . import values
+from .held import held_by
 from .model import cut_whole_values, in_form
 from .names import Table
-from .optimizer import collect, cut_states, held_by, named_state, state_to_load
+from .optimizer import collect, cut_states, named_state, state_to_load
 from .values import Form
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -8,85 +8,21 @@ of the table; a file does not know which of them was used, nor on how many ranks
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import CheckpointError, DivergenceError, MissingStateError
+from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from . import values
+from .held import Held, Kind, Kinds, agreed, held_by, kinds_of
 from .names import Named, Table
 from .values import Form
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
 Blank = Literal["never", "unless stepped", "where missing"]
-
-
-@dataclass(eq=False)
-class Held:
-    """One tensor that an optimizer updates.
-
-    Attributes:
-        tensor: as the optimizer has it.
-        rows: the parameters whose state its state is, in order.
-        group, index: which of the optimizer's groups it is in, and its number in the optimizer.
-        view: of a tensor over several parameters: the elements [begin, begin + length) of the shard that it covers.
-    """
-
-    tensor: torch.Tensor
-    rows: list[Named]
-    group: int
-    index: int
-    view: tuple[int, int] | None = None
-
-    @property
-    def takes_any_shape(self) -> bool:
-        """Whether the optimizer sees the whole shape, so that state of any shape keeps its meaning."""
-        row = self.rows[0]
-        if row.bucket is None or row.member is None:
-            return True
-        return self.view is None and values.has_whole_shape(row.bucket, row.member)
-
-    def local(self, row: Named, value: torch.Tensor) -> torch.Tensor:
-        """The local part of `row` in state like `tensor`."""
-        assert row.bucket is not None and row.member is not None
-        if self.view is not None:
-            return values.part(row.bucket, value, row.member, self.view[0])
-        return values.local(row.bucket, value, row.member)
-
-
-def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
-    """The tensors of an optimizer's `param_groups`, in its order, matched with the model's parameters.
-
-    Raises:
-        CheckpointError: a tensor that is neither a parameter of the model nor covers some.
-    """
-    known: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}
-    known |= {key: ([row], None) for key, row in table.by_tensor.items()}
-    for unit, _ in table.units:
-        for tensor, begin, length, members in values.views_of(unit):
-            rows = [row for member in members if (row := table.of(member)) is not None]
-            if rows:
-                known[id(tensor)] = (rows, (begin, length))
-    found: list[Held] = []
-    for g, group in enumerate(groups):
-        for tensor in group["params"]:
-            if id(tensor) not in known:
-                raise CheckpointError(
-                    "The optimizer holds a tensor that is not the model's.",
-                    got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
-                    remedy="build it from model.parameters() or optimizer_view(model) after sharding the model",
-                )
-            rows, view = known[id(tensor)]
-            found.append(Held(tensor, rows, g, len(found), view))
-    return found
-
-
-# What state there is.
 
 
 def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
@@ -119,98 +55,6 @@ def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[i
                 value.zero_()
         made[id(tensor)] = state
     return made
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What one key of a parameter's state is, on one rank: the same facts serve those that have none of it.
-
-    Attributes:
-        what: one value per element, one for all, or of a shape that only the optimizer understands.
-        detail: dtype of elements, or the one value.
-        owns: whether the rank holds any of the parameter.
-    """
-
-    what: Literal["element", "value", "other"]
-    detail: Any
-    owns: bool
-
-
-Kinds = dict[str, dict[str, _Kind]]  # by parameter name and key
-
-
-def _kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
-    found: Kinds = {row.name: {} for row in held.rows}
-    expected = tuple(held.tensor.shape) if held.view is None else (held.view[1],)
-    for key, value in state.items():
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            what, detail = "value", value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        elif tuple(value.shape) == expected:
-            what, detail = "element", value.dtype
-        elif held.takes_any_shape:
-            what, detail = "other", None
-        else:
-            raise CheckpointError(
-                f"State {key!r} of the optimizer is not one value per element: on parts of parameters, nothing says "
-                "what it stands for.",
-                parameter=", ".join(row.name for row in held.rows),
-                expected=f"shape {expected} or ()",
-                got=f"shape {tuple(value.shape)}",
-                remedy="use this optimizer on sharded parameters that keep their shape (fully_shard's, or NO_SHARD), "
-                "or an element-wise optimizer (SGD, Adam, AdamW, ...)",
-            )
-        for row in held.rows:
-            owns = row.bucket is None or row.member is None or values.owns(row.bucket, row.member)
-            found[row.name][key] = _Kind(what, detail, owns)  # type: ignore[arg-type]
-    return found
-
-
-def _agreed(table: Table, structure: list[list[str]], mine: Kinds, error: str | None) -> Kinds:
-    """What state there is on any rank: one that holds nothing of a parameter learns of it from the others. Collective.
-
-    Raises:
-        DivergenceError: ranks' optimizers hold different parameters, or group them differently; on every rank.
-        CheckpointError: the first rank's `error`, on every rank.
-    """
-    axes = {id(b.axes.shard.group): b.axes.shard for b, _ in table.buckets() if b.axes.shard.size > 1}
-    for axis in axes.values():
-        everyone: list[Any] = [None] * axis.size
-        dist.all_gather_object(everyone, (structure, mine, error), group=axis.group)
-        for rank, (theirs, _, failed) in enumerate(everyone):
-            if failed is not None:
-                raise CheckpointError(failed)
-            if theirs != everyone[0][0]:
-                _refuse_structure(axis.ranks[0], everyone[0][0], axis.ranks[rank], theirs)
-        merged: Kinds = {}
-        for _, kinds, _ in everyone:
-            for name, own in kinds.items():
-                known = merged.setdefault(name, {})
-                for key, kind in own.items():
-                    if key not in known or (kind.owns and not known[key].owns):
-                        known[key] = kind
-        mine = merged
-    if error is not None:
-        raise CheckpointError(error)
-    return mine
-
-
-def _refuse_structure(first: int, known: list[list[str]], rank: int, theirs: list[list[str]]) -> None:
-    there, here = ({name: g for g, names in enumerate(groups) for name in names} for groups in (known, theirs))
-    name = min((n for n in {*there, *here} if there.get(n) != here.get(n)), default=None)
-
-    def said(groups: dict[str, int]) -> str:
-        return f"{len(groups)} parameters, this one in group {groups[name]}" if name in groups else "without it"
-
-    raise DivergenceError(
-        "Ranks' optimizers hold different parameters, or group them differently: their state cannot be put together.",
-        parameter=name,
-        rank=rank,
-        expected=f"as on rank {first}: {said(there)}",
-        got=said(here),
-        remedy="build the optimizer from the same parameters in the same groups on every rank, in any order",
-    )
 
 
 # Collecting.
@@ -254,9 +98,9 @@ def collect(
             states |= {id(one): made[id(one.tensor)] for one in lacking}
         kinds, error = _all_kinds(held, states)
         if agree:
-            kinds = _agreed(table, structure, kinds, error)
+            kinds = agreed(table, structure, kinds, error)
         elif error is not None:
-            raise CheckpointError(error)
+            raise error
         if blank != "unless stepped" or any(kinds.values()):
             break
     holder = {row.name: one for one in held for row in one.rows}
@@ -266,25 +110,19 @@ def collect(
             state = states[id(holder[row.name])]
             result[row.name] = {key: _plain(value, form, table) for key, value in state.items() if value is not None}
     for bucket, comm in table.buckets():
-        rows = [row for m in bucket.members if (row := table.of(m)) is not None and kinds.get(row.name)]
-        _collect_bucket(
-            bucket,
-            comm,
-            [(row, holder[row.name], states[id(holder[row.name])], kinds[row.name]) for row in rows],
-            form,
-            wanted,
-            result,
-        )
+        known = [row for m in bucket.members if (row := table.of(m)) is not None and kinds.get(row.name)]
+        found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
+        _collect_bucket(bucket, comm, found, form, wanted, result)
     return {row.name: result[row.name] for row in table.parameters if row.name in result} if wanted else {}
 
 
-def _all_kinds(held: list[Held], states: dict[int, Any]) -> tuple[Kinds, str | None]:
+def _all_kinds(held: list[Held], states: dict[int, Any]) -> tuple[Kinds, CheckpointError | None]:
     kinds: Kinds = {}
     try:
         for one in held:
-            kinds |= _kinds_of(one, states[id(one)])
+            kinds |= kinds_of(one, states[id(one)])
     except CheckpointError as found:
-        return kinds, str(found)
+        return kinds, found
     return kinds, None
 
 
@@ -311,7 +149,7 @@ def _copied(value: Any) -> Any:
 def _collect_bucket(
     bucket: Bucket,
     comm: Comm,
-    rows: list[tuple[Named, Held, Mapping[str, Any], dict[str, _Kind]]],
+    rows: list[tuple[Named, Held, Mapping[str, Any], dict[str, Kind]]],
     form: Form,
     wanted: bool,
     result: States,

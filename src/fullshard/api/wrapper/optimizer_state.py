@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ...checkpoint.functions import state_from_rank0
+from ...checkpoint.held import held_by
 from ...checkpoint.names import Table
-from ...checkpoint.optimizer import held_by, named_state, state_to_load
+from ...checkpoint.optimizer import named_state, state_to_load
 from ...checkpoint.values import Form
 from ...errors import CheckpointError
 from .model_state import form_of, instances_of
