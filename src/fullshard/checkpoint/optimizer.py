@@ -110,7 +110,7 @@ def collect(
             state = states[id(holder[row.name])]
             result[row.name] = {key: _plain(value, form, table) for key, value in state.items() if value is not None}
     for bucket, comm in table.buckets():
-        known = [row for m in bucket.members if (row := table.of(m)) is not None and kinds.get(row.name)]
+        known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
         found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
         _collect_bucket(bucket, comm, found, form, wanted, result)
     return {row.name: result[row.name] for row in table.parameters if row.name in result} if wanted else {}
@@ -257,7 +257,8 @@ def _cut_into(state: dict[str, Any], one: Held, row: Named, key: str, value: Any
     elif bucket is None or member is None:
         state[key] = values.like_plain(one.tensor, value, table.axes.device)
     elif values.shape_of(value) != row.shape and one.takes_any_shape:
-        whole = value if row.says_whole else values.whole_of(value, bucket.axes.device)
+        keeps = row.says_whole and isinstance(value, torch.Tensor)
+        whole = value if keeps else values.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
     elif values.shape_of(value) != row.shape:
         raise CheckpointError(

@@ -40,11 +40,13 @@ class OptimizerStateMethods:
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`; an empty dict on ranks that
-            a FULL config with `rank0_only` gives nothing. Parameters that were never updated have no state.
+            a FULL config with `rank0_only` gives nothing. Parameters that were never updated have no state; but
+            sharded state of an optimizer that has not stepped yet is zeros, for a checkpoint to be loaded into.
 
         Raises:
             CheckpointError: the optimizer holds a tensor that is not the model's, or keeps state that is neither a
                 scalar nor one value per element.
+            DivergenceError: ranks' optimizers hold different parameters, or group them differently.
         """
         return _saved(model, optim, form_of(_first(model), optimizer=True), optim_state_dict)
 
@@ -64,12 +66,13 @@ class OptimizerStateMethods:
         Args:
             model, optim: as for `optim_state_dict`.
             optim_state_dict: what `optim_state_dict` gave, whole or sharded.
-            is_named_optimizer: keys of the result are parameter names rather than numbers.
+            is_named_optimizer: keys of the result are the names that `model.named_parameters()` has, not numbers.
             load_directly: load it, too.
             group: as for `optim_state_dict`.
 
         Raises:
-            CheckpointError: a shape or scalar that does not fit; nothing was loaded then.
+            CheckpointError: a shape or scalar that does not fit, or a part of a `FlatParameter` without state (a
+                `ValueError` too); nothing was loaded then.
         """
         sent = form_of(_first(model), optimizer=True).rank0_only
         result = _to_load(model, optim, optim_state_dict, is_named_optimizer, sent)
