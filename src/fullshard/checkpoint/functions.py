@@ -21,7 +21,7 @@ from ..names import clean_name, clean_path
 from . import values
 from .held import held_by
 from .model import cut_whole_values, in_form
-from .names import Table
+from .names import Table, settle
 from .optimizer import collect, cut_states, named_state, state_to_load
 from .values import Form
 
@@ -180,6 +180,7 @@ def get_optimizer_state_dict(
         DivergenceError: ranks' optimizers hold different parameters.
     """
     options = options or StateDictOptions()
+    settle(model)
     table, given = _table(model, options), _listed(optimizers)
     if not table.sharded:
         return dcp.get_optimizer_state_dict(model, given, submodules=submodules, options=options)
@@ -265,6 +266,7 @@ def set_optimizer_state_dict(
         ConfigError: `broadcast_from_rank0` without `full_state_dict`.
     """
     options = options or StateDictOptions()
+    settle(model)
     table, given = _table(model, options), _listed(optimizers)
     saved = optim_state_dict
     if options.flatten_optimizer_state_dict and "state" not in saved and saved:
@@ -275,9 +277,8 @@ def set_optimizer_state_dict(
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)
-    table.settle()
     needs_all = options.strict and not table.wrapped
-    loaded = [state_to_load(table, optimizer, saved, needs_all=needs_all) for optimizer in given]
+    loaded = [state_to_load(table, optimizer.param_groups, saved, needs_all=needs_all) for optimizer in given]
     for optimizer, state in zip(given, loaded, strict=True):
         optimizer.load_state_dict(state)
 

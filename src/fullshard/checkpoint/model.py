@@ -197,7 +197,7 @@ def _load_bucket(
     buffer = None if given is None else values.slice_in(bucket, given, slice_name)
     for member in bucket.members:
         row = table.of(member)
-        names = [member.slot.name] if row is None else row.names
+        names = [] if row is None else row.names  # none: the user took its module out
         present = [name for name in names if prefix + name in state]
         local = None
         if buffer is not None:

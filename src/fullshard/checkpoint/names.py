@@ -130,12 +130,13 @@ class Table:
         """Whether any unit holds any of it."""
         return any(row.member is not None for row in self.parameters)
 
-    def settle(self) -> None:
-        """Free the wrapper's units, and notice what the user replaced in them."""
-        for unit, hooks in self.units:
-            if hooks is not None and not all(values.says_whole(member) for member in unit.members):
-                hooks.reshard()
-                unit.refresh()
+
+def settle(model: nn.Module) -> None:
+    """Free the wrapper's units in `model`, and notice what the user replaced in them. Before a table is made."""
+    for unit, hooks in _units_in(model):
+        if hooks is not None and not all(values.says_whole(member) for member in unit.members):
+            hooks.reshard()
+            unit.refresh()
 
 
 def _units_in(model: nn.Module) -> list[tuple[Unit, UnitHooks | None]]:

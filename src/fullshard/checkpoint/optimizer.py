@@ -107,8 +107,11 @@ def collect(
     result: States = {}
     for row in table.parameters:
         if row.bucket is None and row.name in holder and kinds.get(row.name):
-            state = states[id(holder[row.name])]
-            result[row.name] = {key: _plain(value, form, table) for key, value in state.items() if value is not None}
+            one = holder[row.name]
+            state = {key: value for key, value in states[id(one)].items() if value is not None}
+            result[row.name] = {
+                key: _as_shown(row, one, value, form, table.axes.device) for key, value in state.items()
+            }
     for bucket, comm in table.buckets():
         known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
         found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
@@ -131,15 +134,6 @@ def _state_of(table: Table, one: Held, optimizer: Any, given: Mapping[Any, Any] 
         return optimizer.state.get(one.tensor) or {}
     keys = (one.index, one.rows[0].name, table.raw.get(id(one.tensor)))
     return next((given[key] for key in keys if given.get(key)), {})
-
-
-def _plain(value: Any, form: Form, table: Table) -> Any:
-    """State of a parameter that no unit holds, as a state dict keeps it."""
-    if not values.is_array(value):
-        return _copied(value)
-    if form.kind == "whole":
-        return values.kept(values.whole_of(value, table.axes.device), form)
-    return value.detach().cpu() if form.to_cpu else value.detach()
 
 
 def _copied(value: Any) -> Any:
@@ -168,10 +162,10 @@ def _collect_bucket(
             for row, one, value, kind in mine:
                 own = value if one.takes_any_shape and value is not None else kind.detail
                 result.setdefault(row.name, {})[key] = _copied(own)
-        elif what == "other" or (form.kind == "sharded" and mine[0][0].says_whole) or not bucket.plain:
+        elif what == "other" or (form.kind == "sharded" and mine[0][0].says_whole) or values.is_subclass(bucket):
             for row, one, value, _ in mine:
                 if value is not None:
-                    result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form)
+                    result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form, bucket.axes.device)
         else:
             buffer = values.buffer_of(bucket, dtype)  # type: ignore[arg-type]
             for row, one, value, _ in mine:
@@ -185,13 +179,14 @@ def _collect_bucket(
                     result.setdefault(names[id(member)], {})[key] = kept
 
 
-def _as_shown(row: Named, one: Held, value: Any, form: Form) -> Any:
+def _as_shown(row: Named, one: Held, value: Any, form: Form, device: torch.device) -> Any:
     """State in the form of the parameter, sharing memory with the optimizer's; or what that says of the whole."""
+    if not values.is_array(value):
+        return _copied(value)
     if one.view is not None and row.bucket is not None and row.member is not None:
         value = values.shown(row.bucket, one.local(row, value), row.member)
     if form.kind == "whole":
-        assert row.bucket is not None
-        return values.kept(values.whole_of(value, row.bucket.axes.device), form)
+        return values.kept(values.whole_of(value, device), form)
     return value.detach().cpu() if form.to_cpu else value
 
 
@@ -300,7 +295,6 @@ def named_state(
         given: in the form of `optimizer.state_dict()`, in place of the optimizer's own; without `param_groups`, the
             result has none either.
     """
-    table.settle()
     held = held_by(table, optimizer.param_groups)
     state = collect(table, held, optimizer, form, blank, None if given is None else given["state"], wanted)
     if not wanted:
@@ -316,23 +310,28 @@ def named_state(
 
 
 def state_to_load(
-    table: Table, optimizer: Any, saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
+    table: Table, groups: list[Any], saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
 ) -> dict[str, Any]:
     """`saved`, in the form of `named_state`, in the form that `optimizer.load_state_dict` takes. See `cut_states`.
 
     Args:
+        groups: the optimizer's `param_groups`.
         saved: without `param_groups`, the optimizer's own settings stay.
         named: keys are the model's own names of the tensors, wrapping included, rather than numbers.
     """
-    held = held_by(table, optimizer.param_groups)
+    if "state" not in saved:
+        raise CheckpointError(
+            "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
+        )
+    held = held_by(table, groups)
     states = cut_states(table, held, saved["state"], needs_all)
     keys = {one.index: table.raw.get(id(one.tensor), one.rows[0].name) if named else one.index for one in held}
     known = {name: group for group in saved.get("param_groups", ()) for name in group["params"]}
-    groups = []
-    for g, group in enumerate(optimizer.param_groups):
+    result = []
+    for g, group in enumerate(groups):
         own = [one for one in held if one.group == g]
         names = [name for one in own for row in one.rows for name in row.names]
         settings = {**group, **next((known[name] for name in names if name in known), {})}
         settings.pop("param_names", None)
-        groups.append({**settings, "params": [keys[one.index] for one in own]})
-    return {"state": {keys[index]: state for index, state in states.items()}, "param_groups": groups}
+        result.append({**settings, "params": [keys[one.index] for one in own]})
+    return {"state": {keys[index]: state for index, state in states.items()}, "param_groups": result}

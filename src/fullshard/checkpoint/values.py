@@ -129,6 +129,11 @@ def is_split(bucket: Bucket) -> bool:
     return bucket.layout.world > 1
 
 
+def is_subclass(bucket: Bucket) -> bool:
+    """Whether it holds a tensor subclass that gathers itself: no buffer is laid out as its shard."""
+    return not bucket.plain
+
+
 def says_whole(member: Member) -> bool:
     """Whether the shown form tells the whole's shape and can be made whole: of `fully_shard`, not of the wrapper."""
     return hasattr(member.sharded, "full_tensor")
@@ -328,15 +333,18 @@ class Sent:
 
     Every rank must use the same ones in the same order. `nn.Module.load_state_dict` takes it as it is.
 
-    Args:
-        size, dtype: of the tensor.
+    Attributes:
+        shape, dtype: of the tensor.
         axes: the ranks; rank 0 sends to the first rank of every replica, and those to their shard axis.
-        value: the tensor, on rank 0.
+        value: the tensor, on rank 0; else None.
     """
 
-    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, axes: MeshAxes, value: Any) -> None:
-        self.shape, self.dtype, self.axes, self.value = torch.Size(size), dtype, axes, value
-        self.is_meta = False
+    is_meta = False
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.shape, self.dtype = value.shape, value.dtype
+        self.axes: Any = None
+        self.value: torch.Tensor | None = None
 
     def full_tensor(self) -> torch.Tensor:
         """The tensor, on the device where ranks communicate. Collective."""
@@ -363,27 +371,23 @@ def _ways(axes: MeshAxes) -> Iterator[Any]:
 
 def from_rank0(tree: Any, axes: MeshAxes) -> Any:
     """Rank 0's nested dicts on every rank, tensors in them as `Sent`. Collective, and so is every use of those."""
-    plan = [_described(tree)]
+    is_first = axes.shard.rank == 0 and (axes.replicate is None or axes.replicate.rank == 0)
+    plan = [_planned(tree) if is_first else None]
     for axis in _ways(axes):
         dist.broadcast_object_list(plan, group_src=0, group=axis.group)
-    is_first = axes.shard.rank == 0 and (axes.replicate is None or axes.replicate.rank == 0)
-    return _sent(plan[0], tree if is_first else None, axes)
+    _complete(plan[0], tree if is_first else None, axes)
+    return plan[0]
 
 
-@dataclass(frozen=True)
-class _Description:
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _described(tree: Any) -> Any:
+def _planned(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _described(value) for key, value in tree.items()}
-    sends = isinstance(tree, torch.Tensor) and tree.dim() > 0
-    return _Description(tuple(tree.shape), tree.dtype) if sends else tree
+        return {key: _planned(value) for key, value in tree.items()}
+    return Sent(tree) if isinstance(tree, torch.Tensor) and tree.dim() > 0 else tree
 
 
-def _sent(plan: Any, tree: Any, axes: MeshAxes) -> Any:
+def _complete(plan: Any, tree: Any, axes: MeshAxes) -> None:
     if isinstance(plan, dict):
-        return {key: _sent(value, None if tree is None else tree[key], axes) for key, value in plan.items()}
-    return Sent(plan.size, plan.dtype, axes, tree) if isinstance(plan, _Description) else plan
+        for key, value in plan.items():
+            _complete(value, None if tree is None else tree[key], axes)
+    elif isinstance(plan, Sent):
+        plan.axes, plan.value = axes, tree

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...checkpoint.functions import state_from_rank0
 from ...checkpoint.held import held_by
-from ...checkpoint.names import Table
+from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import named_state, state_to_load
 from ...checkpoint.values import Form
 from ...errors import CheckpointError
@@ -75,7 +75,7 @@ class OptimizerStateMethods:
                 `ValueError` too); nothing was loaded then.
         """
         sent = form_of(_first(model), optimizer=True).rank0_only
-        result = _to_load(model, optim, optim_state_dict, is_named_optimizer, sent)
+        result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -117,7 +117,7 @@ class OptimizerStateMethods:
     ) -> dict[str, Any]:
         """As `optim_state_dict_to_load` of sharded values. Deprecated in PyTorch."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(model, optim, sharded_optim_state_dict)
+        return _to_load(model, optim.param_groups, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -152,7 +152,7 @@ class OptimizerStateMethods:
             CheckpointError: a key that the model or the optimizer does not have.
         """
         kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
-        held = held_by(Table(model), _groups(model, optim, optim_input).param_groups)
+        held = held_by(Table(model), _groups(model, optim, optim_input))
         names = [row.name for one in held for row in one.rows]
         to: dict[Any, Any] = dict(enumerate(names))
         if kind is OptimStateKeyType.PARAM_ID:
@@ -184,25 +184,19 @@ def _first(model: nn.Module) -> Any:
     return found[0]
 
 
-class _Groups:
-    """Parameter groups where no optimizer is at hand."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.param_groups = groups
-
-
-def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any) -> Any:
+def _groups(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any) -> list[dict[str, Any]]:
     if optim is not None:
-        return optim
+        return optim.param_groups
     given = list(optim_input if optim_input is not None else model.parameters())
     if given and isinstance(given[0], dict):
-        return _Groups([{**group, "params": list(group["params"])} for group in given])
-    return _Groups([{"params": given}])
+        return [{**group, "params": list(group["params"])} for group in given]
+    return [{"params": given}]
 
 
 def _saved(model: nn.Module, optim: Any, form: Form, given: dict[str, Any] | None = None) -> dict[str, Any]:
     first = _first(model)
     first._lazy_init()
+    settle(model)
     # A sharded state is what checkpoints are loaded into, so before the first step it is zeros rather than nothing.
     blank: Any = "unless stepped" if form.kind == "sharded" and given is None else "never"
     if form.kind == "local":
@@ -211,8 +205,8 @@ def _saved(model: nn.Module, optim: Any, form: Form, given: dict[str, Any] | Non
 
 
 def _to_load(
-    model: nn.Module, optim: Any, saved: dict[str, Any] | None, named: bool = False, sent: bool = False
+    model: nn.Module, groups: list[Any], saved: dict[str, Any] | None, named: bool = False, sent: bool = False
 ) -> dict[str, Any]:
     _first(model)._lazy_init()
     table = Table(model)
-    return state_to_load(table, optim, state_from_rank0(saved, table) if sent else saved or {}, named)
+    return state_to_load(table, groups, state_from_rank0(saved, table) if sent else saved or {}, named)
