@@ -5,6 +5,7 @@
       LayoutError      (ValueError)    a parameter that cannot be laid out as asked
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
+        MissingStateError (ValueError too) optimizer state to load that lacks a parameter
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
         UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
@@ -70,6 +71,10 @@ class DivergenceError(FullshardError, RuntimeError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A state dict or checkpoint that does not fit the model."""
+
+
+class MissingStateError(CheckpointError, ValueError):
+    """Optimizer state to load that lacks a parameter whose neighbours it has."""
 
 
 class PhaseError(FullshardError, RuntimeError):

@@ -333,15 +333,15 @@ def memory_bound(orig: bool) -> list[str]:
     model, _ = wrapped("nested", orig)
     peak, problems = [0], []
     sizes = [sum(b.layout.gathered_numel for b in m._runner().unit.buckets) for m in FSDP.fsdp_modules(model)]
-    from fullshard.api.wrapper import model_state as wrapper_state
+    from fullshard.shard import Bucket
 
-    gather, alive = wrapper_state.gather_whole, []
+    gather, alive = Bucket.gather_whole, []
 
     def whole() -> int:
         return sum({s._cdata: s.nbytes() // 4 for ref in alive if (s := ref()) is not None}.values())
 
-    def counted(comm: Any, bucket: Any, local: torch.Tensor) -> torch.Tensor:
-        made = gather(comm, bucket, local)
+    def counted(bucket: Any, comm: Any, local: torch.Tensor) -> torch.Tensor:
+        made = gather(bucket, comm, local)
         alive.append(weakref.ref(made.untyped_storage()))
         deadline = time.monotonic() + 2  # gloo's own thread lets go of a gather a moment after it is done
         while whole() > max(sizes) and time.monotonic() < deadline:
@@ -349,12 +349,12 @@ def memory_bound(orig: bool) -> list[str]:
         peak[0] = max(peak[0], whole())
         return made
 
-    wrapper_state.gather_whole = counted
+    Bucket.gather_whole = counted
     try:
         with typed("FULL", model, FULL(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
     finally:
-        wrapper_state.gather_whole = gather
+        Bucket.gather_whole = gather
     if len(alive) != len(sizes) or peak[0] > max(sizes):
         problems.append(f"{len(alive)} gathers, {peak[0]} elements whole at once; the largest unit has {max(sizes)}")
     for key, value in state.items():

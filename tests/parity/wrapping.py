@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.checkpoint.parts import whole_of
+from fullshard.checkpoint.values import whole_of
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,5 @@
 """State dicts and checkpoints."""
 
-from .optimizer import load_optimizer_state_dict, optimizer_state_dict
+from .functions import load_optimizer_state_dict, optimizer_state_dict
 
 __all__ = ["load_optimizer_state_dict", "optimizer_state_dict"]

@@ -1,122 +1,32 @@
-"""Optimizer state by parameter name, as sharded tensors that `torch.distributed.checkpoint` saves and reshards.
+"""Optimizer state by parameter name: collected from whatever an optimizer updates, and cut into it again.
 
-The same for an optimizer of sharded parameters and for one of `optimizer_view`s: a view's state is cut into the
-parameters it covers, so a checkpoint does not know which of them was used, nor on how many ranks.
+An optimizer may update sharded parameters, the wrapper's local parts, `FlatParameter`s or `optimizer_view`s, which
+cover several parameters, or plain parameters that no unit holds. Each is one `Held`, whose state is that of its rows
+of the table; a file does not know which of them was used, nor on how many ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from ..errors import CheckpointError
-from ..shard import Bucket, LocalForm, Member, OptimizerView, members_of, names_of
+from ..comm import Comm
+from ..errors import CheckpointError, MissingStateError
+from ..shard import Bucket
+from . import values
+from .held import Held, Kind, Kinds, agreed, held_by, kinds_of
+from .names import Named, Table
+from .values import Form
 
-
-class _Entry:
-    """One tensor that an optimizer updates: the parameters whose state its state is."""
-
-    def __init__(self, tensor: Any, parts: list[tuple[str, Bucket | None, Member | None]], view: OptimizerView | None):
-        self.tensor, self.parts, self.view = tensor, parts, view
-
-
-def _entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Entry]:
-    """The optimizer's tensors in order, matched with the model's parameters.
-
-    Raises:
-        CheckpointError: the optimizer holds a tensor that is neither a parameter of the model nor a view of one.
-    """
-    names = names_of(model)
-    views: dict[int, tuple[OptimizerView, Bucket]] = {}
-    owners: dict[int, tuple[Bucket, Member]] = {}
-    for bucket, gradients, member in members_of(model):
-        if isinstance(bucket.form, LocalForm):
-            raise CheckpointError(
-                "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
-                parameter=member.name,
-                remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
-            )
-        owners[id(member.sharded)] = (bucket, member)
-        for view in gradients.delivery.views:
-            views[id(view.tensor)] = (view, bucket)
-    found = []
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if id(tensor) in views:
-                view, bucket = views[id(tensor)]
-                members = [bucket.members[i] for i in view.members]
-                found.append(_Entry(tensor, [(names[id(m.sharded)], bucket, m) for m in members], view))
-            elif id(tensor) in names:
-                owner = owners.get(id(tensor), (None, None))
-                found.append(_Entry(tensor, [(names[id(tensor)], *owner)], None))
-            else:
-                raise CheckpointError(
-                    "The optimizer holds a tensor that is not the model's.",
-                    got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
-                    remedy="build it from model.parameters() or optimizer_view(model) after fully_shard",
-                )
-    return found
+States = dict[str, dict[str, Any]]  # by parameter name and key
+Blank = Literal["never", "unless stepped", "where missing"]
 
 
-def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, keyed by parameter name.
-
-    Args:
-        model: the sharded model.
-        optimizer: of its parameters, of its `optimizer_view`s, or both. One that has not stepped yet gives state of
-            the right shapes filled with zeros, into which a checkpoint can be loaded; it is not changed.
-
-    Returns:
-        `{"state": {parameter: {key: tensor}}, "groups": {index: {setting: tensor}}}`. State of a parameter's shape is
-        sharded as the parameter; scalars are plain tensors; numeric settings of groups are float64 tensors.
-
-    Raises:
-        CheckpointError: state of a view that is neither a scalar nor one value per element, or a foreign tensor.
-    """
-    entries = _entries(model, optimizer)
-    states = {id(e.tensor): optimizer.state.get(e.tensor) or None for e in entries}
-    if any(state is None for state in states.values()):
-        states |= _blank_states(optimizer, [e.tensor for e in entries if states[id(e.tensor)] is None])
-    result: dict[str, Any] = {}
-    for entry in entries:
-        state = states[id(entry.tensor)] or {}
-        for name, bucket, member in entry.parts:
-            result[name] = {k: _part_of(v, k, entry, bucket, member) for k, v in state.items() if v is not None}
-    groups = {
-        str(i): {k: torch.tensor(v, dtype=torch.float64) for k, v in group.items() if _numeric(v)}
-        for i, group in enumerate(optimizer.param_groups)
-    }
-    return {"state": result, "groups": groups}
-
-
-def _part_of(value: Any, key: str, entry: _Entry, bucket: Bucket | None, member: Member | None) -> Any:
-    """One parameter's part of a view's state; anything else as it is."""
-    if entry.view is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value if isinstance(value, torch.Tensor) else torch.tensor(value)
-    assert bucket is not None and member is not None
-    if tuple(value.shape) != (entry.view.length,):
-        raise CheckpointError(
-            f"State {key!r} of an optimizer view is not one value per element.",
-            parameter=member.name,
-            expected=f"shape ({entry.view.length},)",
-            got=f"shape {tuple(value.shape)}",
-            remedy="use this optimizer on the sharded parameters, not on optimizer_view",
-        )
-    part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
-    at = value.storage_offset() + (part.offset - entry.view.offset if part.numel else 0)
-    return bucket.shown(value.as_strided(part.shape, part.stride, at), member)
-
-
-def _numeric(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(_numeric(v) for v in value)
-    return isinstance(value, (int, float, bool))
-
-
-def _blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
-    """The state that a first step would make for `tensors`, zeroed; the optimizer and its tensors stay as they are.
+def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
+    """The state that a first step would make for `tensors`, zeroed, by id; the optimizer and they stay as they are.
 
     Made by a step with learning rate 0 and zero gradients, which changes no parameter.
     """
@@ -147,73 +57,281 @@ def _blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[
     return made
 
 
-def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Make `state`, in the form of `optimizer_state_dict`, the optimizer's state.
+# Collecting.
 
-    Everything is checked before anything changes.
+
+def collect(
+    table: Table,
+    held: list[Held],
+    optimizer: Any,
+    form: Form,
+    blank: Blank = "never",
+    given: Mapping[Any, Any] | None = None,
+    wanted: bool = True,
+    agree: bool = True,
+) -> States:
+    """State by parameter name, in the model's order, whatever the optimizer's. Collective, unless `agree` is False.
+
+    A bucket's state is gathered key by key, so that at most one is whole at a time besides the result. Single values
+    (steps) come from a rank that holds some of the parameter; one that holds nothing may have no state for it.
 
     Args:
-        model, optimizer: as for `optimizer_state_dict`, on any number of ranks and with views or without.
-        state: of the same model; typically filled in place by `torch.distributed.checkpoint.load`.
+        blank: which tensors without state get what a first step makes, zeroed: none; all if none has any, on any
+            rank; or each.
+        given: state by number or name in place of the optimizer's own.
+        wanted: whether this rank keeps a result.
+        agree: compare ranks. Without, `form` must be sharded, and no instance of the wrapper in the model.
 
     Raises:
-        CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
-            (such as step counts), which one tensor cannot hold.
+        CheckpointError: state that is neither a scalar nor one value per element.
+        DivergenceError: ranks' optimizers hold different parameters.
     """
-    entries = _entries(model, optimizer)
-    by_name = state["state"]
-    loaded = [(entry, _assemble(entry, by_name)) for entry in entries]
-    for entry, values in loaded:
-        if values:
-            optimizer.state[entry.tensor] = values
+    states = {id(one): _state_of(table, one, optimizer, given) for one in held}
+    structure: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for one in held:
+        structure[one.group].extend(row.name for row in one.rows)
+    structure = [sorted(names) for names in structure]
+    for repeated in (False, True):
+        lacking = [one for one in held if not states[id(one)]]
+        if lacking and (blank == "where missing" or repeated):
+            made = blank_states(optimizer, [one.tensor for one in lacking])
+            states |= {id(one): made[id(one.tensor)] for one in lacking}
+        kinds, error = _all_kinds(held, states)
+        if agree:
+            kinds = agreed(table, structure, kinds, error)
+        elif error is not None:
+            raise error
+        if blank != "unless stepped" or any(kinds.values()):
+            break
+    holder = {row.name: one for one in held for row in one.rows}
+    result: States = {}
+    for row in table.parameters:
+        if row.bucket is None and row.name in holder and kinds.get(row.name):
+            one = holder[row.name]
+            state = {key: value for key, value in states[id(one)].items() if value is not None}
+            result[row.name] = {
+                key: _as_shown(row, one, value, form, table.axes.device) for key, value in state.items()
+            }
+    for bucket, comm in table.buckets():
+        known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
+        found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
+        _collect_bucket(bucket, comm, found, form, wanted, result)
+    return {row.name: result[row.name] for row in table.parameters if row.name in result} if wanted else {}
+
+
+def _all_kinds(held: list[Held], states: dict[int, Any]) -> tuple[Kinds, CheckpointError | None]:
+    kinds: Kinds = {}
+    try:
+        for one in held:
+            kinds |= kinds_of(one, states[id(one)])
+    except CheckpointError as found:
+        return kinds, found
+    return kinds, None
+
+
+def _state_of(table: Table, one: Held, optimizer: Any, given: Mapping[Any, Any] | None) -> Mapping[str, Any]:
+    if given is None:
+        return optimizer.state.get(one.tensor) or {}
+    keys = (one.index, one.rows[0].name, table.raw.get(id(one.tensor)))
+    return next((given[key] for key in keys if given.get(key)), {})
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _collect_bucket(
+    bucket: Bucket,
+    comm: Comm,
+    rows: list[tuple[Named, Held, Mapping[str, Any], dict[str, Kind]]],
+    form: Form,
+    wanted: bool,
+    result: States,
+) -> None:
+    for key, what, dtype in dict.fromkeys(
+        (key, kind.what, kind.detail if kind.what == "element" else None)
+        for _, _, _, kinds in rows
+        for key, kind in kinds.items()
+    ):
+        mine = [
+            (row, one, state.get(key), kinds[key])
+            for row, one, state, kinds in rows
+            if key in kinds and kinds[key].what == what and (what != "element" or kinds[key].detail == dtype)
+        ]
+        if what == "value":
+            for row, one, value, kind in mine:
+                own = value if one.takes_any_shape and value is not None else kind.detail
+                result.setdefault(row.name, {})[key] = _copied(own)
+        elif what == "other" or (form.kind == "sharded" and mine[0][0].says_whole) or not bucket.form.plain:
+            for row, one, value, _ in mine:
+                if value is not None:
+                    result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form, bucket.axes.device)
         else:
-            optimizer.state.pop(entry.tensor, None)
-    for i, group in enumerate(optimizer.param_groups):
-        for key, value in state.get("groups", {}).get(str(i), {}).items():
-            if _numeric(group.get(key)):
-                group[key] = _like(group[key], value.tolist())
+            buffer = values.buffer_of(bucket, dtype)  # type: ignore[arg-type]
+            for row, one, value, _ in mine:
+                if value is not None:
+                    assert row.member is not None
+                    values.part(bucket, buffer, row.member).copy_(one.local(row, value))
+            names = {id(row.member): row.name for row, _, _, _ in mine}
+            for member, view in values.wholes(bucket, comm, buffer):
+                if id(member) in names:
+                    kept = values.saved_form(bucket, member, view, form, wanted)
+                    result.setdefault(names[id(member)], {})[key] = kept
 
 
-def _like(old: Any, new: Any) -> Any:
-    """`new`, floats out of a tensor, in the types of `old`."""
-    if isinstance(old, (tuple, list)):
-        return type(old)(_like(a, b) for a, b in zip(old, new, strict=True))
-    return type(old)(new)
+def _as_shown(row: Named, one: Held, value: Any, form: Form, device: torch.device) -> Any:
+    """State in the form of the parameter, sharing memory with the optimizer's; or what that says of the whole."""
+    if not values.is_array(value):
+        return _copied(value)
+    if one.view is not None and row.bucket is not None and row.member is not None:
+        value = row.bucket.shown(one.local(row, value), row.member)
+    if form.kind == "whole":
+        return values.kept(values.whole_of(value, device), form)
+    return value.detach().cpu() if form.to_cpu else value
 
 
-def _assemble(entry: _Entry, by_name: dict[str, Any]) -> dict[str, Any]:
-    """The state of one optimizer tensor from that of its parameters."""
-    for name, _, _ in entry.parts:
-        if name not in by_name:
-            raise CheckpointError("The optimizer state to load lacks a parameter.", parameter=name)
-    if entry.view is None:
-        return dict(by_name[entry.parts[0][0]])
-    values: dict[str, Any] = {}
-    for name, bucket, member in entry.parts:
-        assert bucket is not None and member is not None
-        for key, value in by_name[name].items():
-            if value.dim() == 0:
-                known = values.setdefault(key, value.clone())
-                if not torch.equal(known, value):
-                    raise CheckpointError(
-                        f"State {key!r} differs between parameters that one optimizer view covers.",
-                        parameter=name,
-                        expected=known.item(),
-                        got=value.item(),
-                        remedy="give these parameters views of their own: optimizer_view(model, params=...)",
-                    )
-                continue
-            if value.shape != member.sharded.shape:
-                raise CheckpointError(
-                    f"State {key!r} has another shape than its parameter.",
-                    parameter=name,
-                    expected=tuple(member.sharded.shape),
-                    got=tuple(value.shape),
-                )
-            flat = values.get(key)
-            if flat is None:
-                flat = values[key] = entry.tensor.detach().new_zeros(entry.view.length, dtype=value.dtype)
-            part = bucket.layout.part(member.slot, bucket.axes.shard.rank)
-            if part.numel:
-                flat.as_strided(part.shape, part.stride, part.offset - entry.view.offset).copy_(value._local_tensor)
-    return values
+# Loading.
+
+
+def cut_states(
+    table: Table, held: list[Held], saved: Mapping[str, Mapping[str, Any]], needs_all: bool = False
+) -> dict[int, dict[str, Any]]:
+    """The state of an optimizer's tensors from that of the model's parameters, by number. Collective if split.
+
+    Every tensor's is cut before the next is made whole, in the model's order on every rank.
+
+    Args:
+        saved: whole or sharded values and scalars, by parameter name; state of a tied parameter by any of its names.
+        needs_all: refuse state that lacks a parameter which requires a gradient.
+
+    Returns:
+        Nothing for tensors none of whose parameters has state, or of which this rank holds nothing.
+
+    Raises:
+        MissingStateError: a parameter lacks state, but another of the same tensor does not, or `needs_all`.
+        CheckpointError: a shape that is not the parameter's, or parameters of one tensor with different scalars.
+    """
+    number = {row.name: i for i, row in enumerate(table.parameters)}
+    result: dict[int, dict[str, Any]] = {}
+    for one in sorted(held, key=lambda one: min(number[row.name] for row in one.rows)):
+        found = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in one.rows]
+        present = [(row, own) for row, own in found if own]
+        lacking = [row.name for row, own in found if not own]
+        unknown = needs_all and one.tensor.requires_grad and any(own is None for _, own in found)
+        if lacking and (present or unknown):
+            raise MissingStateError(
+                "The optimizer state to load lacks a parameter.",
+                parameter=", ".join(lacking),
+                expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
+                got="none",
+                remedy="load it with use_orig_params=True" if present else "save a state that has it, or strict=False",
+            )
+        state: dict[str, Any] = {}
+        for row, own in present:
+            for key, value in own.items():
+                _cut_into(state, one, row, key, value, table)
+        if state and (one.tensor.numel() or one.rows[0].bucket is None):
+            result[one.index] = state
+    return result
+
+
+def _cut_into(state: dict[str, Any], one: Held, row: Named, key: str, value: Any, table: Table) -> None:
+    """Add one key of a parameter's state to that of the optimizer's tensor."""
+    bucket, member = row.bucket, row.member
+    if not values.is_array(value):
+        known = state.setdefault(key, _copied(value))
+        if not _same(known, value):
+            raise CheckpointError(
+                f"State {key!r} differs between parameters of one FlatParameter or optimizer view.",
+                parameter=row.name,
+                expected=f"{known}, as {one.rows[0].name}",
+                got=value,
+                remedy="load it where each parameter has state of its own: use_orig_params=True, or "
+                "optimizer_view(model, params=...)",
+            )
+    elif bucket is None or member is None:
+        state[key] = values.like_plain(one.tensor, value, table.axes.device)
+    elif values.shape_of(value) != row.shape and one.takes_any_shape:
+        keeps = row.says_whole and isinstance(value, torch.Tensor)
+        whole = value if keeps else values.whole_of(value, bucket.axes.device)
+        state[key] = whole.detach().clone()
+    elif values.shape_of(value) != row.shape:
+        raise CheckpointError(
+            f"State {key!r} has another shape than its parameter.",
+            parameter=row.name,
+            expected=row.shape,
+            got=values.shape_of(value),
+        )
+    else:
+        local = values.fit(bucket, value, member)
+        if one.view is None:
+            state[key] = bucket.shown(local.clone(), member)
+            return
+        if key not in state:
+            state[key] = one.tensor.detach().new_zeros(one.view[1], dtype=local.dtype)
+        values.part(bucket, state[key], member, one.view[0]).copy_(local)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first.cpu(), second.cpu())
+    return bool(first == second)
+
+
+# As `torch.optim.Optimizer.state_dict` has it, by name.
+
+
+def named_state(
+    table: Table,
+    optimizer: Any,
+    form: Form,
+    blank: Blank = "never",
+    given: Mapping[str, Any] | None = None,
+    wanted: bool = True,
+) -> dict[str, Any]:
+    """`{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`; see `collect`.
+
+    Args:
+        given: in the form of `optimizer.state_dict()`, in place of the optimizer's own; without `param_groups`, the
+            result has none either.
+    """
+    held = held_by(table, optimizer.param_groups)
+    state = collect(table, held, optimizer, form, blank, None if given is None else given["state"], wanted)
+    if not wanted:
+        return {}
+    source = optimizer.param_groups if given is None else given.get("param_groups")
+    if source is None:
+        return {"state": state}
+    groups = []
+    for g, group in enumerate(source):
+        settings = {key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**settings, "params": [row.name for one in held if one.group == g for row in one.rows]})
+    return {"state": state, "param_groups": groups}
+
+
+def state_to_load(
+    table: Table, groups: list[Any], saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
+) -> dict[str, Any]:
+    """`saved`, in the form of `named_state`, in the form that `optimizer.load_state_dict` takes. See `cut_states`.
+
+    Args:
+        groups: the optimizer's `param_groups`.
+        saved: without `param_groups`, the optimizer's own settings stay.
+        named: keys are the model's own names of the tensors, wrapping included, rather than numbers.
+    """
+    if "state" not in saved:
+        raise CheckpointError(
+            "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
+        )
+    held = held_by(table, groups)
+    states = cut_states(table, held, saved["state"], needs_all)
+    keys = {one.index: table.raw.get(id(one.tensor), one.rows[0].name) if named else one.index for one in held}
+    known = {name: group for group in saved.get("param_groups", ()) for name in group["params"]}
+    result = []
+    for g, group in enumerate(groups):
+        own = [one for one in held if one.group == g]
+        names = [name for one in own for row in one.rows for name in row.names]
+        settings = {**group, **next((known[name] for name in names if name in known), {})}
+        settings.pop("param_names", None)
+        result.append({**settings, "params": [keys[one.index] for one in own]})
+    return {"state": {keys[index]: state for index, state in states.items()}, "param_groups": result}

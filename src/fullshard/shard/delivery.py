@@ -209,12 +209,12 @@ class Delivery:
         """Hooks that users registered on sharded parameters see this reduction's gradient, and may replace it."""
         bucket = self.bucket
         for member in bucket.members:
-            hooks: Any = member.sharded._backward_hooks
-            if hooks and member.got_grad and (bucket.form.gives_empty or member.part.numel()):
+            hooks: Any = getattr(member.sharded, "_backward_hooks", None)
+            if hooks and member.got_grad and (bucket.form.gives_empty or member.part.numel):
                 local = bucket.part(reduced, member)
                 for hook in list(hooks.values()):
                     with torch._C._EnableTorchFunction():
-                        found = hook(bucket.shown(local.to(self.grad_dtype), member))
+                        found: Any = hook(bucket.shown(local.to(self.grad_dtype), member))
                     if found is not None:
                         local.copy_(bucket.local(found, member))
 

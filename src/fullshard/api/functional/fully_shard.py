@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
 from ...errors import ConfigError
 from ...layout import Blocks
@@ -30,7 +31,6 @@ from ...runtime import (
 from ...shard import BuildSettings, SpmdMesh, build_unit, check_parameters, find_parameters, home_of, plan_unit
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
-from .state_dict import before_load, before_state_dict
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")

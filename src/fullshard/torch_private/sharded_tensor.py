@@ -6,6 +6,7 @@ gives when it was made with `device_mesh=`; checkpoints of either load into both
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import api as _api
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-
-from ..mesh import Axis
 
 Shard, ShardedTensor, ShardedTensorMetadata = _api.Shard, _api.ShardedTensor, _api.ShardedTensorMetadata  # type: ignore[attr-defined]
 
@@ -24,43 +23,52 @@ def is_sharded_tensor(value: Any) -> bool:
     return isinstance(value, ShardedTensor)
 
 
-def chunk_sharded_tensor(whole: torch.Tensor, axis: Axis) -> Any:
-    """`whole`, split on dim 0 over `axis` as `torch.chunk` does. No communication."""
-    sizes = [chunk.size(0) for chunk in whole.chunk(axis.size)]
+def chunk_sharded_tensor(whole: torch.Tensor, group: Any, ranks: Sequence[int], rank: int) -> Any:
+    """`whole`, split on dim 0 as `torch.chunk` does over `ranks` (global ones, of `group`). No communication.
+
+    Args:
+        rank: this process's index in `ranks`.
+    """
+    sizes = [chunk.size(0) for chunk in whole.chunk(len(ranks))]
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     local = None
-    if axis.rank < len(sizes):
-        local = whole.narrow(0, offsets[axis.rank], sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
+    if rank < len(sizes):
+        local = whole.narrow(0, offsets[rank], sizes[rank]).clone(memory_format=torch.contiguous_format)
     boxes = [
         ([offset, *([0] * (whole.dim() - 1))], [size, *whole.shape[1:]])
         for offset, size in zip(offsets, sizes, strict=True)
         if size
     ]
-    return _sharded_tensor(whole.shape, boxes, local, axis)
+    return _sharded_tensor(whole.shape, boxes, local, group, ranks, rank)
 
 
-def slices_sharded_tensor(local: torch.Tensor, axis: Axis) -> Any:
+def slices_sharded_tensor(local: torch.Tensor, group: Any, ranks: Sequence[int], rank: int) -> Any:
     """A 1-D `ShardedTensor` of which every rank holds `local` [S], in rank order. No communication."""
     numel = local.numel()
-    boxes = [([rank * numel], [numel]) for rank in range(axis.size)]
-    return _sharded_tensor(torch.Size([numel * axis.size]), boxes, local, axis)
+    boxes = [([index * numel], [numel]) for index in range(len(ranks))]
+    return _sharded_tensor(torch.Size([numel * len(ranks)]), boxes, local, group, ranks, rank)
 
 
 def _sharded_tensor(
-    size: torch.Size, boxes: list[tuple[list[int], list[int]]], local: torch.Tensor | None, axis: Axis
+    size: torch.Size,
+    boxes: list[tuple[list[int], list[int]]],
+    local: torch.Tensor | None,
+    group: Any,
+    ranks: Sequence[int],
+    rank: int,
 ) -> Any:
     device = local.device if local is not None else torch.device("cpu")
-    kind = device.type if device.type == "cpu" else f"{device.type}:"
     shards = []
-    for rank, (offset, extent) in enumerate(boxes):
-        at = "cpu" if kind == "cpu" else f"{kind}{rank % torch.accelerator.device_count()}"
-        shards.append(ShardMetadata(offset, extent, f"rank:{axis.ranks[rank]}/{at}"))  # the global rank
+    for index, (offset, extent) in enumerate(boxes):
+        at = "cpu" if device.type == "cpu" else f"{device.type}:{index % torch.accelerator.device_count()}"
+        shards.append(ShardMetadata(offset, extent, f"rank:{ranks[index]}/{at}"))  # the global rank
     held = []
-    if local is not None and axis.rank < len(shards):
-        held = [Shard(local, shards[axis.rank])]
+    if local is not None and rank < len(shards):
+        held = [Shard(local, shards[rank])]
     dtype = local.dtype if local is not None else torch.get_default_dtype()
-    metadata = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(held, metadata, process_group=axis.group)
+    pinned = local is not None and local.is_pinned()
+    metadata = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype, pin_memory=pinned))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(held, metadata, process_group=group)
 
 
 def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:

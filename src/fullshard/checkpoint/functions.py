@@ -1,0 +1,377 @@
+"""The functions users call: ours for optimizer state, and those of `torch.distributed.checkpoint.state_dict`.
+
+PyTorch's own know its own wrapper only: of ours they would return this rank's memory under the wrapped names. Those
+here have the same names, arguments and results, for every model that Fullshard shards; of others, PyTorch's are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from ..errors import CheckpointError, ConfigError
+from ..names import clean_name, clean_path
+from . import values
+from .held import held_by
+from .model import cut_whole_values, in_form
+from .names import Table, settle
+from .optimizer import collect, cut_states, named_state, state_to_load
+from .values import Form
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state, keyed by parameter name, as sharded tensors that `torch.distributed.checkpoint` saves.
+
+    Args:
+        model: the sharded model.
+        optimizer: of its parameters, of its `optimizer_view`s, or both. One that has not stepped yet gives state of
+            the right shapes filled with zeros, into which a checkpoint can be loaded; it is not changed.
+
+    Returns:
+        `{"state": {parameter: {key: tensor}}, "groups": {index: {setting: tensor}}}`. State of a parameter's shape is
+        sharded as the parameter; scalars are plain tensors; numeric settings of groups are float64 tensors.
+
+    Raises:
+        CheckpointError: state of a view that is neither a scalar nor one value per element, or a foreign tensor.
+    """
+    table = _of_fully_shard(model)
+    held = held_by(table, optimizer.param_groups)
+    state = collect(table, held, optimizer, Form("sharded"), "where missing", agree=False)
+    result = {row.name: state.get(row.name, {}) for one in held for row in one.rows}
+    for own in result.values():
+        own.update({key: torch.tensor(v) for key, v in own.items() if not isinstance(v, torch.Tensor)})
+    groups = {
+        str(i): {k: torch.tensor(v, dtype=torch.float64) for k, v in group.items() if _numeric(v)}
+        for i, group in enumerate(optimizer.param_groups)
+    }
+    return {"state": result, "groups": groups}
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Make `state`, in the form of `optimizer_state_dict`, the optimizer's state.
+
+    Everything is checked before anything changes.
+
+    Args:
+        model, optimizer: as for `optimizer_state_dict`, on any number of ranks and with views or without.
+        state: of the same model; typically filled in place by `torch.distributed.checkpoint.load`.
+
+    Raises:
+        CheckpointError: a parameter is missing, a shape differs, or the parameters of one view have different scalars
+            (such as step counts), which one tensor cannot hold.
+    """
+    table = _of_fully_shard(model)
+    held = held_by(table, optimizer.param_groups)
+    loaded = cut_states(table, held, state["state"], needs_all=True)
+    for one in held:
+        optimizer.state.pop(one.tensor, None)
+        if one.index in loaded:
+            optimizer.state[one.tensor] = loaded[one.index]
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in state.get("groups", {}).get(str(i), {}).items():
+            if _numeric(group.get(key)):
+                group[key] = _like(group[key], value.tolist())
+
+
+def _of_fully_shard(model: nn.Module) -> Table:
+    table = Table(model, lambda name: name)
+    wrapped = next((row for row in table.parameters if row.member is not None and not row.says_whole), None)
+    if wrapped is not None:
+        raise CheckpointError(
+            "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
+            parameter=wrapped.name,
+            remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
+        )
+    return table
+
+
+def _numeric(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(_numeric(v) for v in value)
+    return isinstance(value, (int, float, bool))
+
+
+def _like(old: Any, new: Any) -> Any:
+    """`new`, floats out of a tensor, in the types of `old`."""
+    if isinstance(old, (tuple, list)):
+        return type(old)(_like(a, b) for a, b in zip(old, new, strict=True))
+    return type(old)(new)
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state by the unwrapped model's names; sharded values, or whole ones. Collective.
+
+    Args:
+        model: sharded by either front-end, or not.
+        submodules: return only what belongs to these.
+        options: `full_state_dict` gives whole tensors; together with `cpu_offload`, on rank 0 only.
+            `ignore_frozen_params` leaves frozen parameters out; `keep_submodule_prefixes=False` names those of
+            `submodules` from there.
+
+    Raises:
+        CheckpointError: `model` is in the middle of a step.
+    """
+    options = options or StateDictOptions()
+    table = _table(model, options)
+    form = _form(options)
+    # PyTorch's raise on some combinations of filters, so they are applied here.
+    plain = replace(options, ignore_frozen_params=False, keep_submodule_prefixes=True)
+    if not table.sharded:
+        state = dcp.get_model_state_dict(model, options=plain)
+    elif table.wrapped:
+        with in_form(form):
+            state = dict(model.state_dict())
+    else:
+        plain = replace(plain, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+        state = _finished(table, dcp.get_model_state_dict(model, options=plain), form)
+    if options.ignore_frozen_params:
+        frozen = {name for row in table.parameters if not row.parameter.requires_grad for name in row.names}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    return {new: state[name] for name, new in _chosen(model, state, submodules, options).items()}
+
+
+def _finished(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
+    """Values of `fully_shard`'s parameters in `form`; one unit's is whole at a time besides the result. Collective."""
+    wanted = form.wanted(dist.get_rank())
+    result: dict[str, Any] = {}
+    managed = {name for row in table.parameters if row.member is not None for name in row.names}
+    for bucket, comm in table.buckets() if form.kind == "whole" else ():
+        for member, view in values.wholes(bucket, comm, bucket.shard):
+            whole = values.saved_form(bucket, member, view.detach(), form, wanted)
+            row = table.of(member)
+            result |= {name: whole for name in (row.names if row is not None else ()) if name in state}
+    for name, value in state.items():
+        if name not in result and isinstance(value, torch.Tensor) and not (name in managed and form.kind == "whole"):
+            value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value
+            result[name] = value.cpu() if form.to_cpu else value
+    return {name: result.get(name, value) for name, value in state.items()} if wanted else {}
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """The optimizers' state by parameter name; sharded values, or whole ones. Collective.
+
+    Of an optimizer that has not stepped yet it is what a first step makes, filled with zeros, so that a checkpoint can
+    be loaded into the result.
+
+    Args:
+        model, submodules, options: as for `get_model_state_dict`. `flatten_optimizer_state_dict` gives one flat
+            dictionary, `state.NAME.KEY` and `param_groups.NAME.KEY`.
+        optimizers: one, or several of different parameters of `model`.
+
+    Raises:
+        CheckpointError: state that is neither a scalar nor one value per element.
+        DivergenceError: ranks' optimizers hold different parameters.
+    """
+    options = options or StateDictOptions()
+    settle(model)
+    table, given = _table(model, options), _listed(optimizers)
+    if not table.sharded:
+        return dcp.get_optimizer_state_dict(model, given, submodules=submodules, options=options)
+    form = _form(options)
+    wanted = form.wanted(values.first_rank(table.axes) if table.wrapped else dist.get_rank())
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in given:
+        one = named_state(table, optimizer, form, "unless stepped", wanted=wanted)
+        if wanted:
+            merged["state"] |= one["state"]
+            merged["param_groups"] += one["param_groups"]
+    if not wanted:
+        return {}
+    if submodules:
+        names = _chosen(model, [row.name for row in table.parameters], submodules, options)
+        merged["state"] = {new: merged["state"][name] for name, new in names.items() if name in merged["state"]}
+        for group in merged["param_groups"]:
+            group["params"] = [names[name] for name in group["params"] if name in names]
+    return _flattened(merged) if options.flatten_optimizer_state_dict else merged
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`get_model_state_dict` and `get_optimizer_state_dict` together."""
+    given = _listed(optimizers)
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, given, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Load what `get_model_state_dict` gave, on any number of ranks. Collective.
+
+    Args:
+        model: sharded by either front-end, or not; or a part of such a model.
+        model_state_dict: sharded or whole values.
+        options: `strict` as of `load_state_dict`; `broadcast_from_rank0` (with `full_state_dict`): only rank 0's is
+            used, and sent to the others tensor by tensor.
+
+    Returns:
+        Missing and unexpected keys, as `load_state_dict`.
+
+    Raises:
+        CheckpointError: shapes that do not fit; nothing was loaded then.
+        ConfigError: `broadcast_from_rank0` without `full_state_dict`.
+    """
+    options = options or StateDictOptions()
+    table = _table(model, options)
+    if not table.sharded:
+        return dcp.set_model_state_dict(model, model_state_dict, options=options)
+    state = dict(model_state_dict)
+    if options.broadcast_from_rank0:
+        state = values.from_rank0(state, table.axes)
+    cut_whole_values(table, state)
+    return model.load_state_dict(state, strict=options.strict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Load what `get_optimizer_state_dict` gave, on any number of ranks, wrapping and layout. Collective.
+
+    Args:
+        model, optimizers: as for `get_optimizer_state_dict`.
+        optim_state_dict: sharded or whole values; flat if `flatten_optimizer_state_dict` says so.
+        options: as for `set_model_state_dict`. `strict`: parameters of `fully_shard` that require a gradient must
+            have state, as PyTorch has it.
+
+    Raises:
+        CheckpointError: shapes or scalars that do not fit, or state that is missing; nothing was loaded then.
+        ConfigError: `broadcast_from_rank0` without `full_state_dict`.
+    """
+    options = options or StateDictOptions()
+    settle(model)
+    table, given = _table(model, options), _listed(optimizers)
+    saved = optim_state_dict
+    if options.flatten_optimizer_state_dict and "state" not in saved and saved:
+        saved = _unflattened(saved)
+        options = replace(options, flatten_optimizer_state_dict=False)  # PyTorch's raises on whole flat ones
+    if not table.sharded:
+        dcp.set_optimizer_state_dict(model, given, optim_state_dict=saved, options=options)
+        return
+    if options.broadcast_from_rank0:
+        saved = state_from_rank0(saved, table)
+    needs_all = options.strict and not table.wrapped
+    loaded = [state_to_load(table, optimizer.param_groups, saved, needs_all=needs_all) for optimizer in given]
+    for optimizer, state in zip(given, loaded, strict=True):
+        optimizer.load_state_dict(state)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """`set_model_state_dict` and `set_optimizer_state_dict` together; returns what the first does."""
+    given = _listed(optimizers)
+    keys = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, given, optim_state_dict, options=options)
+    return keys
+
+
+def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, Any]:
+    """Rank 0's optimizer state dict on every rank, its tensors sent when they are used. Collective.
+
+    Raises:
+        CheckpointError: rank 0 has none; on every rank.
+    """
+    result: dict[str, Any] = values.from_rank0(saved or {}, table.axes)
+    if not result:
+        raise CheckpointError("rank 0 has no optimizer state dict to send to the others")
+    return result
+
+
+def _table(model: nn.Module, options: StateDictOptions) -> Table:
+    table = Table(model)
+    if not table.wrapped:  # names as PyTorch's functions have them
+        table = Table(model, lambda name: clean_name(name).replace("_orig_mod.", ""))
+    elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
+        raise ConfigError(
+            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
+        )
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
+    return table
+
+
+def _form(options: StateDictOptions) -> Form:
+    # DTensors also where PyTorch's would give ShardedTensors: of one that is empty on some rank (a dim smaller than the
+    # world) torch.distributed.checkpoint loses the key on that rank, and cannot load what it saved.
+    whole, cpu = options.full_state_dict, options.cpu_offload
+    return Form("whole" if whole else "sharded", dtensor=True, to_cpu=cpu, rank0_only=whole and cpu)
+
+
+def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def _chosen(
+    model: nn.Module, names: Iterable[str], submodules: set[nn.Module] | None, options: StateDictOptions
+) -> dict[str, str]:
+    """The names under `submodules`, by what they are called in the result."""
+    if not submodules:
+        return {name: name for name in names}
+    wanted = {id(module) for module in submodules}
+    prefixes = [f"{clean_path(path)}." for path, module in model.named_modules() if id(module) in wanted]
+    found = {}
+    for name in names:
+        for prefix in prefixes:
+            if name.startswith(prefix):
+                found[name] = name if options.keep_submodule_prefixes else name[len(prefix) :]
+    return found
+
+
+def _flattened(state: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{name}.{key}": value for name, own in state["state"].items() for key, value in own.items()}
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
+
+
+def _unflattened(flat: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of `_flattened`; parameters of equal settings form a group."""
+    state: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for full, value in flat.items():
+        kind, _, rest = full.partition(".")
+        name, _, key = rest.rpartition(".")
+        (state if kind == "state" else settings).setdefault(name, {})[key] = value
+    groups: list[dict[str, Any]] = []
+    for name, own in settings.items():
+        for group in groups:
+            if {k: v for k, v in group.items() if k != "params"} == own:
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**own, "params": [name]})
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,165 @@
+"""What an optimizer holds on this rank, and what state of it exists on any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError, DivergenceError, FullshardError
+from . import values
+from .names import Named, Table
+
+
+@dataclass(eq=False)
+class Held:
+    """One tensor that an optimizer updates.
+
+    Attributes:
+        tensor: as the optimizer has it.
+        rows: the parameters whose state its state is, in order.
+        group, index: which of the optimizer's groups it is in, and its number in the optimizer.
+        view: of a tensor over several parameters: the elements [begin, begin + length) of the shard that it covers.
+    """
+
+    tensor: torch.Tensor
+    rows: list[Named]
+    group: int
+    index: int
+    view: tuple[int, int] | None = None
+
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether the optimizer sees the whole shape, so that state of any shape keeps its meaning."""
+        row = self.rows[0]
+        if row.bucket is None or row.member is None:
+            return True
+        return self.view is None and values.has_whole_shape(row.bucket, row.member)
+
+    def local(self, row: Named, value: torch.Tensor) -> torch.Tensor:
+        """The local part of `row` in state like `tensor`."""
+        assert row.bucket is not None and row.member is not None
+        if self.view is not None:
+            return values.part(row.bucket, value, row.member, self.view[0])
+        return row.bucket.local(value, row.member)
+
+
+def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
+    """The tensors of an optimizer's `param_groups`, in its order, matched with the model's parameters.
+
+    Raises:
+        CheckpointError: a tensor that is neither a parameter of the model nor covers some.
+    """
+    known: dict[int, tuple[list[Named], tuple[int, int] | None]] = {}
+    known |= {key: ([row], None) for key, row in table.by_tensor.items()}
+    for unit, _ in table.units:
+        for tensor, begin, length, members in values.views_of(unit):
+            rows = [row for member in members if (row := table.of(member)) is not None]
+            if rows:
+                known[id(tensor)] = (rows, (begin, length))
+    found: list[Held] = []
+    for g, group in enumerate(groups):
+        for tensor in group["params"]:
+            if id(tensor) not in known:
+                raise CheckpointError(
+                    "The optimizer holds a tensor that is not the model's.",
+                    got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
+                    remedy="build it from model.parameters() or optimizer_view(model) after sharding the model",
+                )
+            rows, view = known[id(tensor)]
+            found.append(Held(tensor, rows, g, len(found), view))
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one key of a parameter's state is, on one rank: the same facts serve those that have none of it.
+
+    Attributes:
+        what: one value per element, one for all, or of a shape that only the optimizer understands.
+        detail: dtype of elements, or the one value.
+        owns: whether the rank holds any of the parameter.
+    """
+
+    what: Literal["element", "value", "other"]
+    detail: Any
+    owns: bool
+
+
+Kinds = dict[str, dict[str, Kind]]  # by parameter name and key
+
+
+def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
+    found: Kinds = {row.name: {} for row in held.rows}
+    expected = tuple(held.tensor.shape) if held.view is None else (held.view[1],)
+    for key, value in state.items():
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            what, detail = "value", value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        elif tuple(value.shape) == expected:
+            what, detail = "element", value.dtype
+        elif held.takes_any_shape:
+            what, detail = "other", None
+        else:
+            raise CheckpointError(
+                f"State {key!r} of the optimizer is not one value per element: on parts of parameters, nothing says "
+                "what it stands for.",
+                parameter=", ".join(row.name for row in held.rows),
+                expected=f"shape {expected} or ()",
+                got=f"shape {tuple(value.shape)}",
+                remedy="use this optimizer on sharded parameters that keep their shape (fully_shard's, or NO_SHARD), "
+                "or an element-wise optimizer (SGD, Adam, AdamW, ...)",
+            )
+        for row in held.rows:
+            owns = row.bucket is None or row.member is None or row.member.part.numel > 0
+            found[row.name][key] = Kind(what, detail, owns)  # type: ignore[arg-type]
+    return found
+
+
+def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: FullshardError | None) -> Kinds:
+    """What state there is on any rank: one that holds nothing of a parameter learns of it from the others. Collective.
+
+    Args:
+        structure: names by group of the optimizer, in an order that is the same on every rank.
+        error: what went wrong on this rank; raised on all.
+
+    Raises:
+        DivergenceError: ranks' optimizers hold different parameters, or group them differently; on every rank.
+        CheckpointError: the first rank's `error`, on every rank.
+    """
+    axes = {id(b.axes.shard.group): b.axes.shard for b, _ in table.buckets() if b.axes.shard.size > 1}
+    for axis in axes.values():  # all of them, whatever is wrong, for ranks of the next one to learn of it
+        everyone: list[Any] = [None] * axis.size
+        dist.all_gather_object(everyone, (structure, mine, error), group=axis.group)
+        mine, error = {}, None
+        for rank, (theirs, kinds, failed) in enumerate(everyone):
+            if theirs != everyone[0][0]:
+                failed = failed or _structure_error(axis.ranks[0], everyone[0][0], axis.ranks[rank], theirs)
+            error = error or failed
+            for name, own in kinds.items():
+                known = mine.setdefault(name, {})
+                known |= {k: kind for k, kind in own.items() if k not in known or (kind.owns and not known[k].owns)}
+    if error is not None:
+        raise error
+    return mine
+
+
+def _structure_error(first: int, known: list[list[str]], rank: int, theirs: list[list[str]]) -> DivergenceError:
+    there, here = ({name: g for g, names in enumerate(groups) for name in names} for groups in (known, theirs))
+    name = min((n for n in {*there, *here} if there.get(n) != here.get(n)), default=None)
+
+    def said(groups: dict[str, int]) -> str:
+        return f"{len(groups)} parameters, this one in group {groups[name]}" if name in groups else "without it"
+
+    return DivergenceError(
+        "Ranks' optimizers hold different parameters, or group them differently: their state cannot be put together.",
+        parameter=name,
+        rank=rank,
+        expected=f"as on rank {first}: {said(there)}",
+        got=said(here),
+        remedy="build the optimizer from the same parameters in the same groups on every rank, in any order",
+    )
