@@ -320,3 +320,28 @@ def read_back(way: str) -> list[str]:
                 change_in_place(reference)
             problems += value_problems(name, model, reference)[:1]
     return problems
+
+
+@every_way
+@pytest.mark.parametrize("left", ["forward_only", "forward_only_kept", "evaluation_kept"])
+def test_a_change_of_one_ranks_part_alone(run_ranks, left, way):
+    """As an optimizer whose tensors have one owner each steps: the other rank must hear of it, too."""
+    assert_same(run_ranks(changed_on_one_rank, left, way, timeout=10))
+
+
+def changed_on_one_rank(left: str, way: str) -> list[str]:
+    leave, keep = LEFT[left]
+    model, reference = shard(layers(), way, keep=keep), layers()
+    stepped(model, mine(0))
+    leave(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if dist.get_rank() == 1 and local(parameter).numel():
+                local(parameter).mul_(HALF)
+    loss = loss_of(model, mine(1))
+    loss.backward()
+    reference.load_state_dict(whole_parameters(model))
+    want = loss_of(reference, mine(1))
+    problems = [] if torch.allclose(loss, want, rtol=1e-12) else [f"loss {loss:.6f} where {want:.6f} is wanted"]
+    loss_of(reference, batch(1)).backward()
+    return problems + gradient_problems("next pass", model, reference)
