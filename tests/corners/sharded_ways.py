@@ -100,7 +100,7 @@ def value_problems(where: str, model: nn.Module, reference: nn.Module, tolerance
 
 
 def error_of(action: Callable[[], object]) -> BaseException | None:
-    """What `action` raises. A native error is as good as none: whoever looks at it decides."""
+    """What `action` raises, whatever it is: the caller says whether that is right."""
     try:
         action()
     except Exception as error:
