@@ -107,7 +107,7 @@ def loads(front: str, order: str, units: bool) -> list[str]:
     train(source, optimizer, range(2))
     reference, _ = one_process(3, four_layers)
     problems = []
-    for full in (False, True):
+    for full in (True, False):  # sharded state is the source's own memory, which is trained on
         options = state_dict.StateDictOptions(full_state_dict=full)
         saved = state_dict.get_state_dict(source, optimizer, options=options)
         model = shard(front, four_layers(), units)
