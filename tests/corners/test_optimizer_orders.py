@@ -25,9 +25,8 @@ from front_ends import (
 from torch import nn
 
 import fullshard
-import fullshard.state_dict as state_dict
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import StateDictType
+from fullshard import StateDictType, state_dict
 from training import assert_same
 
 ORDERS = ("same", "reversed", "groups")
@@ -112,9 +111,7 @@ def loads(front: str, order: str, units: bool) -> list[str]:
         saved = state_dict.get_state_dict(source, optimizer, options=options)
         model = shard(front, four_layers(), units)
         loaded = optimizer_of(model, order)
-        state_dict.set_state_dict(
-            model, loaded, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
-        )
+        state_dict.set_state_dict(model, loaded, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
         train(model, loaded, range(2, 3))
         problems += differences(f"full={full}", values(model), values(reference))
     return problems

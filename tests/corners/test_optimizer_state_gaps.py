@@ -28,9 +28,8 @@ from front_ends import (
 from torch.distributed.optim import _NamedOptimizer
 
 import fullshard
-import fullshard.state_dict as state_dict
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import OptimStateKeyType, StateDictType
+from fullshard import OptimStateKeyType, StateDictType, state_dict
 from training import assert_same
 
 fronts = pytest.mark.parametrize("front", FRONTS)
@@ -181,9 +180,7 @@ def missing_part(missing: str) -> list[str]:
                 del saved["state"]["2.weight"][missing]
             before = copy.deepcopy(optimizer.state_dict()["state"])
             error = raised(
-                lambda w=wrapper, m=model, o=optimizer, s=saved: w.optim_state_dict_to_load(
-                    m, o, s, load_directly=True
-                )
+                lambda w=wrapper, m=model, o=optimizer, s=saved: w.optim_state_dict_to_load(m, o, s, load_directly=True)
             )
         if library is torch_fsdp:
             if not isinstance(error, ValueError):
@@ -191,10 +188,7 @@ def missing_part(missing: str) -> list[str]:
             continue
         problems += not_refused("ours", error, ValueError, "2.weight")
         problems += differences("left as it was", optimizer.state_dict()["state"][0], before[0])
-        options = state_dict.StateDictOptions(full_state_dict=True)
-        error = raised(
-            lambda m=model, o=optimizer, s=saved: state_dict.set_optimizer_state_dict(m, o, s, options=options)
-        )
+        error = raised(lambda m=model, o=optimizer, s=saved: state_dict.set_optimizer_state_dict(m, o, s, options=FULL))
         problems += not_refused("set_optimizer_state_dict", error, ValueError, "2.weight")
     return problems
 

@@ -1,4 +1,4 @@
-"""What the wrapper is told to leave alone, and what it takes as it is: ignored modules, buffers, DTensors, batch norms."""
+"""What the wrapper is told to leave alone, and what it takes as it is: ignored modules, DTensors, batch norms."""
 
 from __future__ import annotations
 
@@ -191,16 +191,18 @@ def synchronised(front: str, parameters: bool, buffers: bool) -> list[str]:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
     model.register_buffer("table", torch.randn(4))
     if parameters:
-        for parameter, placement in ((model[0].weight, Shard(0)), (model[0].bias, Shard(0)), (model[1].weight, Shard(1))):
+        for parameter, placement in (
+            (model[0].weight, Shard(0)),
+            (model[0].bias, Shard(0)),
+            (model[1].weight, Shard(1)),
+        ):
             owner = model[1] if parameter is model[1].weight else model[0]
             key = "bias" if parameter is model[0].bias else "weight"
             made = distribute_tensor(parameter.detach(), mesh["tp"], [placement], src_data_rank=None)
             setattr(owner, key, nn.Parameter(made))
     if buffers:
         model.table = distribute_tensor(model.table, mesh["tp"], [Shard(0)], src_data_rank=None)
-    wrapped = FSDP(
-        model, device_mesh=mesh["dp"], use_orig_params=front == "wrapper_orig", sync_module_states=True
-    )
+    wrapped = FSDP(model, device_mesh=mesh["dp"], use_orig_params=front == "wrapper_orig", sync_module_states=True)
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
         got = {name: whole(value) for name, value in wrapped.state_dict().items()}
     torch.manual_seed(10)
