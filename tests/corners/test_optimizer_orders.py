@@ -101,12 +101,12 @@ def test_state_is_collected_in_the_models_order(run_ranks, front, order, units):
 
 def loads(front: str, order: str, units: bool) -> list[str]:
     """State from optimizers in one order into optimizers in two; training goes on as one process does."""
-    source = shard(front, four_layers(), units)
-    optimizer = adam([{"params": half} for half in groups_of(source, order)])
-    train(source, optimizer, range(2))
     reference, _ = one_process(3, four_layers)
     problems = []
-    for full in (True, False):  # sharded state is the source's own memory, which is trained on
+    for full in (False, True):  # each with a source of its own: state dicts share memory with their optimizer
+        source = shard(front, four_layers(), units)
+        optimizer = adam([{"params": half} for half in groups_of(source, order)])
+        train(source, optimizer, range(2))
         options = state_dict.StateDictOptions(full_state_dict=full)
         saved = state_dict.get_state_dict(source, optimizer, options=options)
         model = shard(front, four_layers(), units)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import WRAPPERS, adam, differences, shard, whole, wrap
+from front_ends import LAYOUTS, WRAPPERS, adam, differences, shard, whole, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -136,6 +136,32 @@ def ignored_below(front: str, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["modules", "states"])
 def test_modules_ignored_by_an_instance_below(run_ranks, front, how):
     assert_same(run_ranks(ignored_below, front, how, timeout=20))
+
+
+def ignored_by_a_unit(layout: str) -> list[str]:
+    """The same of `fully_shard`: parameters ignored by a unit stay plain and whole when the root is made."""
+    problems = []
+    for library in LIBRARIES:
+        model = layers()
+        norm, before = model[0][1], list(model[0][1].parameters())
+        given: dict[str, Any] = {"layout": LAYOUTS[layout]} if library is fullshard else {}
+        library.fully_shard(model[0], ignored_params=set(before), **given)
+        library.fully_shard(model, **given)
+        model(batch()).square().mean().backward()
+        if not all(a is b and type(a) is nn.Parameter for a, b in zip(norm.parameters(), before, strict=True)):
+            problems.append(f"{library.__name__}: {[type(p).__name__ for p in norm.parameters()]}")
+        average_gradients(before)
+        reference = layers()
+        together = torch.cat([torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)])
+        reference(together).square().mean().backward()
+        got = {name: whole(p.grad) for name, p in model.named_parameters()}
+        problems += differences(library.__name__, got, {name: p.grad for name, p in reference.named_parameters()})
+    return problems
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_ignored_by_a_unit_below(run_ranks, layout):
+    assert_same(run_ranks(ignored_by_a_unit, layout, timeout=20))
 
 
 # Full precision in eval, with a batch norm that mixed precision leaves alone.
