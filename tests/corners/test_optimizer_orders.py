@@ -15,7 +15,6 @@ from front_ends import (
     differences,
     not_refused,
     one_process,
-    plain,
     raised,
     shard,
     train,
@@ -173,22 +172,3 @@ def refuses_members(front: str, how: str) -> list[str]:
 @pytest.mark.parametrize("front", FRONTS)
 def test_ranks_whose_optimizers_hold_other_parameters_are_told_so(run_ranks, front):
     assert_same(run_ranks(refuses, front, timeout=20))
-
-
-def from_a_set(front: str) -> list[str]:
-    """The case as programs have it: an optimizer built from a set of parameters, whose order is by address."""
-    model = shard(front, plain())
-    padding = [nn.Parameter(torch.zeros(1)) for _ in range(dist.get_rank() * 100)]
-    optimizer = adam(list(set(model.parameters())))
-    train(model, optimizer, range(2))
-    del padding
-    reference, other = one_process(2)
-    state = state_dict.get_optimizer_state_dict(
-        model, optimizer, options=state_dict.StateDictOptions(full_state_dict=True)
-    )
-    return differences("set", flattened(state), by_name(reference, other))
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_an_optimizer_of_a_set_of_parameters(run_ranks, front):
-    assert_same(run_ranks(from_a_set, front, timeout=20))
