@@ -1,0 +1,87 @@
+"""A `Parameter` assigned to a module of a unit while a step is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from front_ends import LAYOUTS, batch, differences, plain, shard, values
+from torch import Tensor, nn
+
+import fullshard
+from training import assert_same
+
+MOMENTS = ("between steps", "after forward", "in backward")
+CASES = [
+    *((front, moment) for front in (*LAYOUTS, "wrapper_orig") for moment in MOMENTS),
+    *((layout, "after unshard") for layout in LAYOUTS),  # the wrapper has no unshard()
+]
+
+
+def owner_of(model: Any, front: str, name: str) -> nn.Module:
+    """The layer whose weight is assigned."""
+    if front in LAYOUTS:
+        return model[int(name)]
+    layer = model.module[int(name)]
+    return layer.module if isinstance(layer, fullshard.FullyShardedDataParallel) else layer
+
+
+def assigns(layer: nn.Module, form: str) -> None:
+    """Another Parameter of sevens: whole, or in the form of the one that is there."""
+    new = torch.full((6, 6), 7.0) if form == "whole" else torch.full_like(layer.weight.detach(), 7.0)
+    layer.weight = nn.Parameter(new)
+
+
+def assigned(front: str, form: str, moment: str, units: bool) -> list[str]:
+    """Taken over, in the next forward and in the state dict; or refused by the parameter's name, by then."""
+    problems = []
+    for name in ("0", "2"):
+        model = shard(front, plain(), units)
+        layer = owner_of(model, front, name)
+        try:
+            disturbed_step(model, layer, lambda layer=layer: assigns(layer, form), moment)
+            out = model(batch(1, dist.get_rank())).detach()
+        except fullshard.FullshardError as error:
+            problems += [] if "weight" in str(error) else [f"{name}: {error}"]
+            continue
+        want = plain()
+        with torch.no_grad():
+            want[int(name)].weight.fill_(7.0)
+        problems += differences(f"{name} out", {"": out}, {"": want(batch(1, dist.get_rank())).detach()})
+        problems += differences(f"{name} values", values(model), dict(want.state_dict()))
+    return problems
+
+
+def disturbed_step(model: Any, layer: nn.Module, assign: Callable[[], None], moment: str) -> None:
+    out = model(batch(0, dist.get_rank()))
+    if moment == "after forward":
+        assign()
+    if moment == "in backward":
+
+        def now(gradient: Tensor) -> None:
+            assign()
+
+        out.register_hook(now)
+    out.square().mean().backward()
+    if moment == "between steps":
+        assign()
+    if moment == "after unshard":
+        model.unshard()
+        assign()
+        model.reshard()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
+@pytest.mark.parametrize("form", ["same", "whole"])
+@pytest.mark.parametrize(("front", "moment"), CASES)
+def test_a_parameter_assigned_during_a_step_is_not_dropped(run_ranks, front, moment, form, units):
+    assert_same(run_ranks(assigned, front, form, moment, units, timeout=20))
+
+
+@pytest.mark.parametrize("moment", ["between steps", "after forward"])
+def test_a_parameter_assigned_beside_a_flat_parameter_is_not_dropped(run_ranks, moment):
+    assert_same(run_ranks(assigned, "wrapper", "whole", moment, True, timeout=20))

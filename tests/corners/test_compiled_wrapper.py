@@ -1,0 +1,45 @@
+"""`torch.compile` of a wrapped model that has not run yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from front_ends import FRONTS, adam, differences, one_process, plain, shard, train, values
+from torch import nn
+
+from training import assert_same
+
+
+def compiled(front: str, backend: str, when: str) -> list[str]:
+    """Trains as one process does; the first forward is the compiled one, or an eager one came before it."""
+    torch._dynamo.reset()
+    model = shard(front, plain())
+    optimizer = adam(model.parameters())
+    if when == "after a forward":
+        with torch.no_grad():
+            model(torch.zeros(1, 6))
+    train(torch.compile(model, backend=backend), optimizer, range(2))
+    torch._dynamo.reset()
+    return differences("", values(model), values(one_process(2)[0]))
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("when", ["before the first forward", "after a forward"])
+def test_compiling_a_sharded_model(run_ranks, front, backend, when):
+    assert_same(run_ranks(compiled, front, backend, when, timeout=40))
+
+
+def compiled_part(front: str) -> list[str]:
+    """A compiled module that contains the wrapped model is compiled before that has run, too."""
+    torch._dynamo.reset()
+    model = shard(front, plain())
+    optimizer = adam(model.parameters())
+    train(torch.compile(nn.Sequential(model), backend="eager"), optimizer, range(2))
+    torch._dynamo.reset()
+    return differences("", values(model), values(one_process(2)[0]))
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_compiling_what_contains_a_sharded_model(run_ranks, front):
+    assert_same(run_ranks(compiled_part, front, timeout=40))

@@ -1,0 +1,104 @@
+"""`_apply_optimizer_in_backward`: optimizers that are attached to parameters and stepped by who reduces gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from front_ends import FRONTS, LAYOUTS, backward, differences, not_refused, one_process, plain, raised, shard, values
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+import fullshard
+from training import assert_same
+
+hooked = pytest.mark.parametrize("hook", [False, True], ids=["no_hook", "hook"])
+
+
+def attach(model: nn.Module, hook: bool) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1}, register_hook=hook)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def stepped(model: nn.Module, where: str) -> list[str]:
+    """Two backwards train the model as steps after them would, and leave no gradient."""
+    for step in range(2):
+        backward(model, step)
+    problems = differences(where, values(model), values(one_process(2, optimizer=sgd)[0]))
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    return problems + ([f"{where}: {left} keep gradients"] if left else [])
+
+
+def with_original_parameters(when: str, hook: bool) -> list[str]:
+    """As PyTorch's wrapper does: whether attached before wrapping or after it, and whether a hook was asked for."""
+    problems = []
+    for library in (torch_fsdp, fullshard):
+        model = plain()
+        if when == "before":
+            attach(model, hook)
+        model = shard("wrapper_orig", model, library=library)
+        if when == "after":
+            attach(model, hook)
+        problems += stepped(model, library.__name__)
+    return problems
+
+
+@hooked
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_original_parameters_step_in_backward(run_ranks, when, hook):
+    assert_same(run_ranks(with_original_parameters, when, hook, timeout=20))
+
+
+def with_flat_parameters(hook: bool) -> list[str]:
+    """PyTorch's raises a RuntimeError at the first forward; so do we, and the model stays as it was."""
+    problems = []
+    for library in (torch_fsdp, fullshard):
+        model = shard("wrapper", plain(), library=library)
+        attach(model, hook)
+        error = raised(lambda m=model: backward(m, 0))
+        if library is fullshard:
+            problems += not_refused("ours", error, RuntimeError, "use_orig_params=True")
+        elif not isinstance(error, RuntimeError):
+            problems.append(f"PyTorch's: {error!r}")
+    return problems + differences("values", values(model), dict(plain().state_dict()))
+
+
+@hooked
+def test_flat_parameters_refuse_it(run_ranks, hook):
+    assert_same(run_ranks(with_flat_parameters, hook, timeout=20))
+
+
+def of_shards(layout: str, hook: bool) -> list[str]:
+    """Attached to sharded parameters they step in backward as well (PyTorch's `fully_shard` ignores them)."""
+    model = shard(layout, plain())
+    attach(model, hook)
+    return stepped(model, layout)
+
+
+@hooked
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_parameters_step_in_backward(run_ranks, layout, hook):
+    assert_same(run_ranks(of_shards, layout, hook, timeout=20))
+
+
+def of_replaced(front: str, hook: bool) -> list[str]:
+    """Attached to parameters that sharding replaces: named at the latest by the first backward, or followed."""
+    model = plain()
+    attach(model, hook)
+    try:
+        model = shard(front, model)
+        backward(model, 0)
+    except fullshard.FullshardError as error:
+        return [] if "optimizer" in str(error).lower() else [f"{front}: {error}"]
+    return differences(front, values(model), values(one_process(1, optimizer=sgd)[0]))
+
+
+@hooked
+@pytest.mark.parametrize("front", [front for front in FRONTS if front != "wrapper_orig"])
+def test_optimizers_of_parameters_that_were_replaced(run_ranks, front, hook):
+    assert_same(run_ranks(of_replaced, front, hook, timeout=20))

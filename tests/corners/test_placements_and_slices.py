@@ -1,0 +1,148 @@
+"""Dims that a parameter does not have, slices of sharded containers, and classes made from a sharded model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from front_ends import FRONTS, LAYOUTS, batch, differences, plain, raised, shard, values, whole
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import fullshard
+from training import assert_same
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def beyond(dim: int, ndim: int) -> list[str]:
+    """Refused by name, before anything changes; PyTorch's refuses it, too."""
+    problems = []
+    for library in (torch_fsdp, fullshard):
+        model = nn.Linear(6, 6)
+        before = list(model.parameters())
+        error = raised(
+            lambda m=model, lib=library: lib.fully_shard(
+                m, shard_placement_fn=lambda p: Shard(dim) if p.dim() == ndim else None
+            )
+        )
+        if library is torch_fsdp:
+            problems += [] if error is not None else ["PyTorch's takes it"]
+            continue
+        name = "weight" if ndim == 2 else "bias"
+        if not isinstance(error, (fullshard.LayoutError, fullshard.ConfigError)) or name not in str(error):
+            problems.append(f"Shard({dim}) of {ndim} dims: {error!r}")
+        elif f"{dim}" not in str(error):
+            problems.append(f"the dim is not named: {error}")
+        if not all(a is b for a, b in zip(model.parameters(), before, strict=True)) or type(model) is not nn.Linear:
+            problems.append("the model was changed")
+    return problems
+
+
+@pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (3, 2), (7, 2), (-3, 2), (-4, 2), (1, 1), (-2, 1)])
+def test_a_dim_that_the_parameter_does_not_have(run_ranks, dim, ndim):
+    assert_same(run_ranks(beyond, dim, ndim, timeout=20))
+
+
+def from_behind(dim: int) -> list[str]:
+    """Dims counted from behind are dims, as PyTorch's has them."""
+    model = fullshard.fully_shard(nn.Linear(6, 4), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
+    want = nn.Linear(6, 4).weight.chunk(2, dim)[0].shape
+    problems = [] if model.weight.to_local().shape == want else [f"local shape {tuple(model.weight.to_local().shape)}"]
+    return problems + ([] if model.weight.placements == (Shard(dim % 2),) else [f"{model.weight.placements}"])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_dims_counted_from_behind(run_ranks, dim):
+    assert_same(run_ranks(from_behind, dim, timeout=20))
+
+
+class Named(nn.Sequential):
+    """A container of a class of its own."""
+
+
+SLICES = {
+    "two": (lambda m: m[:2], 2),
+    "all": (lambda m: m[:], 3),
+    "every_second": (lambda m: m[::2], 2),
+    "last": (lambda m: m[2:], 1),
+    "none": (lambda m: m[3:], 0),
+}
+
+
+def sliced(front: str, kind: str) -> list[str]:
+    """A plain container of the same modules, of the class that the model had, which runs and trains its units."""
+    cut, length = SLICES[kind]
+    problems = []
+    model = shard(front, Named(*plain()))
+    piece = cut(model)
+    if type(piece) is not Named:
+        problems.append(f"the slice is a {type(piece).__name__}")
+    modules = list(model.children() if front in LAYOUTS else model.module.children())
+    if len(piece) != length or any(a is not b for a, b in zip(piece, cut(modules), strict=True)):
+        problems.append(f"the slice has {len(piece)} modules")
+    if isinstance(piece, fullshard.FSDPModule):
+        problems.append("the slice counts as sharded")
+    if not isinstance(model, fullshard.FSDPModule) and front in LAYOUTS:
+        problems.append("the model does not count as sharded")
+    reference = plain()
+    out = piece(batch(0, dist.get_rank()))
+    problems += differences("out", {"": out.detach()}, {"": cut(reference)(batch(0, dist.get_rank())).detach()})
+    if any(p.requires_grad for p in piece.parameters()):
+        out.square().mean().backward()
+        together = torch.cat([batch(0, rank) for rank in range(dist.get_world_size())])
+        cut(reference)(together).square().mean().backward()
+        if front in LAYOUTS:
+            got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            problems += differences(
+                "grad", got, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+            )
+    return problems
+
+
+@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("front", FRONTS)
+def test_slices_of_a_sharded_sequential(run_ranks, front, kind):
+    assert_same(run_ranks(sliced, front, kind, timeout=20))
+
+
+def joined(layout: str) -> list[str]:
+    """What else makes containers from containers; the model itself stays sharded and goes on training."""
+    model = shard(layout, plain())
+    made = {"sum": model + nn.Sequential(nn.Tanh()), "twice": model * 2}
+    problems = [f"{k}: {type(m).__name__}" for k, m in made.items() if type(m) is not nn.Sequential]
+    del made
+    fresh = type(model)(nn.Linear(2, 2))
+    if type(fresh) is not nn.Sequential or not isinstance(fresh(torch.ones(1, 2)), torch.Tensor):
+        problems.append(f"type(model)(...) is a {type(fresh).__name__}")
+    model(batch(0, dist.get_rank())).sum().backward()
+    return problems + differences("values", values(model), dict(plain().state_dict()))
+
+
+@layouts
+def test_containers_and_instances_made_from_a_sharded_one(run_ranks, layout):
+    assert_same(run_ranks(joined, layout, timeout=20))
+
+
+class Inner(nn.Linear):
+    """A module that makes another of its own class, as recursive models do."""
+
+    def twin(self) -> Any:
+        return type(self)(self.in_features, self.out_features)
+
+
+def twins(layout: str) -> list[str]:
+    model = fullshard.fully_shard(Inner(4, 4), layout=LAYOUTS[layout])
+    twin = model.twin()
+    problems = [] if type(twin) is Inner else [f"the twin is a {type(twin).__name__}"]
+    if (error := raised(lambda: twin(torch.ones(1, 4)))) is not None:
+        problems.append(f"the twin does not run: {error!r}")
+    return problems
+
+
+@layouts
+def test_an_instance_of_the_class_of_a_sharded_module_is_unsharded(run_ranks, layout):
+    assert_same(run_ranks(twins, layout, timeout=20))
