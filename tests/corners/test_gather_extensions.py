@@ -103,50 +103,53 @@ MESHES = {
     "hybrid": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
     "hybrid without names": lambda: init_device_mesh("cpu", (2, 2)),
 }
-layouts = pytest.mark.parametrize("layout", ["rows", "flat"])
-meshes = pytest.mark.parametrize("mesh", MESHES)
+OUTPUTS = ["copied", "declared", "undeclared", "kept"]
 
 
-@layouts
-@meshes
 @pytest.mark.parametrize("width", [6, 5, 1])
-@pytest.mark.parametrize("outputs", ["copied", "declared", "undeclared", "kept"])
-def test_rows_outputs_and_meshes(run_ranks, outputs, width, mesh, layout):
-    assert all(run_ranks(plain, outputs, width, mesh, layout, world=2 if mesh == "1d" else 4))
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_rows_and_outputs(run_ranks, outputs, width):
+    assert all(run_ranks(plain, [outputs], [width], "1d"))
 
 
-def plain(outputs: str, width: int, mesh: str, layout: str) -> bool:
-    kind = make_class()
-    put_on(kind, gather_methods(outputs))
-    for reshard in (True, False):
-        model = sharded(kind, width, mesh=MESHES[mesh](), layout=layout, reshard_after_forward=reshard)
-        assert trains_as(model, layers(width=width))
+@pytest.mark.parametrize("mesh", ["hybrid", "hybrid without names"])
+@pytest.mark.parametrize("widths", [[6], [5, 1]], ids=["even", "uneven"])
+def test_on_hybrid_meshes(run_ranks, widths, mesh):
+    assert all(run_ranks(plain, OUTPUTS, widths, mesh, world=4))
+
+
+def plain(every: list[str], widths: list[int], mesh: str) -> bool:
+    for outputs in every:
+        for width in widths:
+            kind = make_class()
+            put_on(kind, gather_methods(outputs))
+            for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
+                model = sharded(kind, width, mesh=MESHES[mesh](), layout=layout, reshard_after_forward=reshard)
+                assert trains_as(model, layers(width=width))
     return True
 
 
-@layouts
-@meshes
+@pytest.mark.parametrize("mesh", ["1d", "hybrid"])
 @pytest.mark.parametrize("width", [6, 5])
-def test_methods_set_on_the_class_after_sharding(run_ranks, width, mesh, layout):
+def test_methods_set_on_the_class_after_sharding(run_ranks, width, mesh):
     """As a program does that patches the class once the model is built: what counts is the class at the gather."""
-    assert all(run_ranks(set_late, width, mesh, layout, world=2 if mesh == "1d" else 4))
+    assert all(run_ranks(set_late, width, mesh, world=2 if mesh == "1d" else 4))
 
 
-def set_late(width: int, mesh: str, layout: str) -> bool:
+def set_late(width: int, mesh: str) -> bool:
     kind = make_class()
-    model = sharded(kind, width, mesh=MESHES[mesh](), layout=layout)
+    model = sharded(kind, width, mesh=MESHES[mesh]())
     put_on(kind, gather_methods("copied"))
     return trains_as(model, layers(width=width))
 
 
-@layouts
 @pytest.mark.parametrize("first_form", ["five arguments", "one argument"])
-def test_methods_replaced_by_those_of_the_other_form(run_ranks, first_form, layout):
+def test_methods_replaced_by_those_of_the_other_form(run_ranks, first_form):
     """The older form is `fsdp_pre_all_gather(self, mesh)`; which one is called is asked at the gather."""
-    assert all(run_ranks(replaced, first_form, layout))
+    assert all(run_ranks(replaced, first_form))
 
 
-def replaced(first_form: str, layout: str) -> bool:
+def replaced(first_form: str) -> bool:
     kind, (pre, post) = make_class(), gather_methods("copied")
 
     def short(self: Any, mesh: Any) -> Any:
@@ -154,7 +157,7 @@ def replaced(first_form: str, layout: str) -> bool:
 
     forms = [pre, short] if first_form == "five arguments" else [short, pre]
     put_on(kind, (forms[0], post))
-    model, reference = sharded(kind, 6, layout=layout), layers(width=6)
+    model, reference = sharded(kind, 6), layers(width=6)
     assert trains_as(model, reference)
     kind.fsdp_pre_all_gather = forms[1]
     return trains_as(model, reference)

@@ -1,0 +1,424 @@
+"""Names, warnings, exception types and profiler ranges of PyTorch's FSDP that programs look for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.profiler import ProfilerActivity, profile
+
+import fullshard
+from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, error_of, layers, notices, shard, wrap
+from fullshard import FullyShardedDataParallel, MixedPrecision
+from fullshard.wrap import ModuleWrapPolicy
+
+both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
+
+
+# `.params`
+
+
+@both_wrappers
+def test_params_of_the_wrapper(run_ranks, originals):
+    assert all(run_ranks(params, originals))
+
+
+def params(originals: bool) -> bool:
+    """The instance's own flat parameter in a list, none where it has no parameters; whatever is used outside."""
+    for library in LIBRARIES.values():
+        parts = layers()
+        parts[2] = wrap(parts[2], library, use_orig_params=originals)
+        model = wrap(parts, library, use_orig_params=originals)
+        inner, empty = parts[2], wrap(nn.ReLU(), library, use_orig_params=originals)
+        for when in ("new", "stepped"):
+            assert empty.params == []
+            for instance, numel in ((model, 4 * 5 + 5), (inner, 5 * 3 + 3)):
+                (flat,) = instance.params
+                assert isinstance(flat, nn.Parameter), when
+                assert flat.dim() == 1
+                held = torch.tensor(flat.numel())
+                dist.all_reduce(held)
+                assert numel <= held <= numel + 16
+                assert originals or any(flat is p for p in instance.parameters())
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    return True
+
+
+# Warnings.
+
+
+class Order(nn.Module):
+    """Two wrapped layers that can be run the other way round."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self.first, self.second = wrap(nn.Linear(4, 4), **keywords), wrap(nn.Linear(4, 4), **keywords)
+        self.swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(x)) if self.swapped else self.second(self.first(x))
+
+
+@both_wrappers
+def test_a_later_iteration_in_another_order_is_warned_of(run_ranks, originals):
+    """As PyTorch's with the debug level at DETAIL: a UserWarning, once, that names both units and the rank."""
+    assert all(run_ranks(other_order, originals))
+
+
+def other_order(originals: bool) -> bool:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = Order(use_orig_params=originals)
+        root, said = wrap(model, use_orig_params=originals), []
+        for swapped in (False, False, True, False, True):
+            model.swapped = swapped
+            with notices() as now:
+                root(torch.ones(2, 4)).sum().backward()
+            said.append([line for line in now if "order" in line.lower()])
+    finally:
+        dist.set_debug_level(level)
+    assert not said[0] and not said[1], said
+    assert said[2], "the first iteration in another order"
+    text = "\n".join(said[2])
+    assert text.startswith("UserWarning: Forward order differs from that of the first iteration"), text
+    assert f"rank {dist.get_rank()}" in text and "first" in text and "second" in text, text
+    assert not said[3] and not said[4], "it is said once"
+    return True
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[type, ...]]] = {
+    "batch norm": (lambda: nn.BatchNorm1d(4), ()),
+    "a class of the user's": (lambda: nn.LayerNorm(4), (nn.LayerNorm,)),
+}
+
+
+@both_wrappers
+@pytest.mark.parametrize("norm", NORMS)
+def test_modules_that_mixed_precision_leaves_alone(run_ranks, norm, originals):
+    """Wrapped by themselves, with a warning that names their classes; their `.mixed_precision` is the default one."""
+    assert all(run_ranks(left_alone, norm, originals))
+
+
+def left_alone(norm: str, originals: bool) -> bool:
+    make, ignored = NORMS[norm]
+    more: dict[str, Any] = {"_module_classes_to_ignore": ignored} if ignored else {}
+    for library in LIBRARIES.values():
+        precision = library.MixedPrecision(param_dtype=torch.bfloat16, **more)
+        module = Normed(make())
+        with notices() as said:
+            model = wrap(
+                module, library, mixed_precision=precision, use_orig_params=originals,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            )  # fmt: skip
+        assert isinstance(module.norm, library.FullyShardedDataParallel)
+        assert module.norm.mixed_precision == library.MixedPrecision()
+        assert library.MixedPrecision() == module.norm.mixed_precision
+        assert module.linear.mixed_precision == precision
+        assert model.mixed_precision == precision
+        named = [line for line in said if line.startswith("UserWarning") and type(make()).__name__ in line]
+        assert named, said
+        assert "mixed precision" in named[0]
+        model(torch.ones(2, 4)).float().sum().backward()  # exempt or not, the types fit
+    return True
+
+
+def test_equality_of_mixed_precision_is_by_fields():
+    assert MixedPrecision() == MixedPrecision()
+    assert MixedPrecision(param_dtype=torch.bfloat16) != MixedPrecision()
+    assert {MixedPrecision(): 1} if MixedPrecision.__hash__ else True
+
+
+@pytest.mark.parametrize("call", ["full", "shard", "scatter", "rekey"])
+def test_optim_input_is_deprecated(run_ranks, call):
+    assert all(run_ranks(optim_input, call))
+
+
+def optim_input(call: str) -> bool:
+    """A FutureWarning about the argument, when it is given, besides that about the function."""
+    for library in LIBRARIES.values():
+        cls = library.FullyShardedDataParallel
+        model = wrap(nn.Linear(4, 4), library)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        whole = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+        given = {"optim_input": list(model.parameters())}
+        calls: dict[str, Callable[..., Any]] = {
+            "full": lambda **k: cls.full_optim_state_dict(model, optimizer, **k),
+            "shard": lambda **k: cls.shard_full_optim_state_dict(whole, model, **k),
+            "scatter": lambda **k: cls.scatter_full_optim_state_dict(whole if dist.get_rank() == 0 else None, model, **k),
+            "rekey": lambda **k: error_or(lambda: cls.rekey_optim_state_dict(
+                whole, library.OptimStateKeyType.PARAM_ID, model, **k)),
+        }  # fmt: skip
+        with notices() as said:
+            calls[call](**given)
+        assert any("FutureWarning" in line and "`optim_input` argument is deprecated" in line for line in said), said
+        if call != "rekey":
+            with notices() as said:
+                calls[call](**({"optim": optimizer} if call != "full" else {}))
+            assert not any("optim_input" in line for line in said), said
+    return True
+
+
+def error_or(call: Callable[[], Any]) -> Any:
+    """PyTorch's rekeying of a flat parameter's state to ids fails after its warning; that is not at issue."""
+    try:
+        return call()
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_module_made_on_the_cpu_is_warned_of(fake_world, library):
+    """Sharding it there is slow; the warning says to give `device_id`."""
+    fake_world(2)
+    with notices() as said:
+        LIBRARIES[library].FullyShardedDataParallel(nn.Linear(4, 4))
+    assert any(line.startswith("UserWarning") and "CPU" in line and "device_id" in line for line in said), said
+
+
+# Profiler ranges.
+
+
+@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
+def test_ranges_in_a_profile(run_ranks, front_end):
+    assert all(run_ranks(profiled, front_end))
+
+
+def profiled(front_end: Any) -> bool:
+    """Gathers, reductions and waits are ranges that name the unit, while a profiler records."""
+    if isinstance(front_end, bool):
+        parts = layers()
+        parts[0] = wrap(parts[0], use_orig_params=front_end)
+        model = wrap(parts, use_orig_params=front_end)
+    else:
+        model = shard(layers(), layout=front_end)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(2):
+        model(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(x).sum().backward()
+    names = {event.name for event in recorded.events() if event.name.lower().startswith(("fullshard", "fsdp"))}
+    for what in ("gather", "reduce", "wait"):
+        found = [name for name in names if what in name]
+        assert found, (what, names)
+    for unit in ("0", "root"):
+        assert any(unit in name for name in names), (unit, names)
+    return True
+
+
+@pytest.mark.parametrize("front_end", ["rows", "flat", True], ids=str)
+def test_no_ranges_without_a_profiler(fake_world, front_end, monkeypatch):
+    """They cost nothing then: nobody enters `record_function`."""
+    fake_world(2)
+    model = wrap(layers()) if front_end is True else shard(layers(), layout=front_end)
+    entered: list[str] = []
+    real = torch.autograd.profiler.record_function.__enter__
+
+    def enter(self: Any) -> Any:
+        entered.append(self.name)
+        return real(self)
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", enter)
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert [name for name in entered if not name.startswith("Optimizer")] == []
+
+
+# Sparse gradients.
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x))
+
+
+@pytest.mark.parametrize("units", ["one", "its own"])
+@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
+def test_a_sparse_gradient_is_refused_by_name(run_ranks, front_end, units):
+    assert all(run_ranks(sparse, front_end, units))
+
+
+def sparse(front_end: Any, units: str) -> bool:
+    model = Words()
+    if units == "its own":
+        model.words = wrap_or_shard(model.words, front_end)
+    model = wrap_or_shard(model, front_end)
+    for _ in range(2):  # the first failure leaves it as it was
+        with pytest.raises((fullshard.FullshardError, NotImplementedError), match=r"words[\s\S]*sparse|sparse[\s\S]*words"):
+            model(torch.tensor([1, 2])).sum().backward()
+    return True
+
+
+def wrap_or_shard(module: nn.Module, front_end: Any) -> nn.Module:
+    if isinstance(front_end, bool):
+        return wrap(module, use_orig_params=front_end)
+    return fullshard.fully_shard(module, layout=front_end)
+
+
+# Exception types: ours is PyTorch's as well, and begins with the fact.
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def on_columns(parameter: Tensor) -> Any:
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+def nested(library: Any) -> Any:
+    parts = layers()
+    parts[0] = wrap(parts[0], library)
+    return wrap(parts, library), parts[0]
+
+
+def in_forward(library: Any, call: Callable[[Any], Any]) -> Any:
+    model = wrap(layers(), library)
+    model.module[0].register_forward_hook(lambda *_: call(model))
+    return model(torch.ones(2, 4, dtype=torch.float64))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def summon(library: Any, model: Any, inside: Callable[[], Any], **keywords: Any) -> None:
+    with library.FullyShardedDataParallel.summon_full_params(model, **keywords):
+        inside()
+
+
+X = torch.ones(2, 4, dtype=torch.float64)
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "fully_shard twice": lambda lib: lib.fully_shard(lib.fully_shard(nn.Linear(4, 4))),
+    "fully_shard of what is no module": lambda lib: lib.fully_shard(3),
+    "a mesh of three dims": lambda lib: lib.fully_shard(
+        nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    ),
+    "a module list": lambda lib: lib.fully_shard(nn.ModuleList([nn.Linear(4, 4)])),
+    "a scalar": lambda lib: lib.fully_shard(Scalar()),
+    "uneven columns": lambda lib: lib.fully_shard(nn.Linear(5, 4), shard_placement_fn=on_columns),
+    "reshard to three of two": lambda lib: lib.fully_shard(nn.Linear(4, 4), reshard_after_forward=3),
+    "reshard to a string": lambda lib: lib.fully_shard(nn.Linear(4, 4), reshard_after_forward="x"),
+    "a forward on meta": lambda lib: lib.fully_shard(nn.Linear(4, 4, device="meta"))(X.to("meta")),
+    "prefetch of what is no unit": lambda lib: lib.fully_shard(nn.Linear(4, 4)).set_modules_to_forward_prefetch(
+        [nn.Linear(4, 4)]
+    ),
+    "backward prefetch of what is no unit": lambda lib: lib.fully_shard(
+        nn.Linear(4, 4)
+    ).set_modules_to_backward_prefetch([nn.Linear(4, 4)]),
+    "a forward method that is not there": lambda lib: lib.register_fsdp_forward_method(
+        lib.fully_shard(nn.Linear(4, 4)), "nope"
+    ),
+    "a shared context with what is no unit": lambda lib: lib.share_comm_ctx([nn.Linear(4, 4)]),
+    "a state dict of other shapes": lambda lib: lib.fully_shard(nn.Linear(4, 4)).load_state_dict(
+        {"weight": torch.ones(7, 7), "bias": torch.ones(7)}
+    ),
+    "a wrapped state dict of other shapes": lambda lib: wrap(nn.Linear(4, 4), lib).load_state_dict(
+        {"weight": torch.ones(7, 7), "bias": torch.ones(7)}
+    ),
+    "group and mesh": lambda lib: wrap(
+        layers(), lib, process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,))
+    ),
+    "hybrid on a 1-D mesh": lambda lib: wrap(
+        layers(),
+        lib,
+        sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2,)),
+    ),
+    "hybrid on one group": lambda lib: wrap(
+        layers(), lib, sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, process_group=dist.group.WORLD
+    ),
+    "ignored modules and states": lambda lib: wrap(layers(), lib, ignored_modules=[], ignored_states=[]),
+    "ignored modules that are none": lambda lib: wrap(layers(), lib, ignored_modules=[3]),
+    "ignored modules in no list": lambda lib: wrap(layers(), lib, ignored_modules=3),
+    "ignored states of both kinds": lambda lib: wrap(
+        layers(), lib, ignored_states=[nn.Linear(4, 4), nn.Parameter(torch.ones(1))]
+    ),
+    "an ignored instance": lambda lib: wrap(layers(), lib, ignored_modules=[wrap(nn.Linear(4, 4), lib)]),
+    "a policy that cannot be called": lambda lib: wrap(layers(), lib, auto_wrap_policy=3),
+    "a policy for what is wrapped": lambda lib: wrap(
+        nested(lib)[0].module, lib, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    ),
+    "a param_init_fn that cannot be called": lambda lib: wrap(nn.Linear(4, 4, device="meta"), lib, param_init_fn=3),
+    "two dtypes in a flat parameter": lambda lib: wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), lib),
+    "clipping below the root": lambda lib: (lambda m, inner: (m(X), inner.clip_grad_norm_(1.0)))(*nested(lib)),
+    "no_sync below the root": lambda lib: (lambda m, inner: (m(X), inner.no_sync().__enter__()))(*nested(lib)),
+    "a second hook": lambda lib: [wrap(layers(), lib)] and (
+        lambda m: [m.register_comm_hook(None, lambda s, g: None) for _ in range(2)]
+    )(wrap(layers(), lib)),
+    "a hook below the root": lambda lib: (
+        lambda m, inner: (m(X), inner.register_comm_hook(None, lambda s, g: None))
+    )(*nested(lib)),
+    "a hook that cannot be called": lambda lib: wrap(layers(), lib).register_comm_hook(None, 3),
+    "apply in a forward": lambda lib: in_forward(lib, lambda m: m.apply(lambda _: None)),
+    "summon in a forward": lambda lib: in_forward(lib, lambda m: summon(lib, m, lambda: None)),
+    "summon twice": lambda lib: (lambda m: summon(lib, m, lambda: summon(lib, m, lambda: None)))(wrap(layers(), lib)),
+    "a forward in summon": lambda lib: (lambda m: summon(lib, m, lambda: m(X)))(wrap(layers(), lib)),
+    "rank 0's written back": lambda lib: summon(lib, wrap(layers(), lib), lambda: None, rank0_only=True),
+    "settings of another kind": lambda lib: lib.FullyShardedDataParallel.set_state_dict_type(
+        wrap(layers(), lib), lib.StateDictType.SHARDED_STATE_DICT, lib.FullStateDictConfig()
+    ),
+    "optimizer settings of another kind": lambda lib: lib.FullyShardedDataParallel.set_state_dict_type(
+        wrap(layers(), lib),
+        lib.StateDictType.FULL_STATE_DICT,
+        lib.FullStateDictConfig(),
+        lib.ShardedOptimStateDictConfig(),
+    ),
+    "optimizer state without its keys": lambda lib: (
+        lambda m: lib.FullyShardedDataParallel.optim_state_dict_to_load(m, adam(m), {})
+    )(wrap(layers(), lib)),
+    "rekeying to what is no key": lambda lib: lib.FullyShardedDataParallel.rekey_optim_state_dict(
+        {"state": {}, "param_groups": []}, "x", wrap(layers(), lib)
+    ),
+    "indexing what has no items": lambda lib: wrap(nn.Linear(4, 4), lib)[0],
+    "an attribute that is not there": lambda lib: wrap(nn.Linear(4, 4), lib).nope,
+}
+OWN_NOT_NEEDED = {"indexing what has no items", "an attribute that is not there"}  # Python's own will do
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_exception_types(run_ranks, mistake):
+    """Whoever catches what PyTorch raises for a mistake catches ours, which tells what is wrong in its first line."""
+    for theirs, ours, own, text in run_ranks(exceptions, mistake, timeout=20):
+        assert theirs, "PyTorch takes it"
+        assert ours, "nothing is raised"
+        assert theirs in ours, f"{theirs} of PyTorch's is not among {ours}"
+        assert own or mistake in OWN_NOT_NEEDED, text
+        assert len(text.splitlines()[0]) > 10, text
+
+
+def exceptions(mistake: str) -> tuple[str, list[str], bool, str]:
+    theirs = error_of(lambda: MISTAKES[mistake](torch_fsdp))
+    ours = error_of(lambda: MISTAKES[mistake](fullshard))
+    bases = [kind.__name__ for kind in type(ours).__mro__] if ours else []
+    return type(theirs).__name__ if theirs else "", bases, isinstance(ours, fullshard.FullshardError), str(ours)
