@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drop_in import EVERY_LAYOUT, WRAPPERS, layers, shard, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 import fullshard.state_dict
-from drop_in import EVERY_LAYOUT, WRAPPERS, layers, shard, wrap
 from fullshard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.state_dict import StateDictOptions
 
@@ -142,8 +142,11 @@ def loaded_from_rank_0(front_end: Any) -> int:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32))).double()
 
-    model = wrap(many(), use_orig_params=front_end) if isinstance(front_end, bool) else None
-    model = shard(many(), layout=front_end) if model is None else model
+    if isinstance(front_end, bool):
+        parts = [wrap(part, use_orig_params=front_end) for part in many()]
+        model = wrap(nn.Sequential(*parts), use_orig_params=front_end)
+    else:
+        model = shard(many(), layout=front_end)
     whole = {name: value + 1.0 for name, value in many().state_dict().items()}
     given = whole if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -299,7 +302,9 @@ def wrapper_on_one(strategy: str, originals: bool) -> bool:
     x = torch.ones(2, 4, dtype=torch.float64) * (1 + dist.get_rank())
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        model = wrap(layers(), device_mesh=mesh, sharding_strategy=ShardingStrategy[strategy], use_orig_params=originals)
+        model = wrap(
+            layers(), device_mesh=mesh, sharding_strategy=ShardingStrategy[strategy], use_orig_params=originals
+        )
         model(x).sum().backward()
         whole = layers()
         for rank in range(2):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from drop_in import layers, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
-from drop_in import layers, trains_as
 from fullshard import fully_shard
 from quantised import IN_PLACE, KEEPS
 
@@ -70,9 +70,11 @@ def gather_methods(outputs: str) -> tuple[Callable, Callable]:
     def post(self: Any, gathered: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
         whole = gathered[0][:rows]
         if out is None:
-            first.append(gathered[0])
+            first[:] = [gathered[0]]
             made = whole if outputs in ("declared", "undeclared") else whole.clone()
-            return made, {"copied": (made,), "declared": (made,), "undeclared": (), "kept": (gathered[0], made)}[outputs]
+            return made, {"copied": (made,), "declared": (made,), "undeclared": (), "kept": (gathered[0], made)}[
+                outputs
+            ]
         here = whole.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
         assert here == (outputs in ("declared", "undeclared"))
         if outputs == "kept":

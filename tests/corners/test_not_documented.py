@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drop_in import EVERY_LAYOUT, WRAPPERS, batch, layers, shard, trains_as, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from drop_in import EVERY_LAYOUT, WRAPPERS, batch, layers, shard, trains_as, wrap
 from fullshard import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drop_in import EVERY_LAYOUT, WRAPPERS, layers, losses_of, notices, shard, trains_as, wrap
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.state_dict
-from drop_in import EVERY_LAYOUT, WRAPPERS, layers, losses_of, notices, shard, trains_as, wrap
 from fullshard import FullyShardedDataParallel, StateDictType, fully_shard
 from fullshard.state_dict import StateDictOptions
 
@@ -262,8 +262,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@every_layout
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    ("how", "layout"), [*((how, "rows") for how in COPIES), *(("deepcopy", layout) for layout in EVERY_LAYOUT[1:])]
+)
 @pytest.mark.parametrize("when", ["new", "stepped"])
 def test_a_sharded_parameter_is_copied(run_ranks, when, how, layout):
     """Values, shape and `requires_grad` come back, alone and in a list; training goes on afterwards."""
@@ -271,8 +272,6 @@ def test_a_sharded_parameter_is_copied(run_ranks, when, how, layout):
 
 
 def parameter_copied(when: str, how: str, layout: Any) -> bool:
-    if how == "torch.save, weights only" and layout != "rows":
-        return True  # safe loading knows DTensor; a class of ours has to be allowed by the user first
     model, reference = shard(layers(), layout=layout), layers()
     if when == "stepped":
         assert trains_as(model, reference)
@@ -287,6 +286,25 @@ def parameter_copied(when: str, how: str, layout: Any) -> bool:
         alone.zero_()  # memory of its own
     assert parameter.full_tensor().any()
     model[0].bias.requires_grad_(True)
+    return trains_as(model, reference)
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT[1:], ids=str)
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_run_of_elements_is_pickled_or_refused_by_name(run_ranks, how, layout):
+    """PyTorch has no such layout. It names the parameter, and the model is as before."""
+    assert all(run_ranks(run_pickled, how, layout))
+
+
+def run_pickled(how: str, layout: Any) -> bool:
+    model, reference = shard(layers(), layout=layout), layers()
+    assert trains_as(model, reference)
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor()
+        try:
+            assert torch.equal(COPIES[how](parameter).full_tensor(), whole)
+        except fullshard.FullshardError as error:
+            assert name in str(error)
     return trains_as(model, reference)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, error_of, layers, notices, shard, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard
-from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, error_of, layers, notices, shard, wrap
-from fullshard import FullyShardedDataParallel, MixedPrecision
+from fullshard import MixedPrecision
 from fullshard.wrap import ModuleWrapPolicy
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
@@ -269,7 +268,9 @@ def sparse(front_end: Any, units: str) -> bool:
         model.words = wrap_or_shard(model.words, front_end)
     model = wrap_or_shard(model, front_end)
     for _ in range(2):  # the first failure leaves it as it was
-        with pytest.raises((fullshard.FullshardError, NotImplementedError), match=r"words[\s\S]*sparse|sparse[\s\S]*words"):
+        with pytest.raises(
+            (fullshard.FullshardError, NotImplementedError), match=r"words[\s\S]*sparse|sparse[\s\S]*words"
+        ):
             model(torch.tensor([1, 2])).sum().backward()
     return True
 
@@ -373,12 +374,13 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "two dtypes in a flat parameter": lambda lib: wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), lib),
     "clipping below the root": lambda lib: (lambda m, inner: (m(X), inner.clip_grad_norm_(1.0)))(*nested(lib)),
     "no_sync below the root": lambda lib: (lambda m, inner: (m(X), inner.no_sync().__enter__()))(*nested(lib)),
-    "a second hook": lambda lib: [wrap(layers(), lib)] and (
-        lambda m: [m.register_comm_hook(None, lambda s, g: None) for _ in range(2)]
-    )(wrap(layers(), lib)),
-    "a hook below the root": lambda lib: (
-        lambda m, inner: (m(X), inner.register_comm_hook(None, lambda s, g: None))
-    )(*nested(lib)),
+    "a second hook": lambda lib: (
+        [wrap(layers(), lib)]
+        and (lambda m: [m.register_comm_hook(None, lambda s, g: None) for _ in range(2)])(wrap(layers(), lib))
+    ),
+    "a hook below the root": lambda lib: (lambda m, inner: (m(X), inner.register_comm_hook(None, lambda s, g: None)))(
+        *nested(lib)
+    ),
     "a hook that cannot be called": lambda lib: wrap(layers(), lib).register_comm_hook(None, 3),
     "apply in a forward": lambda lib: in_forward(lib, lambda m: m.apply(lambda _: None)),
     "summon in a forward": lambda lib: in_forward(lib, lambda m: summon(lib, m, lambda: None)),
