@@ -1,4 +1,4 @@
-"""What the tests of programs written for PyTorch's FSDP share: both libraries by name, and training beside one process."""
+"""What tests of programs written for PyTorch's FSDP share: both libraries, and training beside one process."""
 
 from __future__ import annotations
 

@@ -265,6 +265,9 @@ def test_unused_parameters_make_the_host_wait_once_at_most(run_ranks, units, fro
         assert waits <= 1, f"{waits} reads of a device value by the host in one backward ({names})"
 
 
+HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero")
+
+
 def steps_with_unused(units: str, front_end: Any) -> tuple[int, dict[str, int]]:
     model = Branches()
     if units == "each head":
@@ -277,8 +280,7 @@ def steps_with_unused(units: str, front_end: Any) -> tuple[int, dict[str, int]]:
         loss = model(torch.ones(2, 4))
         with Seen() as seen:
             loss.backward()
-        waits = Counter({n: c for n, c in seen.counts.items() if n in ("aten::_local_scalar_dense", "aten::item",
-                                                                       "aten::is_nonzero", "aten::nonzero")})  # fmt: skip
+        waits = Counter({name: seen.counts[name] for name in HOST_READS})
         most = max(most, waits, key=Counter.total)
         for parameter in model.parameters():
             parameter.grad = None

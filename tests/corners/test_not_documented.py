@@ -31,7 +31,8 @@ def nameless(front_end: Any, shape: tuple[int, ...]) -> bool:
         return trains_as(model, layers())
     strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
     model = wrap(layers(), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=front_end)
-    assert trains_as(model, reference := layers())
+    reference = layers()
+    assert trains_as(model, reference)
     for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
         with FullyShardedDataParallel.state_dict_type(model, kind):
             state = model.state_dict()

@@ -1,4 +1,4 @@
-"""What programs written for PyTorch's FSDP do and Fullshard refused: settings, wrapping, other parallelism, loading, pickles."""
+"""What programs written for PyTorch's FSDP do and Fullshard refused: settings, wrapping, loading, pickles."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def replicated_wrapper(originals: bool) -> bool:
 
 
 LOADS: dict[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
-    "set_model_state_dict": lambda m, s: fullshard.state_dict.set_model_state_dict(m, s),
+    "set_model_state_dict": fullshard.state_dict.set_model_state_dict,
     "of a full state": lambda m, s: fullshard.state_dict.set_model_state_dict(
         m, s, options=StateDictOptions(full_state_dict=True)
     ),
