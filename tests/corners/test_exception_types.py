@@ -1,0 +1,165 @@
+"""Exception types: whoever catches what PyTorch's FSDP raises for a mistake catches ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from drop_in import error_of, layers, wrap
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fullshard
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def of(arguments: Any, call: Callable[..., Any]) -> Any:
+    return call(*arguments) if isinstance(arguments, tuple) else call(arguments)
+
+
+def hook(state: Any, gradient: Tensor) -> None:
+    """A communication hook."""
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def on_columns(parameter: Tensor) -> Any:
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+def nested(library: Any) -> Any:
+    parts = layers()
+    parts[0] = wrap(parts[0], library)
+    return wrap(parts, library), parts[0]
+
+
+def in_forward(library: Any, call: Callable[[Any], Any]) -> Any:
+    model = wrap(layers(), library)
+    model.module[0].register_forward_hook(lambda *_: call(model))
+    return model(torch.ones(2, 4, dtype=torch.float64))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def summon(library: Any, model: Any, inside: Callable[[], Any], **keywords: Any) -> None:
+    with library.FullyShardedDataParallel.summon_full_params(model, **keywords):
+        inside()
+
+
+X = torch.ones(2, 4, dtype=torch.float64)
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "fully_shard twice": lambda lib: lib.fully_shard(lib.fully_shard(nn.Linear(4, 4))),
+    "fully_shard of what is no module": lambda lib: lib.fully_shard(3),
+    "a mesh of three dims": lambda lib: lib.fully_shard(
+        nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    ),
+    "a module list": lambda lib: lib.fully_shard(nn.ModuleList([nn.Linear(4, 4)])),
+    "a scalar": lambda lib: lib.fully_shard(Scalar()),
+    "uneven columns": lambda lib: lib.fully_shard(nn.Linear(5, 4), shard_placement_fn=on_columns),
+    "reshard to three of two": lambda lib: lib.fully_shard(nn.Linear(4, 4), reshard_after_forward=3),
+    "reshard to a string": lambda lib: lib.fully_shard(nn.Linear(4, 4), reshard_after_forward="x"),
+    "a forward on meta": lambda lib: lib.fully_shard(nn.Linear(4, 4, device="meta"))(X.to("meta")),
+    "prefetch of what is no unit": lambda lib: lib.fully_shard(nn.Linear(4, 4)).set_modules_to_forward_prefetch(
+        [nn.Linear(4, 4)]
+    ),
+    "backward prefetch of what is no unit": lambda lib: lib.fully_shard(
+        nn.Linear(4, 4)
+    ).set_modules_to_backward_prefetch([nn.Linear(4, 4)]),
+    "a forward method that is not there": lambda lib: lib.register_fsdp_forward_method(
+        lib.fully_shard(nn.Linear(4, 4)), "nope"
+    ),
+    "a shared context with what is no unit": lambda lib: lib.share_comm_ctx([nn.Linear(4, 4)]),
+    "a state dict of other shapes": lambda lib: lib.fully_shard(nn.Linear(4, 4)).load_state_dict(
+        {"weight": torch.ones(7, 7), "bias": torch.ones(7)}
+    ),
+    "a wrapped state dict of other shapes": lambda lib: wrap(nn.Linear(4, 4), lib).load_state_dict(
+        {"weight": torch.ones(7, 7), "bias": torch.ones(7)}
+    ),
+    "group and mesh": lambda lib: wrap(
+        layers(), lib, process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,))
+    ),
+    "hybrid on a 1-D mesh": lambda lib: wrap(
+        layers(),
+        lib,
+        sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2,)),
+    ),
+    "hybrid on one group": lambda lib: wrap(
+        layers(), lib, sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, process_group=dist.group.WORLD
+    ),
+    "ignored modules and states": lambda lib: wrap(layers(), lib, ignored_modules=[], ignored_states=[]),
+    "ignored modules that are none": lambda lib: wrap(layers(), lib, ignored_modules=[3]),
+    "ignored modules in no list": lambda lib: wrap(layers(), lib, ignored_modules=3),
+    "ignored states of both kinds": lambda lib: wrap(
+        layers(), lib, ignored_states=[nn.Linear(4, 4), nn.Parameter(torch.ones(1))]
+    ),
+    "an ignored instance": lambda lib: wrap(layers(), lib, ignored_modules=[wrap(nn.Linear(4, 4), lib)]),
+    "a policy that cannot be called": lambda lib: wrap(layers(), lib, auto_wrap_policy=3),
+    "a policy for what is wrapped": lambda lib: wrap(
+        nested(lib)[0].module, lib, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    ),
+    "a param_init_fn that cannot be called": lambda lib: wrap(nn.Linear(4, 4, device="meta"), lib, param_init_fn=3),
+    "two dtypes in a flat parameter": lambda lib: wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), lib),
+    "clipping below the root": lambda lib: of(nested(lib), lambda m, inner: (m(X), inner.clip_grad_norm_(1.0))),
+    "no_sync below the root": lambda lib: of(nested(lib), lambda m, inner: (m(X), inner.no_sync().__enter__())),
+    "a second hook": lambda lib: of(
+        wrap(layers(), lib), lambda m: [m.register_comm_hook(None, hook) for _ in range(2)]
+    ),
+    "a hook below the root": lambda lib: of(nested(lib), lambda m, inner: (m(X), inner.register_comm_hook(None, hook))),
+    "a hook that cannot be called": lambda lib: wrap(layers(), lib).register_comm_hook(None, 3),
+    "apply in a forward": lambda lib: in_forward(lib, lambda m: m.apply(lambda _: None)),
+    "summon in a forward": lambda lib: in_forward(lib, lambda m: summon(lib, m, lambda: None)),
+    "summon twice": lambda lib: of(wrap(layers(), lib), lambda m: summon(lib, m, lambda: summon(lib, m, lambda: None))),
+    "a forward in summon": lambda lib: of(wrap(layers(), lib), lambda m: summon(lib, m, lambda: m(X))),
+    "rank 0's written back": lambda lib: summon(lib, wrap(layers(), lib), lambda: None, rank0_only=True),
+    "settings of another kind": lambda lib: lib.FullyShardedDataParallel.set_state_dict_type(
+        wrap(layers(), lib), lib.StateDictType.SHARDED_STATE_DICT, lib.FullStateDictConfig()
+    ),
+    "optimizer settings of another kind": lambda lib: lib.FullyShardedDataParallel.set_state_dict_type(
+        wrap(layers(), lib),
+        lib.StateDictType.FULL_STATE_DICT,
+        lib.FullStateDictConfig(),
+        lib.ShardedOptimStateDictConfig(),
+    ),
+    "optimizer state without its keys": lambda lib: of(
+        wrap(layers(), lib), lambda m: lib.FullyShardedDataParallel.optim_state_dict_to_load(m, adam(m), {})
+    ),
+    "rekeying to what is no key": lambda lib: lib.FullyShardedDataParallel.rekey_optim_state_dict(
+        {"state": {}, "param_groups": []}, "x", wrap(layers(), lib)
+    ),
+    "indexing what has no items": lambda lib: wrap(nn.Linear(4, 4), lib)[0],
+    "an attribute that is not there": lambda lib: wrap(nn.Linear(4, 4), lib).nope,
+}
+OWN_NOT_NEEDED = {"indexing what has no items", "an attribute that is not there"}  # Python's own will do
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_exception_types(run_ranks, mistake):
+    """Whoever catches what PyTorch raises for a mistake catches ours, which tells what is wrong in its first line."""
+    for theirs, ours, own, text in run_ranks(exceptions, mistake, timeout=20):
+        assert theirs, "PyTorch takes it"
+        assert ours, "nothing is raised"
+        assert theirs in ours, f"{theirs} of PyTorch's is not among {ours}"
+        assert own or mistake in OWN_NOT_NEEDED, text
+        assert len(text.splitlines()[0]) > 10, text
+
+
+def exceptions(mistake: str) -> tuple[str, list[str], bool, str]:
+    theirs = error_of(lambda: MISTAKES[mistake](torch_fsdp))
+    ours = error_of(lambda: MISTAKES[mistake](fullshard))
+    bases = [kind.__name__ for kind in type(ours).__mro__] if ours else []
+    return type(theirs).__name__ if theirs else "", bases, isinstance(ours, fullshard.FullshardError), str(ours)

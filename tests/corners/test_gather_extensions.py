@@ -1,0 +1,165 @@
+"""Subclasses with gathers of their own that PyTorch's `fully_shard` takes: uneven rows, methods set late, any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drop_in import layers, trains_as
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+
+from fullshard import fully_shard
+from quantised import IN_PLACE, KEEPS
+
+
+def make_class() -> Any:
+    """A new subclass that only holds a tensor; it has no gather of its own yet."""
+
+    class Held(Tensor):
+        @staticmethod
+        def __new__(cls, values: Tensor, requires_grad: bool = False) -> Any:
+            return Tensor._make_wrapper_subclass(
+                cls, values.size(), strides=values.stride(), dtype=values.dtype, device=values.device,
+                requires_grad=requires_grad,
+            )  # fmt: skip
+
+        def __init__(self, values: Tensor, requires_grad: bool = False) -> None:
+            self.values = values
+
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
+            return ["values"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Any:
+            return Held(inner["values"])
+
+        def __repr__(self) -> str:
+            return f"Held({self.values})"
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            unwrapped = pytree.tree_map_only(cls, lambda t: t.values, (args, kwargs or {}))
+            out = func(*unwrapped[0], **unwrapped[1])
+            if func in IN_PLACE:
+                return args[0]
+            return pytree.tree_map_only(Tensor, cls, out) if func in KEEPS else out
+
+    return Held
+
+
+def padded(values: Tensor, rows: int) -> Tensor:
+    return torch.cat([values, values.new_zeros(rows - values.shape[0], *values.shape[1:])])
+
+
+def gather_methods(outputs: str) -> tuple[Callable, Callable]:
+    """Both methods. The subclass pads its rows itself: all ranks must send the same number.
+
+    Args:
+        outputs: what the unsharded tensor is: "copied" from what was gathered; that memory itself, "declared" as inner
+            tensor or "undeclared"; or "kept": a copy, where the first outputs are declared and looked at again.
+    """
+    first: list[Tensor] = []
+
+    def pre(self: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        return (padded(self.values, -(-size[0] // mesh.size())),), size[0]
+
+    def post(self: Any, gathered: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
+        whole = gathered[0][:rows]
+        if out is None:
+            first[:] = [gathered[0]]
+            made = whole if outputs in ("declared", "undeclared") else whole.clone()
+            return made, {"copied": (made,), "declared": (made,), "undeclared": (), "kept": (gathered[0], made)}[
+                outputs
+            ]
+        here = whole.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        assert here == (outputs in ("declared", "undeclared"))
+        if outputs == "kept":
+            assert torch.equal(first[0], gathered[0])
+        if not here:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole)
+        return None
+
+    return pre, post
+
+
+def put_on(kind: Any, methods: tuple[Callable, Callable]) -> None:
+    kind.fsdp_pre_all_gather, kind.fsdp_post_all_gather = methods
+
+
+def sharded(kind: Any, width: int, **keywords: Any) -> nn.Module:
+    model = layers(width=width)
+    model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
+    for part in (model[0], model[2], model):
+        if any(True for _ in part.parameters()):
+            fully_shard(part, **keywords)
+    return model
+
+
+MESHES = {
+    "1d": lambda: None,
+    "hybrid": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    "hybrid without names": lambda: init_device_mesh("cpu", (2, 2)),
+}
+OUTPUTS = ["copied", "declared", "undeclared", "kept"]
+
+
+@pytest.mark.parametrize("width", [6, 5, 1])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_rows_and_outputs(run_ranks, outputs, width):
+    assert all(run_ranks(plain, [outputs], [width], "1d"))
+
+
+@pytest.mark.parametrize("mesh", ["hybrid", "hybrid without names"])
+@pytest.mark.parametrize("widths", [[6], [5, 1]], ids=["even", "uneven"])
+def test_on_hybrid_meshes(run_ranks, widths, mesh):
+    assert all(run_ranks(plain, OUTPUTS, widths, mesh, world=4))
+
+
+def plain(every: list[str], widths: list[int], mesh: str) -> bool:
+    for outputs in every:
+        for width in widths:
+            kind = make_class()
+            put_on(kind, gather_methods(outputs))
+            for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
+                model = sharded(kind, width, mesh=MESHES[mesh](), layout=layout, reshard_after_forward=reshard)
+                assert trains_as(model, layers(width=width))
+    return True
+
+
+@pytest.mark.parametrize("mesh", ["1d", "hybrid"])
+@pytest.mark.parametrize("width", [6, 5])
+def test_methods_set_on_the_class_after_sharding(run_ranks, width, mesh):
+    """As a program does that patches the class once the model is built: what counts is the class at the gather."""
+    assert all(run_ranks(set_late, width, mesh, world=2 if mesh == "1d" else 4))
+
+
+def set_late(width: int, mesh: str) -> bool:
+    kind = make_class()
+    model = sharded(kind, width, mesh=MESHES[mesh]())
+    put_on(kind, gather_methods("copied"))
+    return trains_as(model, layers(width=width))
+
+
+@pytest.mark.parametrize("first_form", ["five arguments", "one argument"])
+def test_methods_replaced_by_those_of_the_other_form(run_ranks, first_form):
+    """The older form is `fsdp_pre_all_gather(self, mesh)`; which one is called is asked at the gather."""
+    assert all(run_ranks(replaced, first_form))
+
+
+def replaced(first_form: str) -> bool:
+    kind, (pre, post) = make_class(), gather_methods("copied")
+
+    def short(self: Any, mesh: Any) -> Any:
+        return (self.values,), self.values.shape[0] * mesh.size()
+
+    forms = [pre, short] if first_form == "five arguments" else [short, pre]
+    put_on(kind, (forms[0], post))
+    model, reference = sharded(kind, 6), layers(width=6)
+    assert trains_as(model, reference)
+    kind.fsdp_pre_all_gather = forms[1]
+    return trains_as(model, reference)

@@ -1,0 +1,282 @@
+"""Names, warnings and profiler ranges of PyTorch's FSDP that programs look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard, wrap
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fullshard
+from fullshard import MixedPrecision
+from fullshard.wrap import ModuleWrapPolicy
+
+both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
+
+
+# `.params`
+
+
+@both_wrappers
+def test_params_of_the_wrapper(run_ranks, originals):
+    assert all(run_ranks(params, originals))
+
+
+def params(originals: bool) -> bool:
+    """The instance's own flat parameter in a list, none where it has no parameters; whatever is used outside."""
+    for library in LIBRARIES.values():
+        parts = layers()
+        parts[2] = wrap(parts[2], library, use_orig_params=originals)
+        model = wrap(parts, library, use_orig_params=originals)
+        inner, empty = parts[2], wrap(nn.ReLU(), library, use_orig_params=originals)
+        for when in ("new", "stepped"):
+            assert empty.params == []
+            for instance, numel in ((model, 4 * 5 + 5), (inner, 5 * 3 + 3)):
+                (flat,) = instance.params
+                assert isinstance(flat, nn.Parameter), when
+                assert flat.dim() == 1
+                held = torch.tensor(flat.numel())
+                dist.all_reduce(held)
+                assert numel <= held <= numel + 16
+                assert originals or any(flat is p for p in instance.parameters())
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    return True
+
+
+# Warnings.
+
+
+class Order(nn.Module):
+    """Two wrapped layers that can be run the other way round."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self.first, self.second = wrap(nn.Linear(4, 4), **keywords), wrap(nn.Linear(4, 4), **keywords)
+        self.swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(x)) if self.swapped else self.second(self.first(x))
+
+
+@both_wrappers
+def test_a_later_iteration_in_another_order_is_warned_of(run_ranks, originals):
+    """As PyTorch's with the debug level at DETAIL: a UserWarning, once, that names both units and the rank."""
+    assert all(run_ranks(other_order, originals))
+
+
+def other_order(originals: bool) -> bool:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = Order(use_orig_params=originals)
+        root, said = wrap(model, use_orig_params=originals), []
+        for swapped in (False, False, True, False, True):
+            model.swapped = swapped
+            with notices() as now:
+                root(torch.ones(2, 4)).sum().backward()
+            said.append([line for line in now if "order" in line.lower()])
+    finally:
+        dist.set_debug_level(level)
+    assert not said[0] and not said[1], said
+    assert said[2], "the first iteration in another order"
+    text = "\n".join(said[2])
+    assert text.startswith("UserWarning: Forward order differs from that of the first iteration"), text
+    assert f"rank {dist.get_rank()}" in text and "first" in text and "second" in text, text
+    assert not said[3] and not said[4], "it is said once"
+    return True
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[type, ...]]] = {
+    "batch norm": (lambda: nn.BatchNorm1d(4), ()),
+    "a class of the user's": (lambda: nn.LayerNorm(4), (nn.LayerNorm,)),
+}
+
+
+@both_wrappers
+@pytest.mark.parametrize("norm", NORMS)
+def test_modules_that_mixed_precision_leaves_alone(run_ranks, norm, originals):
+    """Wrapped by themselves, with a warning that names their classes; their `.mixed_precision` is the default one."""
+    assert all(run_ranks(left_alone, norm, originals))
+
+
+def left_alone(norm: str, originals: bool) -> bool:
+    make, ignored = NORMS[norm]
+    more: dict[str, Any] = {"_module_classes_to_ignore": ignored} if ignored else {}
+    for library in LIBRARIES.values():
+        precision = library.MixedPrecision(param_dtype=torch.bfloat16, **more)
+        module = Normed(make())
+        with notices() as said:
+            model = wrap(
+                module, library, mixed_precision=precision, use_orig_params=originals,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            )  # fmt: skip
+        assert isinstance(module.norm, library.FullyShardedDataParallel)
+        assert module.norm.mixed_precision == library.MixedPrecision()
+        assert library.MixedPrecision() == module.norm.mixed_precision
+        assert module.linear.mixed_precision == precision
+        assert model.mixed_precision == precision
+        named = [line for line in said if line.startswith("UserWarning") and type(make()).__name__ in line]
+        assert named, said
+        assert "mixed precision" in named[0]
+        model(torch.ones(2, 4)).float().sum().backward()  # exempt or not, the types fit
+    return True
+
+
+def test_equality_of_mixed_precision_is_by_fields():
+    assert MixedPrecision() == MixedPrecision()
+    assert MixedPrecision(param_dtype=torch.bfloat16) != MixedPrecision()
+    assert {MixedPrecision(): 1} if MixedPrecision.__hash__ else True
+
+
+@pytest.mark.parametrize("call", ["full", "shard", "scatter", "rekey"])
+def test_optim_input_is_deprecated(run_ranks, call):
+    assert all(run_ranks(optim_input, call))
+
+
+def optim_input(call: str) -> bool:
+    """A FutureWarning about the argument, when it is given, besides that about the function."""
+    return all(deprecated(library, call) for library in LIBRARIES.values())
+
+
+def deprecated(library: Any, call: str) -> bool:
+    cls = library.FullyShardedDataParallel
+    model = wrap(nn.Linear(4, 4), library)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    whole = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+    on_rank_0 = whole if dist.get_rank() == 0 else None
+    by_id = library.OptimStateKeyType.PARAM_ID
+    calls: dict[str, Callable[..., Any]] = {
+        "full": lambda **k: cls.full_optim_state_dict(model, optimizer, **k),
+        "shard": lambda **k: cls.shard_full_optim_state_dict(whole, model, **k),
+        "scatter": lambda **k: cls.scatter_full_optim_state_dict(on_rank_0, model, **k),
+        "rekey": lambda **k: error_or(lambda: cls.rekey_optim_state_dict(whole, by_id, model, **k)),
+    }
+    with notices() as said:
+        calls[call](optim_input=list(model.parameters()))
+    assert any("FutureWarning" in line and "`optim_input` argument is deprecated" in line for line in said), said
+    if call != "rekey":
+        with notices() as said:
+            calls[call](**({"optim": optimizer} if call != "full" else {}))
+        assert not any("optim_input" in line for line in said), said
+    return True
+
+
+def error_or(call: Callable[[], Any]) -> Any:
+    """PyTorch's rekeying of a flat parameter's state to ids fails after its warning; that is not at issue."""
+    try:
+        return call()
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_module_made_on_the_cpu_is_warned_of(fake_world, library):
+    """Sharding it there is slow; the warning says to give `device_id`."""
+    fake_world(2)
+    with notices() as said:
+        LIBRARIES[library].FullyShardedDataParallel(nn.Linear(4, 4))
+    assert any(line.startswith("UserWarning") and "CPU" in line and "device_id" in line for line in said), said
+
+
+# Profiler ranges.
+
+
+@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
+def test_ranges_in_a_profile(run_ranks, front_end):
+    assert all(run_ranks(profiled, front_end))
+
+
+def profiled(front_end: Any) -> bool:
+    """Gathers, reductions and waits are ranges that name the unit, while a profiler records."""
+    if isinstance(front_end, bool):
+        parts = layers()
+        parts[0] = wrap(parts[0], use_orig_params=front_end)
+        model = wrap(parts, use_orig_params=front_end)
+    else:
+        model = shard(layers(), layout=front_end)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(2):
+        model(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(x).sum().backward()
+    names = {event.name for event in recorded.events() if event.name.lower().startswith(("fullshard", "fsdp"))}
+    for what in ("gather", "reduce", "wait"):
+        found = [name for name in names if what in name]
+        assert found, (what, names)
+    for unit in ("0", "root"):
+        assert any(unit in name for name in names), (unit, names)
+    return True
+
+
+@pytest.mark.parametrize("front_end", ["rows", "flat", True], ids=str)
+def test_no_ranges_without_a_profiler(fake_world, front_end, monkeypatch):
+    """They cost nothing then: nobody enters `record_function`."""
+    fake_world(2)
+    model = wrap(layers()) if front_end is True else shard(layers(), layout=front_end)
+    entered: list[str] = []
+    real = torch.autograd.profiler.record_function.__enter__
+
+    def enter(self: Any) -> Any:
+        entered.append(self.name)
+        return real(self)
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", enter)
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert [name for name in entered if not name.startswith("Optimizer")] == []
+
+
+# Sparse gradients.
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x))
+
+
+@pytest.mark.parametrize("units", ["one", "its own"])
+@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
+def test_a_sparse_gradient_is_refused_by_name(run_ranks, front_end, units):
+    assert all(run_ranks(sparse, front_end, units))
+
+
+NAMED = r"words[\s\S]*sparse|sparse[\s\S]*words"
+
+
+def sparse(front_end: Any, units: str) -> bool:
+    model = Words()
+    if units == "its own":
+        model.words = wrap_or_shard(model.words, front_end)
+    model = wrap_or_shard(model, front_end)
+    for _ in range(2):  # the first failure leaves it as it was
+        with pytest.raises((fullshard.FullshardError, NotImplementedError), match=NAMED):
+            model(torch.tensor([1, 2])).sum().backward()
+    return True
+
+
+def wrap_or_shard(module: nn.Module, front_end: Any) -> nn.Module:
+    if isinstance(front_end, bool):
+        return wrap(module, use_orig_params=front_end)
+    return fullshard.fully_shard(module, layout=front_end)
