@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..comm import Comm
-from ..errors import DivergenceError
+from ..errors import DivergenceError, PhaseError
 from ..mesh import Axis, MeshAxes
-from ..shard import Delivery
+from ..shard import Delivery, Unit
 
 
 def check_agreement(lines: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
@@ -112,9 +112,10 @@ def check_order(index: int, names: Sequence[str], axes: Iterable[Axis], comm: Co
 class UseAgreement:
     """Which parameters any rank had a gradient for, and whether all ranks reduced the same units in the same order.
 
-    One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, and a
-    fingerprint of the order. Only a rank that lacks gradients for some parameters has to read the answer; it does, and
-    compares the fingerprint, at once where that costs nothing (on a CPU), else the fingerprint one backward later.
+    One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, one for every
+    unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order. Only
+    a rank that lacks gradients for some parameters has to read the answer at once; the rest is compared at once where
+    that costs nothing (on a CPU), else one backward later.
 
     Args:
         comm: collectives.
@@ -124,32 +125,42 @@ class UseAgreement:
         self.comm = comm
         self._fingerprint = 0
         self._reduced = 0  # units, since the ranks last agreed
-        self._unread: list[tuple[torch.Tensor, int, int]] = []  # (on its way to the host, what it must be, ranks)
+        self._changed: set[int] = set()  # indices of units, since the ranks last agreed
+        self._unread: list[tuple[torch.Tensor, int]] = []  # (on its way to the host, this rank's fingerprint)
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
         self._fingerprint = (self._fingerprint * 1_000_003 + index + 1) % _PRIME
         self._reduced += 1
 
+    def note_changed(self, index: int) -> None:
+        """A unit's weights are not those that its forward saw, in the backward that runs now."""
+        self._changed.add(index)
+
     def reset(self) -> None:
         """After an exception."""
         self._fingerprint = self._reduced = 0
+        self._changed.clear()
         self._unread.clear()
 
-    def agree(self, deliveries: Sequence[Delivery]) -> list[torch.Tensor]:
+    def agree(self, units: Sequence[Unit]) -> list[torch.Tensor]:
         """Settle which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
 
         Args:
-            deliveries: of all buckets under the root.
+            units: all under the root.
 
         Returns:
             The sharded parameters that got one, and views over them.
 
         Raises:
             DivergenceError: ranks reduced other units, or in another order: gradients are wrong.
+            PhaseError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
+        changed, self._changed = [index in self._changed for index in range(len(units))], set()
         if not self._reduced:
+            refuse_changed(units, changed)
             return []
+        deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint, self._fingerprint, self._reduced = self._fingerprint, 0, 0
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:
@@ -157,7 +168,8 @@ class UseAgreement:
         given: list[torch.Tensor] = []
         for group in by_axes.values():
             used = [flag for delivery in group for flag in delivery.used]
-            present = self._union(group[0].bucket.axes, used, fingerprint, any([d.undecided for d in group]))
+            asks = any([d.undecided for d in group])
+            present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
             at = 0
             for delivery in group:
                 count = len(delivery.used)
@@ -165,32 +177,38 @@ class UseAgreement:
                 at += count
         return given
 
-    def _union(self, axes: MeshAxes, used: list[bool], fingerprint: int, asks: bool) -> list[bool]:
+    def _union(
+        self,
+        axes: MeshAxes,
+        used: list[bool],
+        changed: list[bool],
+        fingerprint: int,
+        asks: bool,
+        units: Sequence[Unit],
+    ) -> list[bool]:
         """Per parameter, whether any rank of the mesh used it; what this rank used where nobody asks."""
         if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
+            refuse_changed(units, changed)
             return used
-        vector = torch.tensor([*used, fingerprint], dtype=torch.int64)
+        vector = torch.tensor([*used, *changed, fingerprint], dtype=torch.int64)
         on_cpu = axes.device.type == "cpu"
         sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)
         for axis in (axes.shard, axes.replicate):
             if axis is not None and axis.size > 1:
                 self.comm.all_reduce(axis, sums, False).wait()
+        tail = sums[len(used) :]
         if on_cpu:
-            self._compare(int(sums[-1]), fingerprint, axes)
+            self._compare(tail, fingerprint, axes, units)
         else:
-            self._read_earlier(axes)
-            self._unread.append((sums[-1:].to("cpu", non_blocking=True), fingerprint, axes.world))
-        if not (on_cpu or asks):
+            while len(self._unread) > 1:  # of earlier backwards, which have arrived long ago
+                self._compare(*self._unread.pop(0), axes, units)
+            self._unread.append((tail.to("cpu", non_blocking=True), fingerprint))
+        if not asks:
             return used
-        return [bool(count) for count in sums[:-1].tolist()]
+        return [bool(count) for count in sums[: len(used)].tolist()]
 
-    def _read_earlier(self, axes: MeshAxes) -> None:
-        """Compare the fingerprints of earlier backwards, which have arrived long ago."""
-        while len(self._unread) > 1:
-            arrived, fingerprint, _ = self._unread.pop(0)
-            self._compare(int(arrived[0]), fingerprint, axes)
-
-    def _compare(self, total: int, fingerprint: int, axes: MeshAxes) -> None:
+    def _compare(self, tail: torch.Tensor, fingerprint: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
+        *changed, total = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
                 "ranks reduced the gradients of different units, or in different orders: this step's are wrong.",
@@ -199,6 +217,28 @@ class UseAgreement:
                 got="different ones (compared at the end of backward)",
                 remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
                 "run different ones, and zero_grad() before going on",
+            )
+        refuse_changed(units, changed)
+
+
+def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None:
+    """Raise if any unit's weights were changed between a forward and its backward.
+
+    Plain PyTorch raises where it needs the old values, which are gone: what was gathered for the backward is new.
+
+    Raises:
+        PhaseError: names the first such unit's parameters.
+    """
+    for unit, count in zip(units, changed, strict=True):
+        if count:
+            raise PhaseError(
+                f"Weights of unit {unit.name or '(root)'!r} were changed between a forward and its backward, which "
+                "computed with the new ones: this backward's gradients are wrong.",
+                parameter=", ".join(member.name for member in unit.members),
+                rank=unit.rank,
+                expected="optimizer steps, loads and changes in place after the backward",
+                remedy="call zero_grad() and repeat the step; run the backward before the weights change, or the "
+                "forward again after it",
             )
 
 

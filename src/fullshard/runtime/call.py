@@ -21,14 +21,14 @@ class Watcher(Protocol):
 
     open_calls: int
 
-    def before_backward(self, changes: int) -> None:
-        """An output of a call got its gradient; `changes` of the unit when the call began."""
+    def before_backward(self, version: int) -> None:
+        """An output of a call got its gradient; `version` of the unit when the call began."""
 
     def after_backward(self) -> None:
         """A watched input of a call got its gradient."""
 
-    def changes(self) -> int:
-        """How often the unit's shards are known to have changed."""
+    def version(self) -> int:
+        """Differs between two times if the unit's shards are known to have changed in between."""
 
 
 class Call:
@@ -38,12 +38,12 @@ class Call:
         watches: whether an input tells when the call's backward is over.
     """
 
-    __slots__ = ("_inputs", "changes", "done", "runner", "watches")
+    __slots__ = ("_inputs", "done", "runner", "version", "watches")
 
     def __init__(self, runner: Watcher) -> None:
         self.runner = runner
         self.done = self.watches = False
-        self.changes = runner.changes()
+        self.version = runner.version()
         self._inputs: list[tuple[torch.Tensor, Any, int, Any]] = []  # views, their nodes, versions; the producers
         runner.open_calls += 1
 
@@ -109,7 +109,7 @@ class Call:
 
     def before_backward(self, gradient: torch.Tensor) -> None:
         """An output got its gradient."""
-        self.runner.before_backward(self.changes)
+        self.runner.before_backward(self.version)
 
     def after_backward(self, gradient: torch.Tensor) -> None:
         """A watched input got its gradient."""

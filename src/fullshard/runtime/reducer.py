@@ -60,6 +60,10 @@ class Reducer:
         self._use = UseAgreement(comm)
         self._active = False  # whether a backward has begun
 
+    def changed(self, one: Reducible) -> None:
+        """A unit's weights changed between a forward and its backward, which runs now."""
+        self._use.note_changed(one.index)
+
     def ran(self, one: Reducible) -> None:
         """A unit runs its forward with gradients."""
         if one.index not in self._ran:
@@ -168,7 +172,7 @@ class Reducer:
             while self._replicating:
                 self._deliver(*self._replicating.popleft())
             self._settle()
-            given = self._use.agree([gradients.delivery for one in self.units for gradients in one.unit.gradients])
+            given = self._use.agree([one.unit for one in self.units])
         self._run_hooks(given)
         self._active = False
 

@@ -206,10 +206,12 @@ class Root:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         for one in reversed(self.units):
             one.happens(Happening.END)
-        self.reducer.end()
-        self.backward_order.finish()
-        self.recomputed = None
-        self._backward = None
+        try:
+            self.reducer.end()
+        finally:
+            self.backward_order.finish()
+            self.recomputed = None
+            self._backward = None
 
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""

@@ -271,11 +271,11 @@ class Runner:
 
     # Backward.
 
-    def changes(self) -> int:
-        """See `Unit.changes`."""
-        return self.unit.changes
+    def version(self) -> int:
+        """See `Unit.version`."""
+        return self.unit.version()
 
-    def before_backward(self, changes: int) -> None:
+    def before_backward(self, version: int) -> None:
         """An output of a call received its gradient."""
         root = self.root
         if root is None:
@@ -286,8 +286,8 @@ class Runner:
             )
         if not root.in_backward:
             root.begin_backward()
-        if changes != self.unit.changes:
-            self.unit.refuse_changed()
+        if version != self.unit.version():
+            root.reducer.changed(self)
         self.happens(H.OUTPUT_GRAD)
 
     def open_backward(self) -> None:

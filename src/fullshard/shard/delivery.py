@@ -76,8 +76,9 @@ class GradientSet:
         self.nbytes = self.storage.nbytes()
         self.shown = [False] * len(self.parts)
         # Users may hold the tensors that they see, or those inside them.
-        self._watched = [*self.parts, *self.views]
+        self._watched: list[Any] = [*self.parts, *self.views]
         self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
+        self._watched += [self.flat, self.storage]
         self.held = self.holders()
 
     def holders(self) -> tuple[int, int]:

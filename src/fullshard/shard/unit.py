@@ -8,7 +8,6 @@ Gradients have their own cycle, in `gradients.py`; when things happen is the aff
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -24,8 +23,6 @@ from .changes import OWNER_KEY
 from .gradients import Gradients
 from .member import Member, identity_of
 from .place import Place
-
-logger = logging.getLogger("fullshard")
 
 
 class State(Enum):
@@ -93,7 +90,7 @@ class Unit:
         self._shown = False  # whether modules show the unsharded parameters
         self._places: tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]] | None = None
         self._versions: list[int] = []  # of the unsharded parameters when they were shown
-        self._gathered_changes = 0  # `changes` when what is gathered was
+        self._gathered_version = 0  # `version()` when what is gathered was
 
     @property
     def members(self) -> list[Member]:
@@ -132,7 +129,7 @@ class Unit:
                 bucket.free()
             raise
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
-        self._gathered_changes = self.changes
+        self._gathered_version = self.version()
         ledger = self.ledger
         ledger.gathered += full
         ledger.staging += staging
@@ -260,24 +257,13 @@ class Unit:
                     "the weight in ignored_params",
                 )
 
-    def refuse_changed(self) -> None:
-        """The shards changed between a forward and its backward: let autograd refuse what needs the old values.
-
-        It raises where plain PyTorch would, where a gradient needs a weight that has been changed since.
-        """
-        unsharded = [m.unsharded for m in self.members if m.unsharded is not None]
-        with torch.no_grad():
-            torch.autograd.graph.increment_version(unsharded)
-        self._versions = [m.unsharded._version for m in self.members if m.unsharded is not None]
-        logger.warning(
-            "unit %r: its parameters were changed between a forward and its backward (by an optimizer's step, or in "
-            "place); autograd raises where a gradient needs the old values. Run the backward first, then change them.",
-            self.name or "(root)",
-        )
+    def version(self) -> int:
+        """Differs between two times if users' code is known to have changed the shards in between."""
+        return self.changes + sum([bucket.form.version(bucket.members) for bucket in self.buckets])
 
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
-        return self.changes != self._gathered_changes
+        return self.version() != self._gathered_version
 
     def full_addresses(self) -> set[int]:
         """Addresses of the gathered memory, which `free` gives back."""

@@ -15,7 +15,7 @@ import torch
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def holders(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+def holders(storage: torch.UntypedStorage, tensors: Sequence[object]) -> tuple[int, int]:
     """How many tensors share `storage`, and how many Python references `tensors` have in all.
 
     Compare with what the same call said when only the engine held them; -1 where it cannot be known.

@@ -98,6 +98,10 @@ class FlatParameterForm(LocalForm):
             or self._covered(members) is not None
         )
 
+    def version(self, members: Sequence[Member]) -> int:
+        version: int = self.flat._version
+        return version
+
     def _covered(self, members: Sequence[Member]) -> Member | None:
         """The first member in whose place on a module the user put something."""
         for member in members:

@@ -93,6 +93,9 @@ class LocalForm:
                     return True
         return False
 
+    def version(self, members: Sequence[Member]) -> int:
+        return sum([member.sharded._version for member in members])
+
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:

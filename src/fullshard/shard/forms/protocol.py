@@ -50,6 +50,9 @@ class Form(Protocol):
     def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         """Whether a sharded parameter, its storage or its dtype is not the one that was made here."""
 
+    def version(self, members: Sequence[Member]) -> int:
+        """Grows with changes in place that torch itself counts; 0 where it does not (see `changes.py`)."""
+
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Take what users put in the places of sharded parameters for these; returns the locals they hold now.
 

@@ -98,6 +98,9 @@ class RowsForm:
                     return True
         return False
 
+    def version(self, members: Sequence[Member]) -> int:
+        return 0
+
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:
