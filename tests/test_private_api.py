@@ -9,7 +9,7 @@ import torch
 
 from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import foreach, tensor_hooks
-from fullshard.torch_private.backward_end import BackwardEnd
+from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.holders import holders
 
 
@@ -67,11 +67,11 @@ def test_backward_end_is_called_once_and_knows_when_it_is_over() -> None:
     ends: list[BackwardEnd] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"))))
-    x.register_hook(lambda grad: calls.append(f"alive={ends[0].alive()}"))
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), lambda: calls.append("broken"))))
+    x.register_hook(lambda grad: calls.append(f"running={ends[0].running()}"))
     y.sum().backward()
-    assert calls == ["alive=True", "end"]
-    assert not ends[0].alive()
+    assert calls == ["running=True", "end"]
+    assert not ends[0].running()
 
 
 def test_backward_end_dies_with_a_backward_that_raises() -> None:
@@ -83,12 +83,12 @@ def test_backward_end_dies_with_a_backward_that_raises() -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("broken off")
 
-    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"))))
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), lambda: calls.append("broken"))))
     x.register_hook(fail)
     with pytest.raises(ValueError, match="broken off"):
         y.sum().backward()
     gc.collect()
-    assert not calls and not ends[0].alive()
+    assert calls == ["broken"] and not ends[0].running()
 
 
 def test_a_view_through_data_has_a_version_of_its_own() -> None:
@@ -102,7 +102,7 @@ def test_a_view_through_data_has_a_version_of_its_own() -> None:
 
 
 def test_an_optimizer_step_changes_the_version_of_the_shard() -> None:
-    """What `Unit.stale` goes by; fused steps do not change it, which is why `Clock` counts all steps."""
+    """What `Form.version` goes by; fused steps do not change it, which is why optimizers' steps are noted besides."""
     shard = torch.ones(4)
     view = torch.nn.Parameter(shard[:2])
     view.grad = torch.ones(2)

@@ -115,10 +115,10 @@ class Root:
         """A unit's forward was called from outside any pass: usually the root's."""
         self.recover_if_broken()
         top.before_pass()
-        self.additions.check()
         with plain_access():
             for one in self.units:
                 one.unit.refresh()
+        self.additions.check()
         refuse_meta([one.unit for one in self.units])
         self._drop_stale()
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()

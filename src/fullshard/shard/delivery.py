@@ -79,6 +79,9 @@ class GradientSet:
         self._watched: list[Any] = [*self.parts, *self.views]
         self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
         self._watched += [self.flat, self.storage]
+
+    def settle(self) -> None:
+        """Nobody but the engine holds it now, nor does a frame of the engine's."""
         self.held = self.holders()
 
     def holders(self) -> tuple[int, int]:
@@ -242,6 +245,7 @@ class Delivery:
             current.flat.add_(self._at_home(reduced, reduced.dtype) if self.bucket.home is not None else reduced)
             return current, old
         fresh = self.set = self._make_set(self._at_home(reduced, self.grad_dtype))
+        fresh.settle()
         for part, grad in zip(fresh.parts, old, strict=True):
             if grad is not None:
                 part.add_(grad)
@@ -333,6 +337,7 @@ class Delivery:
             current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
         elif current is None or not shape_fits or not current.reusable():
             self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
+            self.set.settle()
         assert self.set is not None
         return self.set
 
