@@ -1,7 +1,7 @@
 """One example, sharded in every way there is, and what can be seen of it, whichever way that was.
 
-    rows, flat, blocks, owner   `fully_shard` with that layout
-    wrapper, originals          `FullyShardedDataParallel` with one FlatParameter per instance, or with the originals
+rows, flat, blocks, owner   `fully_shard` with that layout
+wrapper, originals          `FullyShardedDataParallel` with one FlatParameter per instance, or with the originals
 """
 
 from __future__ import annotations
