@@ -1,7 +1,7 @@
 """Hooks that users put on parameters, before sharding or after it: they see the reduced gradient, and may replace it.
 
 What is right is plain PyTorch in one process: `register_hook` sees the gradient of one backward before it is added to
-`.grad` and may return another or change it in place; `register_post_accumulate_grad_hook` runs when `.grad` is complete.
+`.grad` and may return another or change it in place; `register_post_accumulate_grad_hook` runs once `.grad` is so.
 """
 
 from __future__ import annotations
