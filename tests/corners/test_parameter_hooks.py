@@ -51,9 +51,7 @@ def batch(rank: int, number: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
 
 
-def backward(
-    model: nn.Module, number: int = 0, ranks: tuple[int, ...] | None = None, skip: tuple[int, ...] = ()
-) -> None:
+def backward(model: nn.Module, number: int = 0, ranks: tuple[int, ...] = (), skip: tuple[int, ...] = ()) -> None:
     """One backward: of this rank's batch, or of the mean over `ranks`, of which those in `skip` leave out a unit."""
     for rank in ranks or (dist.get_rank(),):
         loss = model(batch(rank, number), rank in skip).square().mean()
