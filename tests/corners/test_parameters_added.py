@@ -27,7 +27,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
 from training import Options
 
-SECONDS = 20
+SECONDS = 40  # a hang is this, not a minute
 TRAINING = {"lr": 0.05, "eps": 1e-3}
 
 
