@@ -1,0 +1,182 @@
+"""Differentiation that is not one backward of a loss: inside a forward, through `torch.func`, with sparse gradients.
+
+Each case is right (as one process), or an error of ours that says what is not supported, on every rank; after it the
+model takes an ordinary step as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from corners.right_or_named import (
+    FRONT_ENDS,
+    WIDE,
+    Block,
+    Loss,
+    Network,
+    batch,
+    front_ends,
+    gradients,
+    mean_square,
+    right_or_named,
+    sharded,
+)
+from training import assert_same
+
+# Gradients taken inside a forward.
+
+
+class ForceField(nn.Module):
+    """An energy, and its gradient with respect to the positions, taken inside the forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.before = nn.Parameter(torch.rand(WIDE))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.after = nn.Parameter(torch.rand(WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_() if not x.requires_grad else x
+            energy = x * self.before
+            for block in self.blocks:
+                energy = energy + torch.tanh(block(energy))
+            energy = energy.sum(1, keepdim=True)  # of each sample
+            keeps = self.how == "penalised"
+            (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=keeps, retain_graph=True)
+        return forces * self.after + energy * self.before.sum()
+
+
+class Around(nn.Module):
+    """A force field below a root that uses parameters of its own afterwards."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ForceField(how)])
+        self.gain = nn.Parameter(torch.rand(WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) * self.gain
+
+
+def force_field(front: str, how: str, nested: bool) -> list[str]:
+    build = (lambda: Around(how)) if nested else (lambda: ForceField(how))
+    problems = right_or_named(front, build, lambda model, x: model(x).square().sum() / len(x), ())
+    model, plain, x = sharded(front, build()), build(), batch(0, [0])
+    try:
+        with torch.no_grad():
+            if not torch.allclose(model(x), plain(x), rtol=1e-4, atol=1e-5):
+                problems.append("evaluation")
+    except Exception as error:
+        problems.append(f"evaluation: {type(error).__name__}: {str(error)[:200]}")
+    return problems
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["in the root", "below the root"])
+@pytest.mark.parametrize("how", ["penalised", "plain"])
+@front_ends
+def test_gradients_taken_inside_forward(run_ranks, front, how, nested):
+    assert_same(run_ranks(force_field, front, how, nested, timeout=20))
+
+
+# Functional calls and transforms.
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Plain parameters by the model's own names, doubled, as a user of `functional_call` would pass."""
+    pairs = zip(model.named_parameters(), Network(Block).parameters(), strict=True)
+    return {name: (2 * p.detach()).requires_grad_() for (name, _), p in pairs}
+
+
+def its_own(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def functional(given: Callable[[nn.Module], dict[str, Tensor]]) -> Loss:
+    return lambda model, x: torch.func.functional_call(model, given(model), (x,)).square().mean()
+
+
+def transformed(transform: Callable[[nn.Module, Tensor], Tensor]) -> Loss:
+    return lambda model, x: transform(model, x).square().sum() / len(x)
+
+
+FUNCTIONAL: dict[str, tuple[Loss, tuple[str, ...]]] = {
+    "functional_call, whole tensors": (functional(whole), ("functional_call",)),
+    "functional_call, own parameters": (functional(its_own), ("functional_call",)),
+    "vmap": (transformed(lambda m, x: torch.vmap(m)(x)), ("torch.func",)),
+    "grad": (transformed(lambda m, x: torch.func.grad(lambda v: m(v).sum())(x)), ("torch.func",)),
+    "jacrev": (transformed(lambda m, x: torch.stack([torch.func.jacrev(m)(row) for row in x[::4]])), ("torch.func",)),
+    "jvp": (transformed(lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1]), ("torch.func",)),
+    "jacobian": (
+        transformed(
+            lambda m, x: torch.stack(
+                [torch.autograd.functional.jacobian(m, row, create_graph=True) for row in x[::4]],
+            )
+        ),
+        (),
+    ),
+}
+
+
+def functionally(front: str, what: str) -> list[str]:
+    """Where a functional call is given whole tensors, gradients are of those: the model itself gets none."""
+    loss, names = FUNCTIONAL[what]
+    return right_or_named(front, lambda: Network(Block), loss, (*names, "remedy") if names else ())
+
+
+@pytest.mark.parametrize(
+    ("front", "what"),
+    # A flat parameter has none of the model's names, so that `functional_call` itself says what it was not given.
+    [(f, w) for w in FUNCTIONAL for f in FRONT_ENDS if f != "flat parameter" or "functional_call" not in w],
+)
+def test_functional_calls_and_transforms(run_ranks, front, what):
+    assert_same(run_ranks(functionally, front, what, timeout=20))
+
+
+# Sparse gradients.
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradient is sparse, in a unit of its own or with another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Embedding(10, WIDE, sparse=True), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] * 3).long() % 10
+        return self.blocks[1](self.blocks[0](rows))
+
+
+def sparse(front: str) -> list[str]:
+    """An error of ours, in the first backward at the latest, that says which parameter and that it is sparse."""
+    model = sharded(front, Sparse())
+    try:
+        mean_square(model, batch(0, [dist.get_rank()])).backward()
+    except fullshard.FullshardError as error:
+        said = str(error)
+        return [] if "sparse" in said and "weight" in said and "remedy" in said else [f"does not say what: {said}"]
+    except Exception as error:
+        return [f"{type(error).__name__}: {str(error)[:300]}"]
+    plain = Sparse()
+    mean_square(plain, batch(0, list(range(dist.get_world_size())))).backward()
+    got = gradients(model)
+    return [
+        f"gradient of {name}"
+        for name, p in plain.named_parameters()
+        if p.grad is not None and not torch.allclose(got[name].to_dense(), p.grad.to_dense(), rtol=1e-4, atol=1e-6)
+    ]
+
+
+@front_ends
+def test_sparse_gradients_are_named(run_ranks, front):
+    assert_same(run_ranks(sparse, front, timeout=20))

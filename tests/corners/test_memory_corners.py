@@ -1,0 +1,397 @@
+"""Memory in odd places: forwards that write to or return their inputs, modules that are let go, early `unshard()`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import memory_use
+from training import assert_same
+
+WIDE = 8
+BLOCKS = 8
+FRONT_ENDS: dict[str, dict[str, Any]] = {
+    "rows": {"layout": "rows"},
+    "flat": {"layout": "flat"},
+    "owner": {"layout": "owner"},
+    "flat parameter": {"use_orig_params": False},
+    "original parameters": {"use_orig_params": True},
+}
+front_ends = pytest.mark.parametrize("front", FRONT_ENDS)
+
+
+class Block(nn.Module):
+    """`sin(linear(change(x)))`; `change` may write to its argument, which is the unit's input."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.change(x)).sin()  # which keeps nothing of its result
+
+
+def add_to_half(x: Tensor) -> Tensor:
+    x[:, : WIDE // 2] += 0.5
+    return x
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul_": lambda x: x.mul_(1.5),
+    "relu_": lambda x: F.leaky_relu(x, 0.3, inplace=True),
+    "add_ to a part": add_to_half,
+    "twice": lambda x: x.mul_(1.5).add_(0.1),
+    "copy_": lambda x: x.copy_(x.detach() * 0.5 + x * 0.5),
+}
+
+
+class Pair(Block):
+    """Hands its input on beside its output."""
+
+    def forward(self, pair: Any) -> Any:
+        x, kept = pair if isinstance(pair, tuple) else (pair, pair)
+        return super().forward(x + kept), x
+
+
+class Through(Block):
+    """Returns its very input, changed by nothing but a term that keeps the parameters in the graph elsewhere."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x)
+
+
+class ThroughView(Block):
+    """Returns a view of its input beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x.view(-1, WIDE), super().forward(x)
+
+
+class Skipped(Block):
+    """Every other one hands its input back: a layer that was dropped, on every rank."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = Skipped.count = Skipped.count + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.number % 2 else super().forward(x)
+
+
+class Keyword(Block):
+    """Writes to an input that comes by keyword."""
+
+    def forward(self, x: Tensor, *, more: Tensor | None = None) -> Tensor:
+        return super().forward(x if more is None else x + more.mul_(0.5))
+
+
+class Recomputed(Block):
+    """Activation checkpointing inside of the unit; its input goes on as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, checkpoint(super().forward, x, use_reentrant=False)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Block,
+    **{f"in place: {name}": (lambda change=change: Block(change)) for name, change in IN_PLACE.items()},
+    "in place: keyword": Keyword,
+    "returns: pair": Pair,
+    "returns: input": Through,
+    "returns: view of input": ThroughView,
+    "returns: input, recomputed": Recomputed,
+    "returns: input only, every other": Skipped,
+}
+
+
+class Network(nn.Module):
+    """A layer, blocks that hand on a tensor or two, and a layer."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        Skipped.count = 0
+        self.first = nn.Linear(WIDE, WIDE)
+        self.blocks = nn.ModuleList(build() for _ in range(BLOCKS))
+        self.last = nn.Linear(WIDE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = self.first(x)
+        for block in self.blocks:
+            kind = getattr(block, "module", block)
+            if isinstance(kind, (Through, ThroughView, Recomputed)):
+                kept, new = block(hidden)
+                hidden = kept + new
+            elif isinstance(kind, Keyword):
+                hidden = block(hidden, more=hidden * 0.5)
+            else:
+                hidden = block(hidden)
+        if isinstance(hidden, tuple):
+            hidden = hidden[0] + hidden[1]
+        return self.last(hidden)
+
+
+def sharded(front: str, model: Any) -> nn.Module:
+    given = FRONT_ENDS[front]
+    if "layout" in given:
+        for block in model.blocks:
+            fullshard.fully_shard(block, **given)
+        return fullshard.fully_shard(model, **given)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(block, **given)
+    return FSDP(model, **given)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(rank))
+
+
+def most_gathered(events: Iterable[fullshard.Event]) -> int:
+    """How many units, besides the root, were gathered or on their way at once."""
+    now: set[str] = set()
+    most = 0
+    for event in events:
+        if event.verb == "gather" and event.unit:
+            now.add(event.unit)
+        elif event.verb == "free":
+            now.discard(event.unit)
+        most = max(most, len(now))
+    return most
+
+
+def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
+    """The most units gathered at once in the second step, and what was wrong with the gradients."""
+    model = sharded(front, Network(KINDS[kind]))
+    plain = Network(KINDS[kind])
+    for _ in range(2):
+        model.zero_grad()
+        with fullshard.record_events() as events:
+            model(batch(dist.get_rank())).square().mean().backward()
+    plain(torch.cat([batch(rank) for rank in range(dist.get_world_size())])).square().mean().backward()
+    problems = [] if memory_use(model).gathered == 0 else ["something is gathered after the step"]
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    if front in ("flat parameter", "original parameters"):
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            found = {name: p.grad for name, p in model.named_parameters()}
+    else:
+        found = {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+    for name, grad in wanted.items():
+        got = found[name]
+        if grad is None and (got is None or not got.any()):
+            continue  # a flat parameter has no None in it
+        if got is None or grad is None or not torch.allclose(got, grad, rtol=1e-5, atol=1e-7):
+            problems.append(f"gradient of {name}")
+    return most_gathered(events), problems
+
+
+def freed_in_backward(front: str) -> list[str]:
+    problems = []
+    for kind in KINDS:
+        most, wrong = units_gathered(front, kind)
+        problems += [f"{kind}: {problem}" for problem in wrong]
+        if most > 2:
+            problems.append(f"{kind}: {most} of {BLOCKS} units gathered at once")
+    return problems
+
+
+@front_ends
+def test_units_are_freed_in_backward(run_ranks, front):
+    """One that computes and one that is prefetched, whatever forwards do with their inputs."""
+    assert_same(run_ranks(freed_in_backward, front))
+
+
+def without_gathers_in_backward(front: str) -> int:
+    """How often units that returned their input only were gathered in backward, in the second step."""
+    model = sharded(front, Network(Skipped))
+    for _ in range(2):
+        loss = model(batch(dist.get_rank())).square().mean()
+        with fullshard.record_events() as events:
+            loss.backward()
+    skipped = {f"blocks.{index}" for index in range(0, BLOCKS, 2)}
+    return sum(event.verb == "gather" and event.unit in skipped for event in events)
+
+
+@front_ends
+def test_a_unit_that_did_nothing_is_not_gathered_in_backward(run_ranks, front):
+    assert run_ranks(without_gathers_in_backward, front) == [0, 0]
+
+
+# Modules are let go at once when the last reference to the root goes.
+
+
+class Careful(nn.Module):
+    """Overrides `__setattr__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+        self.gain = nn.Parameter(torch.ones(WIDE))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gain
+
+
+def around(module: nn.Module) -> nn.Module:
+    """`module` as one unit of two under a root."""
+    return nn.Sequential(nn.Linear(WIDE, WIDE), module)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDE, WIDE),
+    "LSTM": lambda: nn.LSTM(WIDE, WIDE),
+    "GRU": lambda: nn.GRU(WIDE, WIDE, num_layers=2),
+    "RNN": lambda: nn.RNN(WIDE, WIDE, bidirectional=True),
+    "__setattr__": Careful,
+    "LSTM below": lambda: around(nn.LSTM(WIDE, WIDE)),
+    "__setattr__ below": lambda: around(Careful()),
+}
+
+
+def alive(front: str, kind: str, how: str) -> list[str]:
+    """What is still there of a model after the last reference to it is gone."""
+    model = MODELS[kind]()
+    given = FRONT_ENDS[front]
+    if "layout" in given:
+        if kind.endswith("below"):
+            fullshard.fully_shard(model[1], **given)
+        fullshard.fully_shard(model, **given)
+    else:
+        model = FSDP(model, **given)
+    if how != "never run":
+        outputs = model(torch.ones(2, 3, WIDE))
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+        if how == "trained":
+            outputs.sum().backward()
+        del outputs
+    if how == "copied":
+        model = copy.deepcopy(model)
+        model(torch.ones(2, 3, WIDE))
+    watched = {name or "the root": weakref.ref(module) for name, module in model.named_modules()}
+    watched |= {f"parameter {name}": weakref.ref(p) for name, p in model.named_parameters()}
+    del model
+    gc.collect()
+    return [f"{name} is alive" for name, ref in watched.items() if ref() is not None]
+
+
+def let_go(front: str) -> list[str]:
+    hows = ("never run", "evaluated", "trained", "copied")
+    return [f"{kind}, {how}: {wrong}" for kind in MODELS for how in hows for wrong in alive(front, kind, how)[:1]]
+
+
+@front_ends
+def test_a_deleted_model_is_freed(run_ranks, front):
+    assert_same(run_ranks(let_go, front))
+
+
+# What is gathered before the first forward is counted once.
+
+
+def early(layout: str) -> list[str]:
+    model: Any = sharded(layout, Network(Block))
+    problems = []
+
+    def check(when: str, gathered: int | None) -> None:
+        held = memory_use(model)
+        if min(held.gathered, held.reducing, held.total, held.peak_transient) < 0:
+            problems.append(f"{when}: negative: {held}")
+        if gathered is not None and held.gathered != gathered:
+            problems.append(f"{when}: {held.gathered} bytes gathered, wanted {gathered}")
+        if held.peak_transient < held.gathered + held.reducing:
+            problems.append(f"{when}: peak {held.peak_transient} below what is held now")
+
+    check("at first", 0)
+    model.blocks[0].unshard()
+    once = memory_use(model).gathered
+    if once < 4 * WIDE * (WIDE + 1):  # whole rows and a whole bias
+        problems.append(f"a gathered block counts {once} bytes")
+    check("after unshard", once)
+    model.blocks[0].reshard()
+    check("after reshard", 0)
+    model.blocks[0].unshard()
+    model.blocks[1].unshard(async_op=True)
+    check("after another unshard", 2 * once)
+    with fullshard.record_events() as events:
+        loss = model(batch(0)).square().mean()
+        check("after forward", None)
+        loss.backward()
+    check("after backward", 0)
+    problems += [f"event {e.verb} {e.unit}: {e.live} bytes live" for e in events if e.live < 0]
+    model.blocks[0].unshard()
+    check("after unshard in a later step", once)
+    model.blocks[0].reshard()
+    check("at last", 0)
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat", "owner"])
+def test_unshard_before_the_first_forward_is_counted_once(run_ranks, layout):
+    assert_same(run_ranks(early, layout))
+
+
+def two_roots(layout: str) -> list[str]:
+    """Units that ran alone before have accounts of their own; those of a deleted root start anew."""
+    model: Any = Network(Block)
+    for block in model.blocks:
+        fullshard.fully_shard(block, layout=layout)
+    problems = []
+    for block in model.blocks[:2]:
+        block.unshard()
+        block(batch(0)).sum().backward()
+        block.reshard()
+        if (held := memory_use(block)).gathered or held.total < 0:
+            problems.append(f"alone: {held}")
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_unshard_of_units_without_a_root(run_ranks, layout):
+    assert_same(run_ranks(two_roots, layout))
+
+
+# Optimizer state is matched in time that grows with the model, not with its square.
+
+
+def calls_to_match(modules: int, orig: bool) -> int:
+    """Python calls that the optimizer's state takes to be matched, with that many wrapped modules."""
+    model = nn.Sequential(*(FSDP(nn.Linear(2, 2), use_orig_params=orig) for _ in range(modules)))
+    root = FSDP(model, use_orig_params=orig)
+    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
+    with FSDP.state_dict_type(root, fullshard.StateDictType.SHARDED_STATE_DICT):
+        FSDP.optim_state_dict(root, optimizer)
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            FSDP.optim_state_dict(root, optimizer)
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat parameter", "original parameters"])
+def test_optimizer_state_is_matched_in_linear_time(fake_world, orig):
+    fake_world(2)
+    assert calls_to_match(160, orig) < 2.5 * calls_to_match(80, orig)
