@@ -105,8 +105,9 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return full(tensor)
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.to_local())
-    return torch.cat(parts)
+    dist.all_gather_object(parts, as_bytes(tensor.to_local().clone()).tolist())  # 8-bit floats cannot be pickled
+    together = torch.tensor([byte for part in parts for byte in part], dtype=torch.uint8)
+    return together.view(tensor.dtype).view(tensor.shape)
 
 
 def full_tensor_is_whole(dtype: torch.dtype, front: Any) -> None:
