@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
@@ -129,10 +130,12 @@ class Relay(dist.ProcessGroup):
         super().__init__(rank, size)
         self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.calls: list[str] = []
+        self.name = ""
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        self.name = distributed_c10d._world.pg_names.get(self, self.name)  # asked for once more when it has gone
+        return self.name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "relay"
@@ -142,28 +145,28 @@ class Relay(dist.ProcessGroup):
         return getattr(self.inner, name)(*args)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("allreduce", tensors, opts or dist.AllreduceOptions())
+        return self._call("allreduce", tensors, opts or distributed_c10d.AllreduceOptions())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._call("allgather", outputs, inputs, opts or dist.AllgatherOptions())
+        return self._call("allgather", outputs, inputs, opts or distributed_c10d.AllgatherOptions())
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("broadcast", tensors, opts or dist.BroadcastOptions())
+        return self._call("broadcast", tensors, opts or distributed_c10d.BroadcastOptions())
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._call("barrier", opts or dist.BarrierOptions())
+        return self._call("barrier", opts or distributed_c10d.BarrierOptions())
 
 
 def gather(self: Relay, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
-    return self._call("_allgather_base", output, shard, opts or dist.AllgatherOptions())
+    return self._call("_allgather_base", output, shard, opts or distributed_c10d.AllgatherOptions())
 
 
 def scatter(self: Relay, output: Tensor, buffer: Tensor, opts: Any = None) -> Any:
-    return self._call("_reduce_scatter_base", output, buffer, opts or dist.ReduceScatterOptions())
+    return self._call("_reduce_scatter_base", output, buffer, opts or distributed_c10d.ReduceScatterOptions())
 
 
 def exchange(self: Relay, output: Tensor, buffer: Tensor, out: Any, given: Any, opts: Any = None) -> Any:
-    return self._call("alltoall_base", output, buffer, out, given, opts or dist.AllToAllOptions())
+    return self._call("alltoall_base", output, buffer, out, given, opts or distributed_c10d.AllToAllOptions())
 
 
 def strict_gather(self: Relay, output: Tensor, shard: Tensor, opts: Any) -> Any:
