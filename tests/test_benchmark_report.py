@@ -17,7 +17,8 @@ SAME = "[2.0, 1.5, 1.0]"
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """`code` where the benchmarks' own modules are, in a process of its own: their `models` is not the tests'."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(

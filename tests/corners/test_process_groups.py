@@ -137,7 +137,7 @@ class Relay(dist.ProcessGroup):
         self.name = distributed_c10d._world.pg_names.get(self, self.name)  # asked for once more when it has gone
         return self.name
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         return "relay"
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -186,7 +186,7 @@ KINDS = {
 def python_group(kind: str) -> Any:
     name = "relay" + "".join(word[0] for word in kind.split())
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, lambda *args: KINDS[kind](*args), devices=["cpu"])
+        dist.Backend.register_backend(name, KINDS[kind], devices=["cpu"])
     return dist.new_group(backend=name)
 
 

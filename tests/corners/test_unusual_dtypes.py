@@ -124,7 +124,7 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert got[name].dtype == value.dtype, name
-        if value.dtype.is_floating_point and value.dtype.itemsize > 1 or value.dtype.is_complex:
+        if (value.dtype.is_floating_point and value.dtype.itemsize > 1) or value.dtype.is_complex:
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         else:
             assert torch.equal(as_bytes(got[name]), as_bytes(value)), name

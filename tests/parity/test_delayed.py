@@ -138,7 +138,7 @@ def test_an_input_is_not_written_in_flight():
     buffer, out = torch.ones(3), torch.zeros(3)
     pending = alone().reduce(Axis(), out, buffer, True)
     buffer[1] = 2.0
-    with pytest.raises(Poisoned, match="reduce 1 .* input was written"):
+    with pytest.raises(Poisoned, match=r"reduce 1 .* input was written"):
         pending.wait()
 
 
@@ -146,7 +146,7 @@ def test_an_output_is_not_written_in_flight():
     tensor = torch.ones(3)
     pending = alone().all_reduce(Axis(), tensor, True)
     tensor.zero_()
-    with pytest.raises(Poisoned, match="all_reduce 1 .* output was written"):
+    with pytest.raises(Poisoned, match=r"all_reduce 1 .* output was written"):
         pending.wait()
 
 
