@@ -48,6 +48,10 @@ class Plan:
             return torch.optim.SGD(params, lr=0.05)
         return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
+    def leaves_zeros(self) -> bool:
+        """Whether gradients may be zeroed instead of dropped; not where the sharded model alone drops them as well."""
+        return "zero" in self.chosen and not self.chosen & {"discard", "memory", "errors"}
+
     def loss(self, model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
         return loss + model(x * 0.5).mean() if "two losses" in self.chosen else loss
