@@ -25,13 +25,15 @@ class Series:
     """One peer's samples of one quantity, all in the quantity's unit.
 
     `baseline`, where given, is subtracted statistic by statistic: the median of a cost over plain PyTorch
-    is the median of the peer less the median of plain, not the median of noisy differences.
+    is the median of the peer less the median of plain, not the median of noisy differences. `differs` says that
+    the peer computed something else than it should have: its other figures are then no result.
     """
 
     peer: str
     samples: tuple[float, ...]
     baseline: tuple[float, ...] = ()
     note: str = ""
+    differs: bool = False
 
     def value(self, statistic: Callable[[Sequence[float]], float]) -> float:
         """`statistic` of the samples, over the same statistic of the baseline."""
@@ -149,7 +151,7 @@ def _cells(quantity: Quantity, series: Series) -> list[str]:
         if target.peer == series.peer:
             verdict = quantity.verdict(target).rsplit(": ", 1)[1]
             row.append(f"{'>=' if quantity.speed else '<='}{target.bound:g} {target.against}: {verdict}")
-    row[6:] = ["; ".join([*row[6:], *([series.note] if series.note else [])])]
+    row[6:] = ["; ".join([*row[6:], *([series.note] if series.note else []), *["DIFFERS"] * series.differs])]
     return row
 
 
@@ -215,6 +217,11 @@ def markdown(quantities: Sequence[Quantity], facts: dict[str, Any], date: str) -
     return "\n".join(lines)
 
 
+def differing(quantities: Iterable[Quantity]) -> list[str]:
+    """The quantities and peers where what was computed is not what it should be."""
+    return [f"{q.benchmark}: {q.name}: {s.peer}" for q in quantities for s in q.series if s.differs]
+
+
 def dump(quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
     """Quantities as plain data for JSON, every sample included."""
     return [asdict(quantity) for quantity in quantities]
@@ -227,7 +234,8 @@ def load(data: Iterable[dict[str, Any]]) -> list[Quantity]:
             **{
                 **entry,
                 "series": tuple(
-                    Series(s["peer"], tuple(s["samples"]), tuple(s["baseline"]), s["note"]) for s in entry["series"]
+                    Series(s["peer"], tuple(s["samples"]), tuple(s["baseline"]), s["note"], s["differs"])
+                    for s in entry["series"]
                 ),
                 "against": tuple(entry["against"]),
                 "targets": tuple(Target(**target) for target in entry["targets"]),
@@ -246,9 +254,15 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 
 def hand_back(quantities: Sequence[Quantity], path: Path | None) -> None:
-    """What a benchmark does with its quantities: write them for run.py, or print them where nobody asked."""
+    """What a benchmark does with its quantities: write them for run.py, or print them where nobody asked.
+
+    Raises:
+        SystemExit: they were printed, and a peer computed something else than it should have. (run.py says so itself.)
+    """
     if path is not None:
         path.write_text(json.dumps(dump(quantities)))
         return
     print_table(quantities)
     print_verdicts(quantities)
+    if wrong := differing(quantities):
+        raise SystemExit("differs: " + ", ".join(wrong))

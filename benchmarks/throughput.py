@@ -147,10 +147,13 @@ def measure(quick: bool) -> list[Quantity]:
 def loss_deviation(losses: dict[str, list[float]]) -> Quantity:
     """Largest distance of each peer's losses from DDP's: a fast step with other losses is no result."""
     away = {
-        name: max(abs(mine - ddp) for mine, ddp in zip(series, losses["ddp"], strict=True))
+        name: [abs(mine - ddp) for mine, ddp in zip(series, losses["ddp"], strict=True)]
         for name, series in losses.items()
     }
-    series = tuple(Series(name, (value,), note="" if value < 1e-5 else "DIFFERS") for name, value in away.items())
+    series = tuple(  # NaN is below nothing, and above nothing either: asked of every step, not of the largest
+        Series(name, (max(steps),), differs=not all(distance < 1e-5 for distance in steps))
+        for name, steps in away.items()
+    )
     first, last = losses["ddp"][0], losses["ddp"][-1]
     steps = len(losses["ddp"])
     method = f"largest distance from DDP's loss, rank 0, over all {steps} steps ({first:.3f} to {last:.3f})"

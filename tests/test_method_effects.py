@@ -228,6 +228,28 @@ def one_block_not_synchronised(model, backward) -> None:
     backward(1)
 
 
+def complete_after_every_backward(layout: str) -> None:
+    """As the method promises here: also of a backward that is not the last, `.grad` is whole when it returns."""
+    after = []
+    for says_so in (True, False):
+        example = EXAMPLES["gpt"]
+        model = shard(fullshard, example.make(), example, Options(layout=layout))
+        for index in range(3):
+            if says_so:
+                model.set_is_last_backward(index == 2)
+            example.loss(model, example.batch(index, dist.get_rank())).backward()
+            assert fullshard.memory_use(model).reducing == 0
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            after.append(full_gradients(model))
+    for got, want in zip(after[:3], after[3:], strict=True):
+        assert all(got[name].equal(want[name]) for name in want)
+
+
+@both_layouts
+def test_gradients_are_complete_after_a_backward_that_is_not_the_last(run_ranks, layout):
+    run_ranks(complete_after_every_backward, layout)
+
+
 CHANGES = {
     f.__name__: f
     for f in (

@@ -1,0 +1,160 @@
+"""Random models: a tree of modules that nest, run twice, are skipped in some steps, are checkpointed in either way,
+have parameters that nothing uses, share or freeze them; later also use others on other ranks, or change their input.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+INPUTS = 4
+
+
+class Around(nn.Module):
+    """A module around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Residual(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Twice(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(torch.tanh(self.inner(x))))
+
+
+class Recomputed(Around):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__(inner)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Sometimes(Around):
+    """Runs what it holds while `number` is odd, on every rank alike."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.number % 2 else x * 2
+
+
+class Either(nn.Module):
+    """Two weights, of which a rank uses one, the other or both, as `number` and `rank` say: other than its peers.
+
+    No module is in it, so that all ranks run the same units, and one of its weights has a gradient on every rank.
+    """
+
+    number = rank = 0
+
+    def __init__(self, width: int, pattern: int) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(width, width) / width)
+        self.right = nn.Parameter(torch.randn(width, width) / width)
+        self.pattern = pattern
+
+    def forward(self, x: Tensor) -> Tensor:
+        uses = random.Random(f"{self.pattern} {self.rank} {self.number}").choice([1, 1, 2, 3])
+        out = x * 0.9
+        if uses & 1:
+            out = out + torch.tanh(x @ self.left)
+        if uses & 2:
+            out = out + torch.sin(x @ self.right)
+        return out
+
+
+class InPlace(Around):
+    """Its first operation changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mul_(0.9))
+
+
+class Pair(nn.Module):
+    def __init__(self, left: nn.Module, right: nn.Module, cut: bool) -> None:
+        super().__init__()
+        self.left, self.right, self.cut = left, right, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * 0.5 + torch.tanh(self.right(x.detach() if self.cut else x))
+
+
+class WithOwn(Around):
+    """With parameters beside the module: one of a single element, one of an odd shape, perhaps one that is not used."""
+
+    def __init__(self, inner: nn.Module, width: int, odd: int, unused: bool) -> None:
+        super().__init__(inner)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.odd = nn.Parameter(torch.randn(width, odd))
+        if unused:
+            self.unused = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale) + (x @ self.odd).sum(-1, keepdim=True) * 0.1
+
+
+def tree(draw: random.Random, width: int, depth: int) -> nn.Module:
+    """Modules within modules, [n, width] to [n, width]."""
+    if depth == 0:
+        kinds = [nn.Linear(width, width, bias=draw.random() < 0.7), nn.LayerNorm(width)]
+        return draw.choice([*kinds, nn.Sequential(nn.Linear(width, 5), nn.GELU(), nn.Linear(5, width))])
+    inner = tree(draw, width, depth - 1)
+    match draw.choice(["sequence", "sequence", "residual", "twice", "pair", "recomputed", "sometimes", "own"]):
+        case "sequence":
+            return nn.Sequential(inner, *(tree(draw, width, depth - 1) for _ in range(draw.randint(0, 2))))
+        case "residual":
+            return Residual(inner)
+        case "twice":
+            return Twice(inner)
+        case "pair":
+            return Pair(inner, tree(draw, width, depth - 1), cut=draw.random() < 0.3)
+        case "recomputed":
+            return Recomputed(inner, reentrant=draw.random() < 0.5)
+        case "sometimes":
+            return Sometimes(inner)
+        case _:
+            return WithOwn(inner, width, draw.choice([1, 3, 7]), unused=draw.random() < 0.3)
+
+
+class Model(nn.Module):
+    """A random tree between two linear layers, `[n, INPUTS]` to `[n, 1]`; `more`: with what was added later."""
+
+    def __init__(self, draw: random.Random, more: bool = False) -> None:
+        super().__init__()
+        width = draw.choice([2, 3, 5, 8, 13])
+        self.first, self.last = nn.Linear(INPUTS, width), nn.Linear(width, 1)
+        self.body = tree(draw, width, draw.randint(1, 4))
+        linears = [module for module in self.body.modules() if isinstance(module, nn.Linear)]
+        same = [module for module in linears if module.weight.shape == (width, width)]
+        if len(same) > 1 and draw.random() < 0.3:
+            same[-1].weight = same[0].weight
+        self.either, self.apart = None, False
+        if more and draw.random() < 0.5:
+            self.either = Either(width, draw.randint(0, 15))
+        if more and draw.random() < 0.3:
+            self.body, self.apart = InPlace(self.body), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.either is not None:
+            x = self.either(x)
+        return self.last(torch.tanh(self.body(x + 0.0 if self.apart else x)))
+
+
+def say_who(model: nn.Module, number: int, rank: int) -> None:
+    """Tell the modules that ask which micro-batch this is, and of which rank."""
+    for module in model.modules():
+        if isinstance(module, (Sometimes, Either)):
+            module.number = number
+        if isinstance(module, Either):
+            module.rank = rank
