@@ -1,4 +1,4 @@
-"""Every optimizer's step is noticed: one built before `fully_shard` is refused, and units know that their parameters changed."""
+"""Every optimizer's step is noticed: one built too early is refused, and units know that their parameters changed."""
 
 from __future__ import annotations
 

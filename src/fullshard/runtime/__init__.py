@@ -1,14 +1,14 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
+from .noticed import give_up
+from .noticed import install as notice_torch
 from .reducer import InFlight
 from .root import Root
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
 from .units import RUNNER_KEY, find_root, is_unit, move_buffers, run_method, runner_of, runners_in, unit_of
-from .zero_grad import give_up
-from .zero_grad import install as install_zero_grad
 
 __all__ = [
     "RUNNER_KEY",
@@ -22,9 +22,9 @@ __all__ = [
     "deepcopy_module",
     "find_root",
     "give_up",
-    "install_zero_grad",
     "is_unit",
     "move_buffers",
+    "notice_torch",
     "run_method",
     "runner_of",
     "runners_in",

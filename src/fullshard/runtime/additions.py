@@ -75,7 +75,7 @@ class Additions:
                 "Parameters were added to a sharded model, and no unit has them: ranks would train them apart.",
                 parameter=", ".join(found),
                 rank=self._rank,
-                remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; freeze "
-                "them, or name them in ignored_params, to leave them alone",
+                remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
+                "freeze them, or name them in ignored_params, to leave them alone",
             )
         self._seen = _Registrations.count

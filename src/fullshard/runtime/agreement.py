@@ -130,8 +130,12 @@ class UseAgreement:
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
-        self._fingerprint = (self._fingerprint * 1_000_003 + index + 1) % _PRIME
+        self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 1) % _PRIME
         self._reduced += 1
+
+    def note_gather(self, index: int) -> None:
+        """A unit's gather was issued, in backward."""
+        self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 2) % _PRIME
 
     def note_changed(self, index: int) -> None:
         """A unit's weights are not those that its forward saw, in the backward that runs now."""
@@ -211,7 +215,8 @@ class UseAgreement:
         *changed, total = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
-                "ranks reduced the gradients of different units, or in different orders: this step's are wrong.",
+                "ranks gathered or reduced different units in backward, or in different orders: this step's gradients "
+                "are wrong.",
                 rank=axes.global_rank,
                 expected="the same units in every rank's backward",
                 got="different ones (compared at the end of backward)",

@@ -8,6 +8,7 @@ the end of backward: the result is the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,13 +37,14 @@ class Call:
 
     Attributes:
         watches: whether an input tells when the call's backward is over.
+        leads_back: whether an output needs a gradient, so that a backward may come.
     """
 
-    __slots__ = ("_inputs", "done", "runner", "version", "watches")
+    __slots__ = ("_inputs", "done", "leads_back", "runner", "version", "watches")
 
     def __init__(self, runner: Watcher) -> None:
         self.runner = runner
-        self.done = self.watches = False
+        self.done = self.watches = self.leads_back = False
         self.version = runner.version()
         self._inputs: list[tuple[torch.Tensor, Any, int, Any]] = []  # views, their nodes, versions; the producers
         runner.open_calls += 1
@@ -84,12 +86,12 @@ class Call:
             if any([tensor is view for view, _, _, _ in inputs]):
                 return map_tensors(lambda one: self._watch_output(one, inputs), output)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                on_gradient(tensor, self.before_backward)
+            self._watch_output(tensor, ())
         return output
 
-    def _watch_output(self, tensor: torch.Tensor, inputs: list[tuple[torch.Tensor, Any, int, Any]]) -> torch.Tensor:
+    def _watch_output(self, tensor: torch.Tensor, inputs: Sequence[tuple[torch.Tensor, Any, int, Any]]) -> torch.Tensor:
         if tensor.requires_grad:
+            self.leads_back = True
             if any([tensor is view for view, _, _, _ in inputs]):
                 tensor = tensor.view_as(tensor)
             on_gradient(tensor, self.before_backward)

@@ -60,6 +60,10 @@ class Reducer:
         self._use = UseAgreement(comm)
         self._active = False  # whether a backward has begun
 
+    def note_gather(self, index: int) -> None:
+        """A unit's gather was issued in backward."""
+        self._use.note_gather(index)
+
     def changed(self, one: Reducible) -> None:
         """A unit's weights changed between a forward and its backward, which runs now."""
         self._use.note_changed(one.index)

@@ -16,6 +16,7 @@ from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
 from .agreement import END, check_agreement, check_order
+from .expected import Expected
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .schedule import Order
@@ -36,6 +37,9 @@ class Runnable(Reducible, Protocol):
     def before_pass(self) -> None:
         """A pass begins at this unit."""
 
+    def gather_for_others(self) -> None:
+        """Other ranks gather this unit now, and this one does not use it."""
+
 
 class Root:
     """The context of one root unit and all units below it. Made at the first forward.
@@ -53,6 +57,7 @@ class Root:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
         checks_order: whether the pass is the first of its kind, and compared with the other ranks'.
+        expected: the units that the next backward will gather.
         recomputed: the unit that was recomputed last; its backward comes next.
         reducer: reductions of gradients.
     """
@@ -73,6 +78,7 @@ class Root:
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
+        self.expected = Expected(len(units))
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
@@ -200,13 +206,16 @@ class Root:
         """The first gradient of a backward reached a unit."""
         self.recover_if_broken()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
+        self.expected.begin()
         self.reducer.begin()
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
-        for one in reversed(self.units):
-            one.happens(Happening.END)
         try:
+            for index in self.expected.end():
+                self.units[index].gather_for_others()
+            for one in reversed(self.units):
+                one.happens(Happening.END)
             self.reducer.end()
         finally:
             self.backward_order.finish()
@@ -227,6 +236,8 @@ class Root:
             one = self.units[index]
             if one.unit.state is State.SHARDED and (one.settings.unshard_in_backward or not backward):
                 one.unit.issue_gather(one.settings.comm)
+                if backward:
+                    self.reducer.note_gather(index)
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
@@ -240,6 +251,7 @@ class Root:
         """
         self._backward = None
         self.reducer.reset()
+        self.expected.reset()
         with plain_access(), torch.no_grad():
             for one in self.units:
                 one.happens(Happening.RESET)

@@ -70,6 +70,7 @@ class Runner:
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
         self._counting = False  # whether the end of the last call's backward is told by its parameters alone
         self._arrived = 0  # parameters whose gradient has arrived, while counting
+        self._expected = False  # whether an output of the forward that runs now leads to a backward
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -152,6 +153,7 @@ class Runner:
         output = detached_from_unit(output, unit)
         if call is not None:
             output = call.watch_outputs(output)
+            self._expected = self._expected or call.leads_back
         dtype = self.settings.policy.output_dtype
         if dtype is not None:
             output = cast_floating(dtype, output)
@@ -224,6 +226,9 @@ class Runner:
         if unit.state is State.GATHERED and (root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False
+            if root is not None and self._expected and self.settings.unshard_in_backward:
+                root.expected.left(self.index)
+        self._expected = False
 
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""
@@ -251,7 +256,7 @@ class Runner:
 
     def open_recompute(self) -> None:
         """Gather for a forward within a backward, and prefetch by the backward's order."""
-        root, unit = self.root, self.unit
+        root = self.root
         assert root is not None
         self._gather_and_show()
         upcoming = root.backward_order.visit(self.index, self.settings.prefetch.forward)
@@ -297,10 +302,14 @@ class Runner:
         for bucket in self.unit.buckets:
             bucket.follow_requires_grad()  # which may have been off and on again since the forward
         prefetch = self.settings.prefetch
+        passed, upcoming = root.expected.reach(self.index, prefetch.backward)
+        for index in passed:
+            root.units[index].gather_for_others()
         if self.settings.unshard_in_backward:
             self._gather_and_show()
         root.reducer.deliver_completed()
-        upcoming = root.backward_order.visit(self.index, prefetch.backward)
+        learned = root.backward_order.visit(self.index, prefetch.backward)
+        upcoming = upcoming or learned
         if prefetch.backward_units is not None:
             upcoming = tuple(runner.index for runner in prefetch.backward_units)
         if prefetch.late:
@@ -313,8 +322,23 @@ class Runner:
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
                 unit.issue_gather(self.settings.comm)
+                if self.root is not None:
+                    self.root.reducer.note_gather(self.index)
             unit.finish_gather()
         unit.show_unsharded()
+
+    def gather_for_others(self) -> None:
+        """Other ranks gather this unit now, and this one does not use it in its backward (or not yet)."""
+        unit = self.unit
+        if self.phase is not Phase.IDLE or not unit.buckets:
+            return
+        if unit.state is State.SHARDED:
+            unit.issue_gather(self.settings.comm)
+            if self.root is not None:
+                self.root.reducer.note_gather(self.index)
+            unit.free()
+        elif unit.state is State.GATHERING:  # prefetched
+            unit.free()
 
     def after_backward(self) -> None:
         """All parameters of a call have their gradients."""

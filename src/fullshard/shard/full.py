@@ -13,7 +13,8 @@ from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all
 from ..torch_private.local_tensor import local_of, set_local
-from .member import OWNER_KEY, Member, attributes_of
+from .changes import OWNER_KEY
+from .member import Member, attributes_of
 from .scratch import Scratch
 
 

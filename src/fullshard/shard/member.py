@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..layout import Part, Slot
-from .changes import OWNER_KEY as OWNER_KEY
 from .place import Place
 from .split import TensorParallel
 
@@ -79,7 +78,7 @@ class Draft:
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users set on a parameter (`p.no_decay = True`): not what Fullshard keeps there, nor a subclass's own data."""
+    """What users set on a parameter (`p.no_decay = True`), not what Fullshard or a subclass keeps there."""
     flatten = getattr(parameter, "__tensor_flatten__", None)
     inner = flatten()[0] if flatten is not None and type(parameter) is not nn.Parameter else ()
     ours = {"_local_tensor", "_run", *inner}

@@ -182,7 +182,7 @@ class Unit:
         self.state = State.SHARDED
 
     def holds(self) -> bool:
-        """Whether parameters are gathered, whole or in part, in a way that a change of the shards would leave behind."""
+        """Whether parameters are gathered, whole or in part: a change of the shards would leave that behind."""
         return self.state is not State.SHARDED or any(bucket.kept is not None for bucket in self.buckets)
 
     def differs(self) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """A placement for a dim that data parallelism splits within what tensor parallelism split.
 
 Private torch API: `torch.distributed.tensor.placement_types._StridedShard`. There is no public alternative: the
-data-parallel split is the inner one, though its mesh dim is the outer one. `tests/test_private_api.py` says when it goes.
+data-parallel split is the inner one, though its mesh dim is the outer one.
+`tests/test_private_api.py` says when it goes.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from ...runtime import (
     Runner,
     UnitSettings,
     find_root,
-    install_zero_grad,
     is_unit,
     move_buffers,
+    notice_torch,
     unit_of,
 )
 from ...shard import BuildSettings, SpmdMesh, build_unit, check_parameters, find_parameters, home_of, plan_unit
@@ -125,7 +125,7 @@ def fully_shard(
     for units, arguments in planned:
         _make_unit(units, *arguments)
     optimizer_guard.install()
-    install_zero_grad()
+    notice_torch()
     return module
 
 

@@ -25,8 +25,8 @@ from ...runtime import (
     deepcopy_module,
     find_root,
     give_up,
-    install_zero_grad,
     move_buffers,
+    notice_torch,
     unit_of,
 )
 from ...shard import (
@@ -162,7 +162,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
         optimizer_guard.install()
-        install_zero_grad()
+        notice_torch()
 
     # What was set.
 

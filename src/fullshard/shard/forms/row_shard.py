@@ -30,8 +30,8 @@ class RowShard(DTensor):
     """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.
 
     It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
-    code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are noted,
-    so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged over
+    code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
+    noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged over
     the ranks of the mesh, which compute different batches.
     """
 
@@ -152,7 +152,7 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
             parameter=name_of((parameter,)) or "?",
             expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
             got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
-            remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors with load_state_dict",
+            remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
         )
     local = value._local_tensor.detach()
     note_change((parameter,))

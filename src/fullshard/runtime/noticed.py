@@ -1,0 +1,94 @@
+"""What users ask of torch's own functions, and Fullshard must know of.
+
+`zero_grad()` gives up gradients that were accumulated without sync, too: they wait unsharded for the next reduction and
+do not show in `.grad`, so that nothing on a parameter would tell. Modules of ours override `zero_grad`; optimizers are
+noticed by a wrapper around `Optimizer.zero_grad`. `backward(inputs=parameters)` names sharded parameters, which are no
+part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place. Both wrappers are
+put there when the first model is sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import PhaseError
+from ..shard import Member, Unit, owner_of
+from .root import ROOTS
+
+_installed: list[Any] = []
+
+
+def give_up(parameters: Iterable[Any]) -> None:
+    """Discard gradients of these parameters that were accumulated without sync, or not yet reduced."""
+    for root in list(ROOTS):
+        root.recover_if_broken()
+    units: dict[int, tuple[Unit, set[int]]] = {}
+    for parameter in parameters:
+        unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if unit is not None:
+            units.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
+    for unit, ids in units.values():
+        for gradients in unit.gradients:
+            bucket = gradients.bucket
+            whole = id(bucket.flat_parameter) in ids
+            members: list[Member] = [m for m in bucket.members if whole or id(m.sharded) in ids]
+            live = gradients.live_bytes
+            gradients.give_up(members)
+            unit.ledger.reducing -= live - gradients.live_bytes
+
+
+def in_graph(inputs: Any) -> Any:
+    """`inputs` of a backward, with what the graph knows in place of sharded parameters.
+
+    Raises:
+        PhaseError: a parameter whose unit never ran.
+    """
+    if inputs is None:
+        return None
+    found: list[Any] = []
+    for tensor in (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs):
+        unit = owner_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        members = [] if unit is None else _members_shown_as(unit, tensor)
+        if not members:
+            found.append(tensor)
+        for member in members:
+            if member.unsharded is None:
+                raise PhaseError(
+                    "backward(inputs=...) names a parameter whose unit has not run yet.",
+                    parameter=member.name,
+                    remedy="name parameters that the loss depends on",
+                )
+            found.append(member.unsharded)
+    return found
+
+
+def _members_shown_as(unit: Unit, tensor: torch.Tensor) -> list[Member]:
+    """The members that a sharded parameter, or a `FlatParameter`, stands for; none for an unsharded parameter."""
+    return [m for b in unit.buckets for m in b.members if m.sharded is tensor or b.flat_parameter is tensor]
+
+
+def install() -> None:
+    """Notice every optimizer's `zero_grad` and every backward's `inputs`. Once."""
+    if _installed:
+        return
+    original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        give_up([parameter for group in self.param_groups for parameter in group["params"]])
+        original(self, *args, **kwargs)
+
+    @functools.wraps(original_backward)
+    def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
+        if len(args) > 5:  # inputs, by position
+            args, inputs = args[:5], args[5]
+        kwargs["inputs"] = in_graph(inputs)
+        original_backward(*args, **kwargs)
+
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    torch.autograd.backward = backward
+    _installed.extend((zero_grad, backward))
