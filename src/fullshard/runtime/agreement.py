@@ -124,14 +124,18 @@ class UseAgreement:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self._fingerprint = 0
-        self._reduced = 0  # units, since the ranks last agreed
+        self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
         self._unread: list[tuple[torch.Tensor, int]] = []  # (on its way to the host, this rank's fingerprint)
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
         self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 1) % _PRIME
-        self._reduced += 1
+        self._reduced.add(index)
+
+    def noted(self, index: int) -> bool:
+        """Whether the unit was reduced since the ranks last agreed."""
+        return index in self._reduced
 
     def note_gather(self, index: int) -> None:
         """A unit's gather was issued, in backward."""
@@ -143,7 +147,8 @@ class UseAgreement:
 
     def reset(self) -> None:
         """After an exception."""
-        self._fingerprint = self._reduced = 0
+        self._fingerprint = 0
+        self._reduced.clear()
         self._changed.clear()
         self._unread.clear()
 
@@ -165,7 +170,8 @@ class UseAgreement:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
-        fingerprint, self._fingerprint, self._reduced = self._fingerprint, 0, 0
+        fingerprint, self._fingerprint = self._fingerprint, 0
+        self._reduced.clear()
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:
             by_axes.setdefault(id(delivery.bucket.axes), []).append(delivery)

@@ -15,6 +15,7 @@ import torch
 
 from ..containers import map_tensors, tensors_in
 from ..torch_private.tensor_hooks import on_gradient
+from .trace import Period
 
 
 class Watcher(Protocol):
@@ -22,10 +23,10 @@ class Watcher(Protocol):
 
     open_calls: int
 
-    def before_backward(self, version: int) -> None:
-        """An output of a call got its gradient; `version` of the unit when the call began."""
+    def before_backward(self, call: Call) -> None:
+        """An output of a call got its gradient."""
 
-    def after_backward(self) -> None:
+    def after_backward(self, period: Period) -> None:
         """A watched input of a call got its gradient."""
 
     def version(self) -> int:
@@ -36,22 +37,26 @@ class Call:
     """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
 
     Attributes:
+        period: of the unit, in which it was called.
+        version: of the unit when the call began.
         watches: whether an input tells when the call's backward is over.
         leads_back: whether an output needs a gradient, so that a backward may come.
     """
 
-    __slots__ = ("_inputs", "done", "leads_back", "runner", "version", "watches")
+    __slots__ = ("_inputs", "done", "leads_back", "period", "runner", "version", "watches")
 
-    def __init__(self, runner: Watcher) -> None:
-        self.runner = runner
+    def __init__(self, runner: Watcher, period: Period) -> None:
+        self.runner, self.period = runner, period
         self.done = self.watches = self.leads_back = False
         self.version = runner.version()
         self._inputs: list[tuple[torch.Tensor, Any, int, Any]] = []  # views, their nodes, versions; the producers
         runner.open_calls += 1
+        period.calls += 1
 
     def __del__(self) -> None:
         if not self.done:
             self.runner.open_calls -= 1
+            self.period.calls -= 1
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient."""
@@ -111,7 +116,7 @@ class Call:
 
     def before_backward(self, gradient: torch.Tensor) -> None:
         """An output got its gradient."""
-        self.runner.before_backward(self.version)
+        self.runner.before_backward(self)
 
     def after_backward(self, gradient: torch.Tensor) -> None:
         """A watched input got its gradient."""
@@ -124,4 +129,5 @@ class Call:
         if not self.done:
             self.done = True
             self.runner.open_calls -= 1
-        self.runner.after_backward()
+            self.period.calls -= 1
+        self.runner.after_backward(self.period)

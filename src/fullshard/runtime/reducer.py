@@ -1,9 +1,8 @@
 """Reductions of the units under one root: in an order that all ranks share, a bounded number at once.
 
-Ranks need not use the same units: a batch of one task gives one head a gradient, a batch of another task another. So
-that their reductions meet, every unit whose forward ran with gradients takes part in the next backward with gradient
-sync, with zeros if it got none; and reductions are issued in one order, whatever order gradients come in: the reverse
-of the order in which the units first ran, which the ranks have compared. A unit that is ready before its turn waits.
+Units close in the order of the trace (`trace.py`), on every rank alike, and are reduced as they close: with zeros if
+this rank has no gradients for them. What a backward cannot reduce then (units that will be reached again) is reduced
+when it ends.
 
 At the end of a backward the ranks say which parameters had gradients (`agreement.UseAgreement`): a parameter that some
 rank used has a `.grad` on all, one that none used has none, and its optimizer state is the same everywhere.
@@ -54,11 +53,8 @@ class Reducer:
         self.units = units
         self.in_flight: InFlight = deque() if in_flight is None else in_flight
         self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
-        self._ran: dict[int, Reducible] = {}  # by index: ran forward with gradients since they were last reduced
-        self._expected: deque[Reducible] = deque()  # in the backward that runs now, in the order of reduction
-        self._ready: dict[int, Reducible] = {}  # by index: their gradients are complete
+        self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm)
-        self._active = False  # whether a backward has begun
 
     def note_gather(self, index: int) -> None:
         """A unit's gather was issued in backward."""
@@ -68,49 +64,26 @@ class Reducer:
         """A unit's weights changed between a forward and its backward, which runs now."""
         self._use.note_changed(one.index)
 
-    def ran(self, one: Reducible) -> None:
-        """A unit runs its forward with gradients."""
-        if one.index not in self._ran:
-            self._ran[one.index] = one
+    def close(self, one: Reducible, comes_again: bool) -> None:
+        """A unit's backward is over, as far as this call goes.
 
-    def begin(self) -> None:
-        """A backward begins: settle who takes part, and in which order."""
-        self._active = True
-        self._ready.clear()
-        order = [one for one in reversed(self._ran.values()) if one.settings.reduce.sync]
-        seen = {one.index for one in order}
-        order += [
-            u for u in self.units if u.settings.reduce.fill_unused and u.settings.reduce.sync and u.index not in seen
-        ]
-        self._expected = deque(one for one in order if any([g.trains() for g in one.unit.gradients]))
-
-    def submit(self, one: Reducible) -> None:
-        """A unit's gradients are complete, as far as this backward goes."""
-        if not has_gradients(one.unit):
+        Args:
+            comes_again: more gradients of it are expected.
+        """
+        if not _trains(one.unit) and not has_gradients(one.unit):
             return
+        self._owed[one.index] = one
         with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only with create_graph
             if not one.settings.reduce.sync:
                 self._finish_own(one)
                 collect(one.unit, everything=False)
-                return
-            if one.index in self._ready:  # more gradients after it was reduced
-                return
-            self._ready[one.index] = one
-            expected = self._expected
-            if expected and expected[0] is one:
-                while expected and expected[0].index in self._ready:
-                    self._issue(expected.popleft())
-            elif one not in expected:
-                self._finish_own(one)
-            else:  # its turn has not come: its gradients go where they will be reduced from
-                collect(one.unit, everything=True)
+            elif not comes_again:
+                self._issue(one)
 
     def _issue(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
         settings = one.settings.reduce
-        self._ran.pop(one.index, None)
-        if one.open_calls > 0:
-            self._ran[one.index] = one
+        self._owed.pop(one.index, None)
         while self.in_flight and (
             len(self.in_flight) >= settings.max_in_flight or any([entry[1] is one for entry in self.in_flight])
         ):
@@ -166,11 +139,14 @@ class Reducer:
     def end(self) -> None:
         """The backward is over: reduce what is left in order, wait for everything, agree on what was used."""
         with plain_access(), torch.no_grad():
-            while self._expected:
-                self._issue(self._expected.popleft())
-            for one in sorted(self._ready.values(), key=lambda one: one.index):
-                if has_gradients(one.unit):
+            for one in self.units:
+                settings, late = one.settings.reduce, has_gradients(one.unit)
+                fills = settings.fill_unused and not self._use.noted(one.index)
+                if settings.sync and (late or one.index in self._owed or (fills and _trains(one.unit))):
                     self._issue(one)
+                elif late:
+                    self._finish_own(one)
+                    collect(one.unit, everything=False)
             while self.in_flight:
                 self._advance()
             while self._replicating:
@@ -178,7 +154,6 @@ class Reducer:
             self._settle()
             given = self._use.agree([one.unit for one in self.units])
         self._run_hooks(given)
-        self._active = False
 
     def _settle(self) -> None:
         for one in self.units:
@@ -201,11 +176,12 @@ class Reducer:
         for _, reduction in self._replicating:
             reduction.drop()
         self._replicating.clear()
-        self._expected.clear()
-        self._ready.clear()
-        self._ran.clear()
+        self._owed.clear()
         self._use.reset()
-        self._active = False
+
+
+def _trains(unit: Unit) -> bool:
+    return any([gradients.trains() for gradients in unit.gradients])
 
 
 def _has_hooks(unit: Unit) -> bool:

@@ -16,10 +16,12 @@ from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
 from .agreement import END, check_agreement, check_order
-from .expected import Expected
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .schedule import Order
+from .trace import Trace
+
+_MOST_PASSES = 64  # without a backward, that are remembered
 
 ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()
 """All that are alive in this process."""
@@ -36,9 +38,6 @@ class Runnable(Reducible, Protocol):
 
     def before_pass(self) -> None:
         """A pass begins at this unit."""
-
-    def gather_for_others(self) -> None:
-        """Other ranks gather this unit now, and this one does not use it."""
 
 
 class Root:
@@ -57,7 +56,7 @@ class Root:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
         checks_order: whether the pass is the first of its kind, and compared with the other ranks'.
-        expected: the units that the next backward will gather.
+        trace: of the pass that runs now, if it builds a graph.
         recomputed: the unit that was recomputed last; its backward comes next.
         reducer: reductions of gradients.
     """
@@ -78,7 +77,9 @@ class Root:
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
-        self.expected = Expected(len(units))
+        self.trace: Trace | None = None
+        self._recent: list[Trace] = []  # of passes since the last backward ended
+        self._touched: list[Trace] = []  # of passes that the backward which runs now has reached
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
@@ -131,6 +132,9 @@ class Root:
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
         self.checks_order = self.comm.communicates and not self.forward_order.known
+        self.trace = Trace() if self.pass_grad else None
+        if self.trace is not None:
+            self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
 
     def _drop_stale(self) -> None:
         """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
@@ -193,7 +197,7 @@ class Root:
     def _settle(self) -> None:
         for one in self.units:
             one.happens(Happening.PASS_END)
-        self.pass_top = None
+        self.pass_top = self.trace = None
 
     # Backward.
 
@@ -206,21 +210,44 @@ class Root:
         """The first gradient of a backward reached a unit."""
         self.recover_if_broken()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
-        self.expected.begin()
-        self.reducer.begin()
+
+    def reach(self, trace: Trace | None, index: int, begins: bool) -> None:
+        """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
+        if trace is None:
+            return
+        if trace not in self._touched:
+            self._touched.append(trace)
+        for unit, starts in trace.back_to(index, begins) or ():
+            self._pass(unit, starts)
+
+    def _pass(self, index: int, begins: bool) -> None:
+        if begins:
+            self.units[index].happens(Happening.OUTPUT_GRAD)
+        else:
+            kept = torch.is_grad_enabled()
+            self.units[index].happens(Happening.INPUT_GRAD_KEPT if kept else Happening.INPUT_GRAD)
+
+    def upcoming(self, depth: int) -> tuple[int, ...]:
+        """The up to `depth` units whose backward is expected next."""
+        return self._touched[-1].upcoming(depth) if self._touched else ()
+
+    def comes_again(self, index: int) -> bool:
+        """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
+        return any([trace.holds(index) for trace in (*self._touched, *self._recent)])
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         try:
-            for index in self.expected.end():
-                self.units[index].gather_for_others()
+            for trace in self._touched:
+                for unit, begins in trace.rest():
+                    self._pass(unit, begins)
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()
         finally:
             self.backward_order.finish()
-            self.recomputed = None
-            self._backward = None
+            self._recent, self._touched = [], []
+            self.recomputed = self._backward = None
 
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
@@ -251,11 +278,11 @@ class Root:
         """
         self._backward = None
         self.reducer.reset()
-        self.expected.reset()
+        self._recent, self._touched = [], []
         with plain_access(), torch.no_grad():
             for one in self.units:
                 one.happens(Happening.RESET)
         for order in (*self.orders.values(), self.backward_order):
             order.restart()
-        self.pass_top = None
+        self.pass_top = self.trace = None
         self.recomputed = None

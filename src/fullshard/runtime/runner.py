@@ -27,8 +27,9 @@ from .phases import ROWS, Happening, Phase, impossible
 from .reducer import InFlight
 from .root import Root
 from .settings import UnitSettings
+from .trace import Period
 
-_COUNTED = "_fullshard_counted"  # on an unsharded parameter: its arriving gradients are counted
+_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
 H = Happening
 
 
@@ -68,9 +69,8 @@ class Runner:
         self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
         self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
-        self._counting = False  # whether the end of the last call's backward is told by its parameters alone
-        self._arrived = 0  # parameters whose gradient has arrived, while counting
-        self._expected = False  # whether an output of the forward that runs now leads to a backward
+        self._period = Period(None)  # since the unit was opened for a forward
+        self._leads_back = False  # whether an output of the forward that runs now leads to a backward
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -138,12 +138,11 @@ class Runner:
         if not torch.is_grad_enabled():
             self._calls.append(None)
             return args, kwargs
-        call = Call(self)
+        call = Call(self, self._period)
         self._calls.append(call)
         args, kwargs = call.watch_inputs(args, kwargs)
-        self._counting = not call.watches
-        if self._counting:
-            self._count_gradients()
+        if not call.watches:
+            self._watch_parameters()
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -153,7 +152,7 @@ class Runner:
         output = detached_from_unit(output, unit)
         if call is not None:
             output = call.watch_outputs(output)
-            self._expected = self._expected or call.leads_back
+            self._leads_back = self._leads_back or call.leads_back
         dtype = self.settings.policy.output_dtype
         if dtype is not None:
             output = cast_floating(dtype, output)
@@ -207,8 +206,10 @@ class Runner:
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather(keep=with_grad)
         unit.show_unsharded()
-        if with_grad:
-            root.reducer.ran(self)
+        self._period = Period(root.trace if torch.is_grad_enabled() else None)
+        self._leads_back = False
+        if self._period.trace is not None:
+            self._period.trace.entered(self.index)
         prefetch = self.settings.prefetch
         upcoming = root.forward_order.visit(self.index, prefetch.forward)
         if prefetch.forward_units is not None:
@@ -222,13 +223,12 @@ class Runner:
         unit = self.unit
         unit.refuse_written()
         unit.show_sharded()
+        if self._period.trace is not None:
+            self._period.trace.left(self.index, self._leads_back)
         root = self.root
         if unit.state is State.GATHERED and (root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False
-            if root is not None and self._expected and self.settings.unshard_in_backward:
-                root.expected.left(self.index)
-        self._expected = False
 
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""
@@ -258,6 +258,7 @@ class Runner:
         """Gather for a forward within a backward, and prefetch by the backward's order."""
         root = self.root
         assert root is not None
+        self._period = Period(None)
         self._gather_and_show()
         upcoming = root.backward_order.visit(self.index, self.settings.prefetch.forward)
         if upcoming:
@@ -280,9 +281,9 @@ class Runner:
         """See `Unit.version`."""
         return self.unit.version()
 
-    def before_backward(self, version: int) -> None:
+    def before_backward(self, call: Call) -> None:
         """An output of a call received its gradient."""
-        root = self.root
+        root, period = self.root, call.period
         if root is None:
             raise PhaseError(
                 "A backward reached a unit whose root is gone.",
@@ -291,8 +292,12 @@ class Runner:
             )
         if not root.in_backward:
             root.begin_backward()
-        if version != self.unit.version():
+        if call.version != self.unit.version():
             root.reducer.changed(self)
+        if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
+            return
+        period.opened = True
+        root.reach(period.trace, self.index, True)
         self.happens(H.OUTPUT_GRAD)
 
     def open_backward(self) -> None:
@@ -302,14 +307,11 @@ class Runner:
         for bucket in self.unit.buckets:
             bucket.follow_requires_grad()  # which may have been off and on again since the forward
         prefetch = self.settings.prefetch
-        passed, upcoming = root.expected.reach(self.index, prefetch.backward)
-        for index in passed:
-            root.units[index].gather_for_others()
         if self.settings.unshard_in_backward:
             self._gather_and_show()
         root.reducer.deliver_completed()
         learned = root.backward_order.visit(self.index, prefetch.backward)
-        upcoming = upcoming or learned
+        upcoming = root.upcoming(prefetch.backward) or learned
         if prefetch.backward_units is not None:
             upcoming = tuple(runner.index for runner in prefetch.backward_units)
         if prefetch.late:
@@ -327,33 +329,25 @@ class Runner:
             unit.finish_gather()
         unit.show_unsharded()
 
-    def gather_for_others(self) -> None:
-        """Other ranks gather this unit now, and this one does not use it in its backward (or not yet)."""
-        unit = self.unit
-        if self.phase is not Phase.IDLE or not unit.buckets:
-            return
-        if unit.state is State.SHARDED:
-            unit.issue_gather(self.settings.comm)
-            if self.root is not None:
-                self.root.reducer.note_gather(self.index)
-            unit.free()
-        elif unit.state is State.GATHERING:  # prefetched
-            unit.free()
-
-    def after_backward(self) -> None:
+    def after_backward(self, period: Period) -> None:
         """All parameters of a call have their gradients."""
+        root = self.root
+        if root is None or period.calls > 0 or not root.in_backward:
+            return
+        if self.phase is Phase.BACKWARD:
+            root.reach(period.trace, self.index, False)
         # With create_graph the parameters are needed again, by the second backward.
-        if self.root is not None:
-            self.happens(H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD)
+        self.happens(H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD)
 
     def close_backward(self) -> None:
         """Free, and reduce or set aside the gradients, unless more calls of this unit will add to them."""
         self.release()
-        if self.open_calls <= 0:
-            self._submit()
+        root = self.root
+        assert root is not None
+        root.reducer.close(self, root.comes_again(self.index))
 
-    def release(self) -> None:
-        """Show the sharded parameters and free the unit, unless it is to stay."""
+    def release(self, prefetches: bool = True) -> None:
+        """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
         unit = self.unit
         unit.show_sharded()
         if self.settings.reshard_after_backward:
@@ -363,52 +357,38 @@ class Runner:
                 unit.free()
         else:
             self.kept = True
-        if self._late and self.root is not None:
-            self.root.prefetch(self._late, backward=True)
-            self._late = ()
+        late, self._late = self._late, ()
+        if late and prefetches and self.root is not None:
+            self.root.prefetch(late, backward=True)
 
     def finish(self) -> None:
         """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
         if self.unit.state is not State.SHARDED and (self.phase is not Phase.IDLE or not self._stays()):
-            self.release()
-        self._submit()
+            self.release(prefetches=False)
 
     def _stays(self) -> bool:
         """Whether a unit that this backward did not use is gathered on purpose."""
         return self.kept and self.unit.state is State.GATHERED
 
-    def _submit(self) -> None:
-        root = self.root
-        assert root is not None
-        self._arrived = 0
-        root.reducer.submit(self)
+    # Calls without an input that needs a gradient (the first layer's), of which maybe no output is seen either.
 
-    # Calls without an input that needs a gradient (the first layer): count the parameters' gradients instead.
-
-    def _count_gradients(self) -> None:
-        arrived = weakref.WeakMethod(self._arrived_one)  # the parameter must not keep its own unit alive
+    def _watch_parameters(self) -> None:
+        noticed = weakref.WeakMethod(self._gradient_arrived)  # the parameter must not keep its own unit alive
 
         def hook(parameter: torch.Tensor) -> None:
-            if (method := arrived()) is not None:
+            if (method := noticed()) is not None:
                 method()
 
         for member in self.unit.members:
             parameter = member.unsharded
-            if parameter is not None and parameter.requires_grad and _COUNTED not in parameter.__dict__:
-                parameter.__dict__[_COUNTED] = True
+            if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
+                parameter.__dict__[_WATCHED] = True
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    def _arrived_one(self) -> None:
+    def _gradient_arrived(self) -> None:
         root = self.root
         if root is not None and not root.in_backward:
             root.begin_backward()
-        if self.phase is not Phase.BACKWARD or not self._counting or self.open_calls > 1 or self.is_top:
-            return
-        self._arrived += 1
-        if self._arrived >= sum([m.unsharded is not None and m.unsharded.requires_grad for m in self.unit.members]):
-            self.open_calls, calls = 0, self.open_calls
-            self.after_backward()
-            self.open_calls = calls
 
     # What users ask for.
 
@@ -451,7 +431,7 @@ class Runner:
         """After an exception: as at the beginning of a step."""
         self.kept = False
         self._ran.clear()
-        self._depth = self._arrived = 0
+        self._depth = 0
         self._calls.clear()
         self._late = ()
         self.unit.reset()

@@ -31,8 +31,8 @@ class RowShard(DTensor):
 
     It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
     code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
-    noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged over
-    the ranks of the mesh, which compute different batches.
+    noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged
+    over the ranks of the mesh, which compute different batches.
     """
 
     __slots__: list[str] = []

@@ -1,0 +1,94 @@
+"""What one forward pass ran, to be run backwards: the one order of a backward that all ranks share. Pure.
+
+Ranks need not use the same units in a backward: a batch of one task gives one head a gradient, a batch of another task
+another. But each gather and each reduction needs all of them. So every rank goes through the whole pass backwards, in
+the order in which units were entered and left in forward, which the ranks have compared; a gradient that arrives only
+tells how far. What a rank's loss did not use is gathered, freed and reduced (with zeros) in passing.
+
+Autograd itself runs nodes in the reverse of the order in which they were made, so where all units are used nothing is
+ever passed over.
+"""
+
+from __future__ import annotations
+
+Step = tuple[int, bool]
+"""A unit, by index, and whether its backward begins (it was left in forward) or ends (it was entered)."""
+
+
+class Trace:
+    """See the module's docstring.
+
+    >>> trace = Trace()
+    >>> trace.entered(0); trace.entered(1); trace.left(1); trace.left(0)
+    >>> trace.upcoming(2)
+    (0, 1)
+    >>> trace.back_to(1, begins=False)
+    [(0, True), (1, True)]
+    >>> trace.rest()
+    [(0, False)]
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        self._steps: list[
+            Step
+        ] = []  # in the order of the forward, less those that were gone back over
+
+    def entered(self, unit: int) -> None:
+        """A unit was opened for its forward."""
+        self._steps.append((unit, False))
+
+    def left(self, unit: int, leads_back: bool = True) -> None:
+        """A unit's forward is over; nothing of it stays if no backward can lead to it."""
+        if not leads_back and self._steps and self._steps[-1] == (unit, False):
+            self._steps.pop()
+            return
+        self._steps.append((unit, True))
+
+    def back_to(self, unit: int, begins: bool) -> list[Step] | None:
+        """Go back to this step, which is done with; the steps passed over. None if it is not ahead."""
+        steps, wanted = self._steps, (unit, begins)
+        if steps and steps[-1] == wanted:
+            steps.pop()
+            return []
+        if wanted not in steps:
+            return None
+        passed = []
+        while (step := steps.pop()) != wanted:
+            passed.append(step)
+        return passed
+
+    def rest(self) -> list[Step]:
+        """Go back to the beginning; the steps passed over."""
+        passed, self._steps = self._steps[::-1], []
+        return passed
+
+    def upcoming(self, depth: int) -> tuple[int, ...]:
+        """The up to `depth` units whose backward begins next."""
+        found: list[int] = []
+        for unit, begins in reversed(self._steps):
+            if len(found) >= depth:
+                break
+            if begins:
+                found.append(unit)
+        return tuple(found)
+
+    def holds(self, unit: int) -> bool:
+        """Whether a backward of the unit is still ahead."""
+        return (unit, False) in self._steps
+
+
+class Period:
+    """A unit's time between being entered and left: its calls, and the pass that it is part of.
+
+    Attributes:
+        trace: of the pass; None outside of one (recomputation).
+        calls: whose backward is still to come.
+        opened: whether its backward has begun.
+    """
+
+    __slots__ = ("calls", "opened", "trace")
+
+    def __init__(self, trace: Trace | None) -> None:
+        self.trace, self.calls, self.opened = trace, 0, False
