@@ -217,7 +217,7 @@ class Root:
             return
         if trace not in self._touched:
             self._touched.append(trace)
-        for unit, starts in trace.back_to(index, begins) or ():
+        for unit, starts in trace.back_to(index, begins):
             self._pass(unit, starts)
 
     def _pass(self, index: int, begins: bool) -> None:

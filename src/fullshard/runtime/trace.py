@@ -11,6 +11,8 @@ ever passed over.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 Step = tuple[int, bool]
 """A unit, by index, and whether its backward begins (it was left in forward) or ends (it was entered)."""
 
@@ -22,9 +24,9 @@ class Trace:
     >>> trace.entered(0); trace.entered(1); trace.left(1); trace.left(0)
     >>> trace.upcoming(2)
     (0, 1)
-    >>> trace.back_to(1, begins=False)
+    >>> list(trace.back_to(1, begins=False))
     [(0, True), (1, True)]
-    >>> trace.rest()
+    >>> list(trace.rest())
     [(0, False)]
     """
 
@@ -46,23 +48,17 @@ class Trace:
             return
         self._steps.append((unit, True))
 
-    def back_to(self, unit: int, begins: bool) -> list[Step] | None:
-        """Go back to this step, which is done with; the steps passed over. None if it is not ahead."""
+    def back_to(self, unit: int, begins: bool) -> Iterator[Step]:
+        """Go back to this step, one by one: those passed over, each when it is done with. None if it is not ahead."""
         steps, wanted = self._steps, (unit, begins)
-        if steps and steps[-1] == wanted:
-            steps.pop()
-            return []
-        if wanted not in steps:
-            return None
-        passed = []
-        while (step := steps.pop()) != wanted:
-            passed.append(step)
-        return passed
+        if (steps and steps[-1] == wanted) or wanted in steps:
+            while (step := steps.pop()) != wanted:
+                yield step
 
-    def rest(self) -> list[Step]:
-        """Go back to the beginning; the steps passed over."""
-        passed, self._steps = self._steps[::-1], []
-        return passed
+    def rest(self) -> Iterator[Step]:
+        """Go back to the beginning, one by one."""
+        while self._steps:
+            yield self._steps.pop()
 
     def upcoming(self, depth: int) -> tuple[int, ...]:
         """The up to `depth` units whose backward begins next."""
