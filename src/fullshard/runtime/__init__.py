@@ -1,7 +1,6 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
-from .noticed import give_up
 from .noticed import install as notice_torch
 from .reducer import InFlight
 from .root import Root
@@ -21,7 +20,6 @@ __all__ = [
     "UnitSettings",
     "deepcopy_module",
     "find_root",
-    "give_up",
     "is_unit",
     "move_buffers",
     "notice_torch",

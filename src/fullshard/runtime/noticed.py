@@ -1,9 +1,9 @@
 """What users ask of torch's own functions, and Fullshard must know of.
 
 `zero_grad()` gives up gradients that were accumulated without sync, too: they wait unsharded for the next reduction and
-do not show in `.grad`, so that nothing on a parameter would tell. Modules of ours override `zero_grad`; optimizers are
-noticed by a wrapper around `Optimizer.zero_grad`. `backward(inputs=parameters)` names sharded parameters, which are no
-part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place. Both wrappers are
+do not show in `.grad`, so that nothing on a parameter would tell: `Optimizer.zero_grad` and `Module.zero_grad` have
+wrappers around them. `backward(inputs=parameters)` names sharded parameters, which are no
+part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place. The wrappers are
 put there when the first model is sharded.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import PhaseError
 from ..shard import Member, Unit, owner_of
@@ -32,13 +33,7 @@ def give_up(parameters: Iterable[Any]) -> None:
         if unit is not None:
             units.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
     for unit, ids in units.values():
-        for gradients in unit.gradients:
-            bucket = gradients.bucket
-            whole = id(bucket.flat_parameter) in ids
-            members: list[Member] = [m for m in bucket.members if whole or id(m.sharded) in ids]
-            live = gradients.live_bytes
-            gradients.give_up(members)
-            unit.ledger.reducing -= live - gradients.live_bytes
+        unit.give_up_gradients(ids)
 
 
 def in_graph(inputs: Any) -> Any:
@@ -76,11 +71,17 @@ def install() -> None:
     if _installed:
         return
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
+    of_module = nn.Module.zero_grad
 
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         give_up([parameter for group in self.param_groups for parameter in group["params"]])
         original(self, *args, **kwargs)
+
+    @functools.wraps(of_module)
+    def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        give_up(self.parameters())
+        of_module(self, *args, **kwargs)
 
     @functools.wraps(original_backward)
     def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
@@ -91,4 +92,5 @@ def install() -> None:
 
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     torch.autograd.backward = backward
-    _installed.extend((zero_grad, backward))
+    nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
+    _installed.extend((zero_grad, module_zero_grad, backward))

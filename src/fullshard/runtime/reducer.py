@@ -75,8 +75,7 @@ class Reducer:
         self._owed[one.index] = one
         with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only with create_graph
             if not one.settings.reduce.sync:
-                self._finish_own(one)
-                collect(one.unit, everything=False)
+                self._set_aside(one)
             elif not comes_again:
                 self._issue(one)
 
@@ -108,6 +107,13 @@ class Reducer:
         """Deliver what is in flight of a unit, so that its buffer is free."""
         while any([entry[1] is one for entry in self.in_flight]):
             self._advance()
+
+    def _set_aside(self, one: Reducible) -> None:
+        """Collect a unit's gradients, to be reduced with those of a later backward."""
+        self._finish_own(one)
+        collect(one.unit, everything=False)
+        for gradients in one.unit.gradients:
+            gradients.delivery.show_kept()
 
     def _deliver(self, one: Reducible, reduction: Reduction) -> None:
         settings = one.settings.reduce
@@ -145,8 +151,7 @@ class Reducer:
                 if settings.sync and (late or one.index in self._owed or (fills and _trains(one.unit))):
                     self._issue(one)
                 elif late:
-                    self._finish_own(one)
-                    collect(one.unit, everything=False)
+                    self._set_aside(one)
             while self.in_flight:
                 self._advance()
             while self._replicating:

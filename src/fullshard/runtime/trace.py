@@ -33,9 +33,7 @@ class Trace:
     __slots__ = ("_steps",)
 
     def __init__(self) -> None:
-        self._steps: list[
-            Step
-        ] = []  # in the order of the forward, less those that were gone back over
+        self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
 
     def entered(self, unit: int) -> None:
         """A unit was opened for its forward."""

@@ -17,6 +17,14 @@ OWNER_KEY = "_fullshard_unit"
 """Where a parameter, sharded or unsharded, keeps a weak reference to the unit that owns it."""
 
 
+def give_up_gradient(parameter: Any) -> None:
+    """A user set the `.grad` of a sharded parameter to None: what waits for its next reduction goes as well."""
+    reference = parameter.__dict__.get(OWNER_KEY)
+    unit = reference() if reference is not None else None
+    if unit is not None:
+        unit.give_up_gradients({id(parameter)})
+
+
 def changes_in_place(name: str) -> bool:
     """Whether an operation of this name changes its first argument's values: `mul_`, `_foreach_add_`, `aten::copy_`."""
     return name[-1:] == "_" and name[-2:] != "__" and name not in ("requires_grad_", "aten::detach_", "detach_")

@@ -160,6 +160,7 @@ class Delivery:
         self.views: list[OptimizerView] = []
         self.used = [False] * len(bucket.members)
         self.undecided: list[int] = []
+        self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
         self._told_of_zeros = False
 
     @property
@@ -283,6 +284,32 @@ class Delivery:
             if self.views and not all(target.shown) and not self._told_of_zeros:
                 self._told_of_zeros = self._warn_of_zeros(target)
         return given
+
+    # What was accumulated without sync.
+
+    def show_kept(self) -> None:
+        """Let members with gradients that were accumulated without sync show zeros, where nothing is shown."""
+        if not self.bucket.form.shows_kept:
+            return
+        flat = self.bucket.flat_parameter
+        if flat is not None and flat.grad is None:
+            flat.grad = torch.zeros_like(flat)
+        for index, member in enumerate(self.bucket.members):
+            if member.got_grad:
+                self.kept.add(index)
+                if flat is None and read_grad(member.sharded) is None:
+                    write_grad(member.sharded, torch.zeros_like(member.sharded))
+
+    def given_up(self) -> list[Member]:
+        """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
+        if not self.kept:
+            return []
+        kept, self.kept = sorted(self.kept), set()
+        flat = self.bucket.flat_parameter
+        members = [self.bucket.members[index] for index in kept]
+        if flat is not None:
+            return members if flat.grad is None else []
+        return [member for member in members if read_grad(member.sharded) is None]
 
     # Views.
 

@@ -103,6 +103,9 @@ class Gradients:
         first = self.state is GradState.NONE
         if self.state is GradState.REDUCING:
             raise PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
+        if given_up := self.delivery.given_up():
+            self.give_up(given_up)
+            first = self.state is GradState.NONE
         if self.buffer is None or self.buffer.tensor.dtype != self.reduce_dtype:
             self._make_buffer()
         assert self.buffer is not None
@@ -185,6 +188,8 @@ class Gradients:
             Bytes that are allocated until it is finished, besides the buffer and `.grad`.
         """
         assert self.buffer is not None and self.state is GradState.PENDING
+        if given_up := self.delivery.given_up():
+            self.give_up(given_up)
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         fresh = self.delivery.all_none() and self.partial is None
         scratch = 0
@@ -272,17 +277,22 @@ class Gradients:
     # Letting go.
 
     def discard(self) -> None:
-        """Drop whatever is in the buffer or in flight (after an exception, or when the user gives gradients up)."""
+        """Drop whatever autograd left, is in the buffer or in flight (after an exception)."""
+        for member in self.bucket.members:
+            if member.unsharded is not None:
+                member.unsharded.grad = None
+        self._drop()
+
+    def _drop(self) -> None:
         self._wait()
         if self.replicating is not None:
             self.replicating.wait()
         if self.buffer is not None:
             self.buffer.free()
         for member in self.bucket.members:
-            if member.unsharded is not None:
-                member.unsharded.grad = None
             member.got_grad = False
         self.delivery.undecided = []
+        self.delivery.kept.clear()
         self.partial = self.replicating = self._slice = None
         self.state = GradState.NONE
 
@@ -291,7 +301,7 @@ class Gradients:
         if self.state is GradState.REDUCING or (self.state is GradState.NONE and self.partial is None):
             return
         if len(members) == len(self.bucket.members):
-            self.discard()
+            self._drop()
             return
         chosen = set(map(id, members))
         for member, (_, targets, _) in zip(self.bucket.members, zip(*self._plan, strict=True), strict=True):

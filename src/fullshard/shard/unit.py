@@ -334,6 +334,15 @@ class Unit:
 
         return applied, finish
 
+    def give_up_gradients(self, parameters: set[int]) -> None:
+        """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
+        for gradients in self.gradients:
+            bucket = gradients.bucket
+            whole = id(bucket.flat_parameter) in parameters
+            live = gradients.live_bytes
+            gradients.give_up([m for m in bucket.members if whole or id(m.sharded) in parameters])
+            self.ledger.reducing -= live - gradients.live_bytes
+
     # Ties across units.
 
     def give_up(self, parameter: torch.Tensor) -> tuple[list[Place], torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
-from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, give_up, run_method, runner_of, runners_in
+from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run_method, runner_of, runners_in
 
 
 class UnshardHandle:
@@ -279,11 +279,6 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with shards of its own, on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
         return deepcopy_module(self, memo)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; discards what was accumulated without sync, too."""
-        give_up(self.parameters())  # type: ignore[attr-defined]
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `to_empty`, `float`, ... act on whole shards, so that they cost one new shard and no copies."""

@@ -24,7 +24,6 @@ from ...runtime import (
     UnitSettings,
     deepcopy_module,
     find_root,
-    give_up,
     move_buffers,
     notice_torch,
     unit_of,
@@ -301,11 +300,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         return [child for child in found if child.check_is_root()]
 
     # Training.
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; discards what was accumulated without sync, too."""
-        give_up(self.parameters())
-        super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,8 +23,8 @@ from ...comm import TorchComm
 from ...errors import PhaseError
 from ...layout import Slot, dense_strides, rectangles
 from ...mesh import Axis, device_type_of, reduce_value
-from ...torch_private.local_tensor import read_data
-from ..changes import changes_in_place, note_change
+from ...torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
+from ..changes import changes_in_place, give_up_gradient, note_change
 from .row_shard import assign_data
 
 aten = torch.ops.aten
@@ -113,6 +113,21 @@ class FlatShard(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         assign_data(self, value, isinstance(value, FlatShard) and value._run.same_as(self._run))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As `Tensor.grad`. Setting it to None gives up what was accumulated without sync, too."""
+        return read_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            give_up_gradient(self)
+        write_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        delete_grad(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self._run.bounds(self._run.axis.rank)

@@ -33,6 +33,7 @@ class LocalForm:
     plain = True
     keeps_originals = True
     gives_empty = False
+    shows_kept = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart

@@ -22,12 +22,15 @@ class Form(Protocol):
     Attributes:
         plain: whether the shard is one plain 1-D tensor.
         keeps_originals: whether the original Parameter objects become the sharded ones.
+        shows_kept: whether a parameter whose gradients were accumulated without sync shows a `.grad` of zeros: where
+            users' parameters are plain, nothing else would tell that they gave those gradients up.
         gives_empty: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
     """
 
     plain: bool
     keeps_originals: bool
     gives_empty: bool
+    shows_kept: bool
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
         """Copy this rank's `part` of the original's values into `local`."""

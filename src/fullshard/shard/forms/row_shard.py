@@ -19,7 +19,7 @@ from ...torch_private.local_tensor import (
     set_local,
     write_grad,
 )
-from ..changes import changes_in_place, note_change
+from ..changes import changes_in_place, give_up_gradient, note_change
 from ..member import NAME_KEY
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
@@ -58,6 +58,8 @@ class RowShard(DTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            give_up_gradient(self)
         with plain_access():
             write_grad(self, value)
 

@@ -30,6 +30,7 @@ class RowsForm:
     plain = True
     keeps_originals = False
     gives_empty = True
+    shows_kept = False
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart
