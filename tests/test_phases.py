@@ -1,0 +1,174 @@
+"""The table of phases against a naive model of a unit, and traces: whatever ranks use, they go the same way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard import PhaseError
+from fullshard.runtime.phases import ROWS, TABLE, Happening, Phase, impossible
+from fullshard.runtime.runner import Runner
+from fullshard.runtime.trace import Trace
+
+H = Happening
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A unit without phases: what is true of it, told one fact at a time."""
+
+    forward: bool = False  # its forward runs, in a pass
+    others_to_come: bool = False  # some of its modules have run in this pass, others have not
+    again: bool = False  # its forward runs within a backward
+    backward_next: bool = False  # it was recomputed for the backward that comes
+    backward: bool = False  # between its output's gradient and its input's
+    kept_graph: bool = False  # a backward of it is over that will be differentiated
+
+
+def naive(facts: Facts, event: Happening) -> tuple[str, Facts] | None:
+    """What is to be done, by rules read one after the other; None: it cannot happen."""
+    running = facts.forward or facts.again
+    if event is H.RESET:
+        return "reset", Facts()
+    if event is H.UNSHARD:
+        return ("gather_for_user" if facts == Facts() else ""), facts
+    if event is H.RESHARD:
+        return None if running or facts.backward else ("free_for_user", Facts())
+    if event in (H.ENTER, H.REENTER):
+        if running or facts.backward:
+            return "", facts
+        if facts.others_to_come:
+            return "", Facts(forward=True)
+        return ("open_forward", Facts(forward=True)) if event is H.ENTER else ("open_recompute", Facts(again=True))
+    if event in (H.LEAVE, H.LEAVE_PARTLY):
+        if facts.again:
+            return "close_recompute", Facts(backward_next=True)
+        if facts.backward:
+            return "", facts
+        if not facts.forward:
+            return None
+        return ("close_forward", Facts()) if event is H.LEAVE else ("", Facts(others_to_come=True))
+    if event is H.BROKEN:
+        if facts.again:
+            return "close_recompute", Facts(backward_next=True)
+        if facts.forward:
+            return "break_forward", Facts()
+        return ("", facts) if facts == Facts() or facts.backward else None
+    if event is H.PASS_END:
+        if facts.others_to_come:
+            return "close_forward", Facts()
+        if facts.again:
+            return None
+        return ("settle" if facts == Facts() else ""), facts
+    if event is H.OUTPUT_GRAD:
+        return ("", facts) if running or facts.backward else ("open_backward", Facts(backward=True))
+    if event is H.INPUT_GRAD:
+        return ("close_backward", Facts()) if facts.backward else ("", facts)
+    if event is H.INPUT_GRAD_KEPT:
+        return ("", Facts(kept_graph=True)) if facts.backward else ("", facts)
+    if event is H.OVERTAKEN:
+        return ("release", Facts()) if facts.backward_next else ("", facts)
+    assert event is H.END
+    return ("", facts) if running or facts.others_to_come else ("finish", Facts())
+
+
+FACTS = {
+    Phase.IDLE: Facts(),
+    Phase.FORWARD: Facts(forward=True),
+    Phase.PARTLY: Facts(others_to_come=True),
+    Phase.RECOMPUTING: Facts(again=True),
+    Phase.RECOMPUTED: Facts(backward_next=True),
+    Phase.BACKWARD: Facts(backward=True),
+    Phase.BETWEEN: Facts(kept_graph=True),
+}
+
+
+@given(st.lists(st.sampled_from(Happening), max_size=60))
+def test_the_table_does_what_a_naive_unit_does(events: list[Happening]) -> None:
+    phase, facts = Phase.IDLE, Facts()
+    for event in events:
+        row, expected = ROWS[phase][event], naive(facts, event)
+        if expected is None or row is None:
+            # What cannot happen raises, and is no part of the sequence. A table may be stricter than the model only
+            # where the model has nothing to do.
+            assert row is None and (expected is None or expected[0] == ""), (phase, event)
+            continue
+        assert row == (expected[0], next(p for p, f in FACTS.items() if f == expected[1])), (phase, event)
+        phase, facts = row[1], replace(expected[1])
+
+
+def test_every_action_is_one_of_the_runners() -> None:
+    for phase, row in TABLE.items():
+        for event, (action, _) in row.items():
+            assert not action or callable(getattr(Runner, action)), (phase, event, action)
+
+
+def test_an_impossible_pair_names_the_unit() -> None:
+    error = impossible(Phase.FORWARD, Happening.RESHARD, "blocks.3")
+    assert isinstance(error, PhaseError) and "blocks.3" in str(error) and "FORWARD" in str(error)
+
+
+# Traces.
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> list[tuple[int, bool]]:
+    """The steps of a forward over nested units, some of which run several times."""
+    steps: list[tuple[int, bool]] = []
+
+    def run(depth: int) -> None:
+        for _ in range(draw(st.integers(0, 3))):
+            unit = draw(st.integers(0, 6))
+            if (unit, False) in [step for step in steps if steps.count((unit, True)) < steps.count((unit, False))]:
+                continue  # it is open already
+            steps.append((unit, False))
+            if depth:
+                run(depth - 1)
+            steps.append((unit, True))
+
+    run(2)
+    return steps
+
+
+def backward(steps: list[tuple[int, bool]], used: list[bool]) -> list[tuple[int, bool]]:
+    """All steps that a rank goes through, if only `used` steps tell it of gradients, by position."""
+    trace, gone = Trace(), []
+    for unit, leaves in steps:
+        (trace.left if leaves else trace.entered)(unit)
+    for (unit, begins), told in zip(reversed(steps), used, strict=True):
+        if told and trace.upcoming(1) is not None and (unit, begins) in trace._steps:
+            gone += [*trace.back_to(unit, begins), (unit, begins)]
+    return gone + list(trace.rest())
+
+
+@given(passes(), st.data())
+def test_ranks_go_the_same_way_back_whatever_they_use(steps: list[tuple[int, bool]], data: st.DataObject) -> None:
+    ranks = [
+        data.draw(st.lists(st.booleans(), min_size=len(steps), max_size=len(steps)), label=f"rank {rank} is told")
+        for rank in range(3)
+    ]
+    ways = [backward(steps, used) for used in ranks]
+    assert all(sorted(way) == sorted(steps) for way in ways)
+    if len({unit for unit, _ in steps}) * 2 == len(steps):  # no unit twice: a step is one place
+        assert ways[0] == ways[1] == ways[2] == steps[::-1]
+
+
+def test_what_leads_nowhere_leaves_no_trace() -> None:
+    trace = Trace()
+    trace.entered(0)
+    trace.entered(1)
+    trace.left(1, leads_back=False)
+    trace.left(0)
+    assert list(trace.rest()) == [(0, True), (0, False)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_what_comes_next_is_what_was_left_last(depth: int) -> None:
+    trace = Trace()
+    for unit in range(4):
+        trace.entered(unit)
+        trace.left(unit)
+    assert trace.upcoming(depth) == (3, 2, 1, 0)[:depth]
