@@ -23,11 +23,15 @@ def install() -> None:
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
-    note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
     count = sum([len(group["params"]) for group in groups])
-    if _checked.get(optimizer) == count:
-        return
-    for group in groups:
+    if _checked.get(optimizer) != count:
+        _check_parameters(optimizer)
+        _checked[optimizer] = count
+    note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
+
+
+def _check_parameters(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, torch.Tensor) and "_fullshard_successor" in parameter.__dict__:
                 raise ConfigError(
@@ -38,4 +42,3 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
                     "the model with use_orig_params=True, which keeps Parameter objects",
                 )
-    _checked[optimizer] = count

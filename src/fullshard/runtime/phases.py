@@ -161,7 +161,7 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
         H.INPUT_GRAD: ("", P.BETWEEN),
         H.INPUT_GRAD_KEPT: ("", P.BETWEEN),
         H.OVERTAKEN: ("", P.BETWEEN),
-        H.END: ("finish", P.IDLE),
+        H.END: ("hide", P.IDLE),  # it stays gathered for the backward that is to come
         H.RESET: ("reset", P.IDLE),
         H.UNSHARD: ("", P.BETWEEN),
         H.RESHARD: ("free_for_user", P.IDLE),

@@ -83,10 +83,9 @@ class Reducer:
         """Reduce a unit, with zeros where it has no gradients."""
         settings = one.settings.reduce
         self._owed.pop(one.index, None)
-        while self.in_flight and (
-            len(self.in_flight) >= settings.max_in_flight or any([entry[1] is one for entry in self.in_flight])
-        ):
+        while len(self.in_flight) >= settings.max_in_flight:
             self._advance()
+        self._finish_own(one)
         collect(one.unit, everything=True)
         reduction = Reduction(one.unit, one.settings.comm, settings.divide_factor, settings.force_sum)
         self.in_flight.append((self, one, reduction))
@@ -107,6 +106,8 @@ class Reducer:
         """Deliver what is in flight of a unit, so that its buffer is free."""
         while any([entry[1] is one for entry in self.in_flight]):
             self._advance()
+        while any([entry[0] is one for entry in self._replicating]):
+            self._deliver(*self._replicating.popleft())
 
     def _set_aside(self, one: Reducible) -> None:
         """Collect a unit's gradients, to be reduced with those of a later backward."""

@@ -19,7 +19,7 @@ from .agreement import END, check_agreement, check_order
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .schedule import Order
-from .trace import Trace
+from .trace import Period, Trace
 
 _MOST_PASSES = 64  # without a backward, that are remembered
 
@@ -211,21 +211,23 @@ class Root:
         self.recover_if_broken()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
 
-    def reach(self, trace: Trace | None, index: int, begins: bool) -> None:
+    def reach(self, period: Period, begins: bool) -> None:
         """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
+        trace = period.trace
         if trace is None:
             return
         if trace not in self._touched:
             self._touched.append(trace)
-        for unit, starts in trace.back_to(index, begins):
-            self._pass(unit, starts)
+        for passed, starts in trace.back_to(period, begins):
+            self._pass(passed, starts)
 
-    def _pass(self, index: int, begins: bool) -> None:
+    def _pass(self, period: Period, begins: bool) -> None:
+        one = self.units[period.unit]
         if begins:
-            self.units[index].happens(Happening.OUTPUT_GRAD)
+            period.opened = True
+            one.happens(Happening.OUTPUT_GRAD)
         else:
-            kept = torch.is_grad_enabled()
-            self.units[index].happens(Happening.INPUT_GRAD_KEPT if kept else Happening.INPUT_GRAD)
+            one.happens(Happening.INPUT_GRAD_KEPT if torch.is_grad_enabled() else Happening.INPUT_GRAD)
 
     def upcoming(self, depth: int) -> tuple[int, ...]:
         """The up to `depth` units whose backward is expected next."""
@@ -239,8 +241,8 @@ class Root:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         try:
             for trace in self._touched:
-                for unit, begins in trace.rest():
-                    self._pass(unit, begins)
+                for period, begins in trace.rest():
+                    self._pass(period, begins)
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()

@@ -69,7 +69,7 @@ class Runner:
         self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
         self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
-        self._period = Period(None)  # since the unit was opened for a forward
+        self._period = Period(-1)  # since the unit was opened for a forward
         self._leads_back = False  # whether an output of the forward that runs now leads to a backward
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
@@ -206,10 +206,10 @@ class Runner:
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather(keep=with_grad)
         unit.show_unsharded()
-        self._period = Period(root.trace if torch.is_grad_enabled() else None)
+        self._period = Period(self.index, root.trace if torch.is_grad_enabled() else None)
         self._leads_back = False
         if self._period.trace is not None:
-            self._period.trace.entered(self.index)
+            self._period.trace.entered(self._period)
         prefetch = self.settings.prefetch
         upcoming = root.forward_order.visit(self.index, prefetch.forward)
         if prefetch.forward_units is not None:
@@ -224,7 +224,7 @@ class Runner:
         unit.refuse_written()
         unit.show_sharded()
         if self._period.trace is not None:
-            self._period.trace.left(self.index, self._leads_back)
+            self._period.trace.left(self._period, self._leads_back)
         root = self.root
         if unit.state is State.GATHERED and (root is None or self.reshards(root.pass_grad)):
             unit.free()
@@ -258,7 +258,7 @@ class Runner:
         """Gather for a forward within a backward, and prefetch by the backward's order."""
         root = self.root
         assert root is not None
-        self._period = Period(None)
+        self._period = Period(self.index)
         self._gather_and_show()
         upcoming = root.backward_order.visit(self.index, self.settings.prefetch.forward)
         if upcoming:
@@ -297,7 +297,7 @@ class Runner:
         if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
             return
         period.opened = True
-        root.reach(period.trace, self.index, True)
+        root.reach(period, True)
         self.happens(H.OUTPUT_GRAD)
 
     def open_backward(self) -> None:
@@ -335,7 +335,7 @@ class Runner:
         if root is None or period.calls > 0 or not root.in_backward:
             return
         if self.phase is Phase.BACKWARD:
-            root.reach(period.trace, self.index, False)
+            root.reach(period, False)
         # With create_graph the parameters are needed again, by the second backward.
         self.happens(H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD)
 
@@ -365,6 +365,10 @@ class Runner:
         """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
         if self.unit.state is not State.SHARDED and (self.phase is not Phase.IDLE or not self._stays()):
             self.release(prefetches=False)
+
+    def hide(self) -> None:
+        """Show the sharded parameters; the unit stays gathered for the next backward through the graph that is kept."""
+        self.unit.show_sharded()
 
     def _stays(self) -> bool:
         """Whether a unit that this backward did not use is gathered on purpose."""

@@ -13,20 +13,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-Step = tuple[int, bool]
-"""A unit, by index, and whether its backward begins (it was left in forward) or ends (it was entered)."""
+
+class Period:
+    """A unit's time between being entered and left in forward: its calls, and the pass that it is part of.
+
+    Attributes:
+        unit: its index.
+        trace: of the pass; None outside of one (recomputation).
+        calls: whose backward is still to come.
+        opened: whether its backward has begun.
+    """
+
+    __slots__ = ("calls", "opened", "trace", "unit")
+
+    def __init__(self, unit: int, trace: Trace | None = None) -> None:
+        self.unit, self.trace, self.calls, self.opened = unit, trace, 0, False
+
+
+Step = tuple[Period, bool]
+"""A period, and whether its backward begins (the unit was left in forward) or ends (it was entered)."""
 
 
 class Trace:
     """See the module's docstring.
 
-    >>> trace = Trace()
-    >>> trace.entered(0); trace.entered(1); trace.left(1); trace.left(0)
+    >>> trace, outer, inner = Trace(), Period(0), Period(1)
+    >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
     >>> trace.upcoming(2)
     (0, 1)
-    >>> list(trace.back_to(1, begins=False))
+    >>> [(period.unit, begins) for period, begins in trace.back_to(inner, begins=False)]
     [(0, True), (1, True)]
-    >>> list(trace.rest())
+    >>> [(period.unit, begins) for period, begins in trace.rest()]
     [(0, False)]
     """
 
@@ -35,20 +52,20 @@ class Trace:
     def __init__(self) -> None:
         self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
 
-    def entered(self, unit: int) -> None:
+    def entered(self, period: Period) -> None:
         """A unit was opened for its forward."""
-        self._steps.append((unit, False))
+        self._steps.append((period, False))
 
-    def left(self, unit: int, leads_back: bool = True) -> None:
+    def left(self, period: Period, leads_back: bool = True) -> None:
         """A unit's forward is over; nothing of it stays if no backward can lead to it."""
-        if not leads_back and self._steps and self._steps[-1] == (unit, False):
+        if not leads_back and self._steps and self._steps[-1] == (period, False):
             self._steps.pop()
             return
-        self._steps.append((unit, True))
+        self._steps.append((period, True))
 
-    def back_to(self, unit: int, begins: bool) -> Iterator[Step]:
+    def back_to(self, period: Period, begins: bool) -> Iterator[Step]:
         """Go back to this step, one by one: those passed over, each when it is done with. None if it is not ahead."""
-        steps, wanted = self._steps, (unit, begins)
+        steps, wanted = self._steps, (period, begins)
         if (steps and steps[-1] == wanted) or wanted in steps:
             while (step := steps.pop()) != wanted:
                 yield step
@@ -61,28 +78,13 @@ class Trace:
     def upcoming(self, depth: int) -> tuple[int, ...]:
         """The up to `depth` units whose backward begins next."""
         found: list[int] = []
-        for unit, begins in reversed(self._steps):
+        for period, begins in reversed(self._steps):
             if len(found) >= depth:
                 break
             if begins:
-                found.append(unit)
+                found.append(period.unit)
         return tuple(found)
 
     def holds(self, unit: int) -> bool:
-        """Whether a backward of the unit is still ahead."""
-        return (unit, False) in self._steps
-
-
-class Period:
-    """A unit's time between being entered and left: its calls, and the pass that it is part of.
-
-    Attributes:
-        trace: of the pass; None outside of one (recomputation).
-        calls: whose backward is still to come.
-        opened: whether its backward has begun.
-    """
-
-    __slots__ = ("calls", "opened", "trace")
-
-    def __init__(self, trace: Trace | None) -> None:
-        self.trace, self.calls, self.opened = trace, 0, False
+        """Whether the end of a backward of the unit is still ahead."""
+        return any([period.unit == unit and not begins for period, begins in self._steps])
