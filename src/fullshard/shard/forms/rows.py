@@ -40,7 +40,7 @@ class RowsForm:
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
         parameter = nn.Parameter(self.view(member, member.local), requires_grad=original.requires_grad)
-        parameter.__dict__.update(attributes_of(original))
+        parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
         member.local = local_of(parameter)
