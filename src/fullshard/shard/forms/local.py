@@ -18,7 +18,8 @@ from ...mesh import MeshAxes
 from ...torch_private.local_tensor import local_part
 from ..full import Full, PlainFull
 from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .flat_shard import FlatShard, Run
+from .flat_shard import FlatShard
+from .run import Run
 
 
 class LocalForm:

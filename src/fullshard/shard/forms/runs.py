@@ -10,8 +10,9 @@ from torch import nn
 from ...layout import Part, Slot
 from ...torch_private.local_tensor import local_part
 from ..member import NAME_KEY, Member
-from .flat_shard import FlatShard, Run
+from .flat_shard import FlatShard
 from .rows import RowsForm, not_its_shard
+from .run import Run
 
 
 class RunsForm(RowsForm):
