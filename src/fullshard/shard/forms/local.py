@@ -17,7 +17,7 @@ from ...layout import Layout, Part, Slot
 from ...mesh import MeshAxes
 from ...torch_private.local_tensor import local_part
 from ..full import Full, PlainFull
-from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from ..member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .flat_shard import FlatShard
 from .run import Run
 
@@ -55,6 +55,8 @@ class LocalForm:
             sharded.__dict__.update(attributes_of(original))
             hooks_onto(sharded, original)
         sharded.__dict__[NAME_KEY] = member.name
+        if self.split:
+            sharded.__dict__[PART_KEY] = "this rank's part of a parameter (use_orig_params=True)"
         member.local = shown
         return sharded
 

@@ -39,7 +39,7 @@ class RowsForm:
         local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        parameter = nn.Parameter(self.view(member, member.local), requires_grad=original.requires_grad)
+        parameter = nn.Parameter(self._plain_view(member, member.local), requires_grad=original.requires_grad)
         parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
@@ -53,7 +53,11 @@ class RowsForm:
         parameter.__dict__[DATA_DIMS_KEY] = self.axes.mesh.ndim
 
     def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
-        return as_row_shard(self._rows(member, local) if member.split is None else member.split.sharded(local))
+        return as_row_shard(self._plain_view(member, local))
+
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        """A local as a DTensor of torch's own class (or as the form that this is the base of shows it)."""
+        return self._rows(member, local) if member.split is None else member.split.sharded(local)
 
     def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
         if self.apart and local.device != self.axes.device and not local.is_meta:

@@ -30,7 +30,7 @@ class RunsForm(RowsForm):
         slice_numel = self.layout.segments[member.slot.segment].slice_numel
         return Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
 
-    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         return FlatShard(local, self.run_of(member))
 
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:

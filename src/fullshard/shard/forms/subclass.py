@@ -55,7 +55,7 @@ class SubclassForm(RowsForm):
         member.local = chunk
         return parameter
 
-    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if type(local) is torch.Tensor:  # a gradient
             return self._rows(member, local)
         made = self._rows(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
