@@ -244,10 +244,12 @@ class Root:
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()
-        finally:
-            self.backward_order.finish()
-            self._recent, self._touched = [], []
-            self.recomputed = self._backward = None
+        except BaseException:
+            self.recover()
+            raise
+        self.backward_order.finish()
+        self._recent, self._touched = [], []
+        self.recomputed = self._backward = None
 
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
