@@ -234,6 +234,7 @@ class Runner:
 
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""
+        self._expected = False
         self._ran.clear()
         self._calls.clear()
         self.unit.show_sharded()
@@ -431,7 +432,8 @@ class Runner:
 
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
-        self.kept = False
+        self.phase = Phase.IDLE  # whatever the unit raises
+        self.kept = self._expected = False
         self._ran.clear()
         self._depth = 0
         self._calls.clear()
