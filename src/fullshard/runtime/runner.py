@@ -234,7 +234,6 @@ class Runner:
 
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""
-        self._expected = False
         self._ran.clear()
         self._calls.clear()
         self.unit.show_sharded()
@@ -433,7 +432,7 @@ class Runner:
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
         self.phase = Phase.IDLE  # whatever the unit raises
-        self.kept = self._expected = False
+        self.kept = self._leads_back = False
         self._ran.clear()
         self._depth = 0
         self._calls.clear()
