@@ -139,6 +139,13 @@ def test_hooks_on_tensors_join_those_of_the_user() -> None:
     tensor_hooks.on_gradient(leaf, lambda grad: seen.append("leaf"))
     leaf.sum().backward()
     assert seen[-1] == "leaf"
+    changed = leaf * 2
+    tensor_hooks.on_gradient(changed, lambda grad: seen.append("of what it was"))
+    hooks = tensor_hooks.hooks_of(changed)
+    changed.view_as(changed).mul_(3)
+    tensor_hooks.put_first(hooks, lambda grad: seen.append(f"first, {grad.tolist()}"))
+    changed.sum().backward()
+    assert seen[-3:] == ["first, [3.0, 3.0]", "of what it was", "leaf"]
 
 
 def test_meshes_tell_their_root_and_strided_shards_exist() -> None:

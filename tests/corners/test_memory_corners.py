@@ -126,7 +126,7 @@ class Network(nn.Module):
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        Skipped.count = 0
+        Skipped.count = DroppedApart.count = 0
         self.first = nn.Linear(WIDE, WIDE)
         self.blocks = nn.ModuleList(build() for _ in range(BLOCKS))
         self.last = nn.Linear(WIDE, 2)
@@ -175,6 +175,13 @@ def most_gathered(events: Iterable[fullshard.Event]) -> int:
     return most
 
 
+def whole_gradients(front: str, model: nn.Module) -> dict[str, Tensor | None]:
+    if front in ("flat parameter", "original parameters"):
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
 def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
     """The most units gathered at once in the second step, and what was wrong with the gradients."""
     model = sharded(front, Network(KINDS[kind]))
@@ -186,11 +193,7 @@ def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
     plain(torch.cat([batch(rank) for rank in range(dist.get_world_size())])).square().mean().backward()
     problems = [] if memory_use(model).gathered == 0 else ["something is gathered after the step"]
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    if front in ("flat parameter", "original parameters"):
-        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-            found = {name: p.grad for name, p in model.named_parameters()}
-    else:
-        found = {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = whole_gradients(front, model)
     for name, grad in wanted.items():
         got = found[name]
         if grad is None and (got is None or not got.any()):
@@ -216,20 +219,42 @@ def test_units_are_freed_in_backward(run_ranks, front):
     assert_same(run_ranks(freed_in_backward, front))
 
 
-def without_gathers_in_backward(front: str) -> int:
-    """How often units that returned their input only were gathered in backward, in the second step."""
-    model = sharded(front, Network(Skipped))
-    for _ in range(2):
-        loss = model(batch(dist.get_rank())).square().mean()
+class DroppedApart(Block):
+    """Hands its input back on some ranks, each rank having drawn for itself which layers it drops."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = DroppedApart.count = DroppedApart.count + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if (self.number * 5 + dist.get_rank() * 3) % 4 < 2 else super().forward(x)
+
+
+def layers_dropped_apart(front: str) -> list[str]:
+    """A unit that did nothing on this rank is gathered in backward all the same: other ranks need its parts."""
+    model, plain = sharded(front, Network(DroppedApart)), Network(DroppedApart)
+    for each in (model, model, plain):
+        each.zero_grad()
         with fullshard.record_events() as events:
-            loss.backward()
-    skipped = {f"blocks.{index}" for index in range(0, BLOCKS, 2)}
-    return sum(event.verb == "gather" and event.unit in skipped for event in events)
+            each(batch(dist.get_rank())).square().mean().backward()
+        if each is model:
+            most = most_gathered(events)
+    problems = [] if most <= 2 else [f"{most} of {BLOCKS} units gathered at once"]
+    found = whole_gradients(front, model)
+    for name, p in plain.named_parameters():
+        total = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(total)
+        got = found[name]
+        if not torch.allclose(torch.zeros_like(p) if got is None else got, total / dist.get_world_size(), atol=1e-7):
+            problems.append(f"gradient of {name}")
+    return problems
 
 
 @front_ends
-def test_a_unit_that_did_nothing_is_not_gathered_in_backward(run_ranks, front):
-    assert run_ranks(without_gathers_in_backward, front) == [0, 0]
+def test_layers_dropped_on_some_ranks(run_ranks, front):
+    assert_same(run_ranks(layers_dropped_apart, front))
 
 
 # Modules are let go at once when the last reference to the root goes.

@@ -237,13 +237,15 @@ def evaluate(model: nn.Module) -> None:
 
 
 def unshard(model: nn.Module) -> None:
-    """All units at once, as whoever exports a model does."""
+    """All units at once, as whoever exports a model does. What a user unsharded stays so until they reshard it."""
     units = [m for m in model.modules() if isinstance(m, fullshard.FSDPModule)]
-    for handle in [unit.unshard(async_op=True) for unit in units]:
-        if handle is not None:
-            handle.wait()
-    for unit in units:
-        unit.reshard()
+    try:
+        for handle in [unit.unshard(async_op=True) for unit in units]:
+            if handle is not None:
+                handle.wait()
+    finally:
+        for unit in units:
+            unit.reshard()
 
 
 def summon(model: nn.Module) -> None:

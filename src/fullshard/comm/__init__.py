@@ -4,7 +4,7 @@ from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm
+from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm, wait_all
 from .torch_comm import TorchComm
 
 
@@ -39,4 +39,5 @@ __all__ = [
     "custom",
     "make_comm",
     "separate_group",
+    "wait_all",
 ]

@@ -38,6 +38,18 @@ class Done:
 DONE = Done()
 
 
+def wait_all(pending: list[Pending]) -> None:
+    """Wait for all of these, and empty the list; what the first that failed raises is raised when all are over."""
+    failed: BaseException | None = None
+    while pending:
+        try:
+            pending.pop(0).wait()
+        except BaseException as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a backend's collectives cost, roughly; decides between a copy and one more collective.

@@ -1,17 +1,33 @@
-"""Every optimizer's step is noticed: one built too early is refused, and units know that their parameters changed."""
+"""Every optimizer is looked at before its first step, and every step is noticed: units know that parameters changed.
+
+Refused are optimizers that were built before `fully_shard`, and those that look at whole tensors but were given runs of
+elements: they would train nothing, or something else.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..errors import ConfigError
-from ..shard import note_change
+from ..errors import ConfigError, message
+from ..shard import NAME_KEY, PART_KEY, SUCCESSOR_KEY, note_change
+
+WHOLE_TENSORS = frozenset(
+    {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
+)
+"""Names of optimizers whose step needs a parameter's shape, its norm, or several parameters at once."""
+ELEMENT_WISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+    | {"Lion", "FusedAdam", "FusedSGD", "DeepSpeedCPUAdam", "AdEMAMix", "StableAdamW", "GrokAdamW"}
+)
+"""Names of optimizers to which an element is an element, wherever it lies."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_warned: set[str] = set()
 _installed: list[Any] = []
 
 
@@ -25,20 +41,47 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) != count:
-        _check_parameters(optimizer)
+        for group in groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, torch.Tensor):
+                    _check_one(optimizer, parameter)
         _checked[optimizer] = count
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
 
 
-def _check_parameters(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, torch.Tensor) and "_fullshard_successor" in parameter.__dict__:
-                raise ConfigError(
-                    f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
-                    "parameters that were replaced since, and would train nothing.",
-                    parameter=parameter.__dict__.get("_fullshard_name", "?"),
-                    expected="an optimizer built from model.parameters() once the model is sharded",
-                    remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
-                    "the model with use_orig_params=True, which keeps Parameter objects",
-                )
+def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Raise, or warn, if this optimizer must not be given `parameter`."""
+    known = parameter.__dict__
+    if SUCCESSOR_KEY in known:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
+            "parameters that were replaced since, and would train nothing.",
+            parameter=known.get(NAME_KEY, "?"),
+            expected="an optimizer built from model.parameters() once the model is sharded",
+            remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
+            "the model with use_orig_params=True, which keeps Parameter objects",
+        )
+    if (part := known.get(PART_KEY)) is None:
+        return
+    name, bases = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
+    if bases & WHOLE_TENSORS:
+        raise ConfigError(
+            f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
+            parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
+            expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
+            got=f"{name} with {part}",
+            remedy=f"shard the model with fully_shard, layout=\"rows\" or \"owner\", and build {name} from "
+            "model.parameters(); or take an element-wise optimizer",
+        )
+    if not bases & ELEMENT_WISE and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            message(
+                f"{name} was given runs of elements in one dim, which is right for element-wise optimizers only; whether "
+                "it is one is not known.",
+                got=f"{name} with {part}",
+                remedy="nothing is to be done if each element's step depends on that element's gradient and state alone; "
+                "else build it from model.parameters() of fully_shard. Said once per class",
+            ),
+            stacklevel=4,
+        )

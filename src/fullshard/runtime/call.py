@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ..containers import map_tensors, tensors_in
-from ..torch_private.tensor_hooks import on_gradient
+from ..torch_private.tensor_hooks import hooks_of, on_gradient, put_first
 from .trace import Period
+
+Input = tuple[torch.Tensor, Any, int, Any, Any]
+"""A watched input: our view of it, the view's node and version; what made the input, and hooks on its gradient."""
 
 
 class Watcher(Protocol):
@@ -49,7 +52,7 @@ class Call:
         self.runner, self.period = runner, period
         self.done = self.watches = self.leads_back = False
         self.version = runner.version()
-        self._inputs: list[tuple[torch.Tensor, Any, int, Any]] = []  # views, their nodes, versions; the producers
+        self._inputs: list[Input] = []
         runner.open_calls += 1
         period.calls += 1
 
@@ -73,7 +76,7 @@ class Call:
             return tensor
         self.watches = True
         view = tensor.view_as(tensor)
-        self._inputs.append((view, view.grad_fn, view._version, tensor.grad_fn))
+        self._inputs.append((view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor)))
         on_gradient(view, self.after_backward)
         return view
 
@@ -88,28 +91,32 @@ class Call:
         if type(output) is torch.Tensor:
             return self._watch_output(output, inputs)
         for tensor in tensors_in(output):
-            if any([tensor is view for view, _, _, _ in inputs]):
+            if any([tensor is one[0] for one in inputs]):
                 return map_tensors(lambda one: self._watch_output(one, inputs), output)
         for tensor in tensors_in(output):
             self._watch_output(tensor, ())
         return output
 
-    def _watch_output(self, tensor: torch.Tensor, inputs: Sequence[tuple[torch.Tensor, Any, int, Any]]) -> torch.Tensor:
+    def _watch_output(self, tensor: torch.Tensor, inputs: Sequence[Input]) -> torch.Tensor:
         if tensor.requires_grad:
             self.leads_back = True
-            if any([tensor is view for view, _, _, _ in inputs]):
+            if any([tensor is one[0] for one in inputs]):
                 tensor = tensor.view_as(tensor)
             on_gradient(tensor, self.before_backward)
         return tensor
 
-    def _watch_producers(self, inputs: list[tuple[torch.Tensor, Any, int, Any]]) -> None:
+    def _watch_producers(self, inputs: list[Input]) -> None:
         """An input that the call changed in place got another history, in which our view does not occur.
 
-        What made the input is still there: when it is about to run, all that used the input has run.
+        What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
+        its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
         """
-        for view, node, version, producer in inputs:
+        for view, node, version, producer, hooks in inputs:
             if view._version != version and view.grad_fn is not node and producer is not None:
-                producer.register_prehook(self._producer_runs)
+                if hooks is not None:
+                    put_first(hooks, self._producer_runs)
+                else:
+                    producer.register_prehook(self._producer_runs)
 
     def _producer_runs(self, gradients: Any) -> None:
         self.finish()

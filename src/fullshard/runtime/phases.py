@@ -72,7 +72,7 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     P.IDLE: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
-        H.BROKEN: ("", P.IDLE),  # before it was opened
+        H.BROKEN: ("break_forward", P.IDLE),  # while it was opened, or once it was closed
         H.PASS_END: ("settle", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
         H.INPUT_GRAD: ("", P.IDLE),
@@ -101,6 +101,7 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     P.PARTLY: {
         H.ENTER: ("", P.FORWARD),
         H.REENTER: ("", P.FORWARD),
+        H.BROKEN: ("break_forward", P.IDLE),
         H.PASS_END: ("close_forward", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
         H.INPUT_GRAD: ("", P.PARTLY),
@@ -128,6 +129,7 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     P.RECOMPUTED: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
+        H.BROKEN: ("break_forward", P.IDLE),
         H.PASS_END: ("", P.RECOMPUTED),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
         H.INPUT_GRAD: ("", P.RECOMPUTED),
@@ -156,6 +158,7 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     P.BETWEEN: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
+        H.BROKEN: ("break_forward", P.IDLE),
         H.PASS_END: ("", P.BETWEEN),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
         H.INPUT_GRAD: ("", P.BETWEEN),

@@ -94,7 +94,11 @@ class Reducer:
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
         owner, one, reduction = self.in_flight.popleft()
-        reduction.replicate(one.settings.reduce.all_reduce)
+        try:
+            reduction.replicate(one.settings.reduce.all_reduce)
+        except BaseException:
+            reduction.drop()
+            raise
         if any([bucket.axes.replicate is not None for bucket in one.unit.buckets]):
             owner._replicating.append((one, reduction))
             while len(owner._replicating) > 1:
@@ -118,8 +122,11 @@ class Reducer:
 
     def _deliver(self, one: Reducible, reduction: Reduction) -> None:
         settings = one.settings.reduce
-        with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:
-            given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
+        try:
+            with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:
+                given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
+        finally:
+            reduction.drop()
         self._run_hooks(given)
 
     def _run_hooks(self, given: Iterable[torch.Tensor]) -> None:

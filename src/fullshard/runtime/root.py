@@ -246,10 +246,15 @@ class Root:
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()
-        finally:
-            self.backward_order.finish()
-            self._recent, self._touched = [], []
-            self.recomputed = self._backward = None
+        except BaseException as error:
+            try:
+                self.recover()
+            except Exception as second:
+                error.add_note(f"The units could not be put back after this: {second!r}")
+            raise
+        self.backward_order.finish()
+        self._recent, self._touched = [], []
+        self.recomputed = self._backward = None
 
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
@@ -281,10 +286,16 @@ class Root:
         self._backward = None
         self.reducer.reset()
         self._recent, self._touched = [], []
-        with plain_access(), torch.no_grad():
-            for one in self.units:
-                one.happens(Happening.RESET)
         for order in (*self.orders.values(), self.backward_order):
             order.restart()
         self.pass_top = self.trace = None
         self.recomputed = None
+        failed: Exception | None = None  # of one unit: the others are put back all the same
+        with plain_access(), torch.no_grad():
+            for one in self.units:
+                try:
+                    one.happens(Happening.RESET)
+                except Exception as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed

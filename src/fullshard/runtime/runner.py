@@ -115,11 +115,10 @@ class Runner:
             enter, leave, break_off = self.enter, self.leave, self.break_off
         try:
             args, kwargs = enter(args, kwargs)
-            output = forward(*args, **kwargs)
-        except BaseException:
-            break_off()
+            return leave(module, forward(*args, **kwargs))
+        except BaseException as error:
+            break_off(error)
             raise
-        return leave(module, output)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
@@ -171,16 +170,19 @@ class Runner:
             root.end_forward()
         return output
 
-    def break_off(self) -> None:
-        """The forward raised, or what comes before it."""
+    def break_off(self, error: BaseException) -> None:
+        """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here."""
         self._depth = max(self._depth - 1, 0)
         del self._calls[self._depth :]
         root = self.root
         if self._depth or root is None:
             return
-        self.happens(H.BROKEN)
-        if root.pass_top is self:
-            root.break_forward()
+        try:
+            self.happens(H.BROKEN)
+            if root.pass_top is self:
+                root.break_forward()
+        except Exception as second:
+            error.add_note(f"Unit {self.unit.name or '(root)'!r} could not be put back after this: {second!r}")
 
     _guarded_enter = torch.compiler.disable(enter)
     _guarded_leave = torch.compiler.disable(leave)
@@ -433,7 +435,8 @@ class Runner:
 
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
-        self.kept = False
+        self.phase = Phase.IDLE  # whatever the unit raises
+        self.kept = self._leads_back = False
         self._ran.clear()
         self._depth = 0
         self._calls.clear()

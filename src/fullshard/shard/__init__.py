@@ -20,7 +20,7 @@ from .forms import (
 )
 from .gradients import Gradients, GradState
 from .lookup import members_of, names_of, units_of
-from .member import Draft, Member, successor_of
+from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Draft, Member, successor_of
 from .offload import Home, home_of
 from .place import Place
 from .reduction import Reduction, collect, has_gradients
@@ -31,6 +31,9 @@ from .views import add_views
 
 __all__ = [
     "ATTRIBUTE",
+    "NAME_KEY",
+    "PART_KEY",
+    "SUCCESSOR_KEY",
     "Bucket",
     "BuildSettings",
     "Delivery",

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..comm import Comm, Pending
+from ..comm import Comm, Pending, wait_all
 from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all
@@ -144,10 +144,8 @@ class PlainFull:
         return self.whole.nbytes, self.staging.nbytes
 
     def finish(self) -> int:
-        pending, self._pending = self._pending, []
         try:
-            for one in pending:
-                one.wait()
+            wait_all(self._pending)
             if self.copied.nbytes:
                 self.copied.allocate()
                 copy_all(self._copy_to, self._copy_from)
@@ -163,12 +161,12 @@ class PlainFull:
         self.staging.free()
 
     def free(self) -> None:
-        pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
-        self.whole.free()
-        self.copied.free()
-        self.staging.free()
+        try:
+            wait_all(self._pending)
+        finally:
+            self.whole.free()
+            self.copied.free()
+            self.staging.free()
 
     def addresses(self) -> list[int]:
         return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]

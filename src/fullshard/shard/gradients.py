@@ -18,7 +18,7 @@ from enum import Enum
 
 import torch
 
-from ..comm import Comm, Pending
+from ..comm import Comm, Pending, wait_all
 from ..errors import PhaseError
 from ..layout import Piece
 from ..torch_private.foreach import add_all, copy_all, zero_all
@@ -207,15 +207,10 @@ class Gradients:
                 self._pending.append(comm.reduce(axis, part, buffer, scaling.mean))
                 scratch += comm.scratch_bytes(axis, buffer)
         except BaseException:
-            self._wait()
+            wait_all(self._pending)
             raise
         self.state, self.scaling, self._fresh, self._slice = GradState.REDUCING, scaling, fresh, out
         return scratch
-
-    def _wait(self) -> None:
-        pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
 
     def is_completed(self) -> bool:
         """Whether the reduction over the shard axis is done."""
@@ -223,7 +218,7 @@ class Gradients:
 
     def finish_shard_axis(self) -> torch.Tensor:
         """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
-        self._wait()
+        wait_all(self._pending)
         assert self.buffer is not None and self._slice is not None
         self.buffer.free()
         return self._slice
@@ -284,17 +279,20 @@ class Gradients:
         self._drop()
 
     def _drop(self) -> None:
-        self._wait()
+        pending, self._pending = self._pending, []
         if self.replicating is not None:
-            self.replicating.wait()
-        if self.buffer is not None:
-            self.buffer.free()
-        for member in self.bucket.members:
-            member.got_grad = False
-        self.delivery.undecided = []
-        self.delivery.kept.clear()
-        self.partial = self.replicating = self._slice = None
-        self.state = GradState.NONE
+            pending.append(self.replicating)
+        try:
+            wait_all(pending)
+        finally:
+            if self.buffer is not None:
+                self.buffer.free()
+            for member in self.bucket.members:
+                member.got_grad = False
+            self.delivery.undecided = []
+            self.delivery.kept.clear()
+            self.partial = self.replicating = self._slice = None
+            self.state = GradState.NONE
 
     def give_up(self, members: Sequence[Member]) -> None:
         """Discard what was accumulated for these members and not delivered yet; nothing while it is being reduced."""

@@ -16,6 +16,8 @@ NAME_KEY = "_fullshard_name"
 """Where a parameter keeps its name, for errors."""
 SUCCESSOR_KEY = "_fullshard_successor"
 """Where a parameter that was replaced keeps the one that took its place."""
+PART_KEY = "_fullshard_part"
+"""Where a plain tensor that optimizers see keeps what it is, if it is not a whole parameter in its own shape."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +79,15 @@ class Draft:
     split: TensorParallel | None = None
 
 
-def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users set on a parameter (`p.no_decay = True`), not what Fullshard or a subclass keeps there."""
+def attributes_of(parameter: torch.Tensor, alike: torch.Tensor | None = None) -> dict[str, Any]:
+    """What users set on a parameter (`p.no_decay = True`): not what Fullshard keeps there, nor a subclass's own data.
+
+    Args:
+        alike: a tensor that an operation of the parameter's class made: what it has as attributes is the class's data.
+    """
     flatten = getattr(parameter, "__tensor_flatten__", None)
     inner = flatten()[0] if flatten is not None and type(parameter) is not nn.Parameter else ()
-    ours = {"_local_tensor", "_run", *inner}
+    ours = {"_local_tensor", "_run", *inner, *(alike.__dict__ if alike is not None else ())}
     return {k: v for k, v in parameter.__dict__.items() if k not in ours and not k.startswith("_fullshard")}
 
 

@@ -123,6 +123,6 @@ class Reduction:
         return given
 
     def drop(self) -> None:
-        """The scratch memory is gone."""
+        """The scratch memory is gone: the reduction is delivered, or given up."""
         self.unit.ledger.reducing -= self._scratch_bytes
         self._scratch_bytes = 0

@@ -174,12 +174,14 @@ class Unit:
             self.emit("free", self.gathered_bytes)
 
     def _release(self) -> None:
-        for bucket in self.buckets:
-            bucket.free()
-        self.ledger.gathered -= self._full_bytes
-        self.ledger.staging -= self._staging_bytes
-        self._full_bytes = self._staging_bytes = 0
-        self.state = State.SHARDED
+        try:
+            for bucket in self.buckets:
+                bucket.free()
+        finally:
+            self.ledger.gathered -= self._full_bytes
+            self.ledger.staging -= self._staging_bytes
+            self._full_bytes = self._staging_bytes = 0
+            self.state = State.SHARDED
 
     def holds(self) -> bool:
         """Whether parameters are gathered, whole or in part: a change of the shards would leave that behind."""
@@ -381,12 +383,14 @@ class Unit:
 
     def reset(self) -> None:
         """After an exception: back to sharded, with every gradient in flight dropped."""
-        for gradients in self.gradients:
-            live = gradients.live_bytes
-            gradients.discard()
-            self.ledger.reducing -= live - gradients.live_bytes
-        if self._shown:
-            for bucket in self.buckets:
-                bucket.take_requires_grad()
-        self.drop_kept()
-        self.reshard()
+        try:
+            for gradients in self.gradients:
+                live = gradients.live_bytes
+                gradients.discard()
+                self.ledger.reducing -= live - gradients.live_bytes
+        finally:
+            if self._shown:
+                for bucket in self.buckets:
+                    bucket.take_requires_grad()
+            self.drop_kept()
+            self.reshard()

@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..torch_private.local_tensor import read_grad
 from .delivery import Delivery, OptimizerView
+from .member import NAME_KEY, PART_KEY
 
 
 def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:
@@ -36,6 +37,8 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
     tensors = []
     for offset, length, indices in runs:
         tensor = nn.Parameter(delivery.bucket.shard.narrow(0, offset, length))
+        tensor.__dict__[PART_KEY] = "an optimizer_view"
+        tensor.__dict__[NAME_KEY] = ", ".join(delivery.bucket.members[i].name for i in indices)
         delivery.views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
         shown = [read_grad(delivery.bucket.members[i].sharded) for i in indices]

@@ -25,3 +25,16 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
+
+
+def hooks_of(tensor: torch.Tensor) -> Any:
+    """The hooks on a tensor's gradient, to which one can be added after the tensor was changed in place; or None."""
+    return tensor._backward_hooks if HAS_HOOK_DICT else None
+
+
+def put_first(hooks: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook(gradient)` before all other hooks in `hooks`, which are somebody's `hooks_of`."""
+    others = list(hooks.items())  # autograd goes by the order of insertion, not by `OrderedDict`'s own
+    hooks.clear()
+    hooks[object()] = hook
+    hooks.update(others)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...layout import Layout, Slot
+from ..member import PART_KEY
 
 ATTRIBUTE = "_flat_param"
 """The name under which an instance's wrapped module registers it; users' programs and checkpoints know it."""
@@ -79,6 +80,7 @@ def describe_layout(parameter: Any, layout: Layout, rank: int) -> None:
     """Write the public metadata of `FlatParameter` onto `parameter`."""
     slots = sorted(layout.slots, key=lambda slot: slot.offset)
     ends = [*(slot.offset for slot in slots[1:]), max((s.offset + s.numel for s in slots), default=0)]
+    parameter.__dict__[PART_KEY] = "a FlatParameter"
     parameter._num_params = len(slots)
     parameter._fqns = tuple(slot.name for slot in slots)
     parameter._shapes = tuple(torch.Size(slot.shape) for slot in slots)

@@ -11,7 +11,6 @@ would need elements of other ranks otherwise raises by name and is never compute
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,65 +19,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ...comm import TorchComm
-from ...errors import PhaseError
-from ...layout import Slot, dense_strides, rectangles
-from ...mesh import Axis, device_type_of, reduce_value
+from ...errors import CheckpointError, PhaseError
+from ...layout import dense_strides, rectangles
+from ...mesh import device_type_of, reduce_value
 from ...torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
+from ...torch_private.storage_writer import writes_safetensors
 from ..changes import changes_in_place, give_up_gradient, note_change
 from .row_shard import assign_data
+from .run import Run
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Which elements of one parameter the ranks of an axis hold.
-
-    The parameter lies at `offset` of a gathered segment of which rank r holds [r * S, (r + 1) * S).
-
-    Attributes:
-        name: the parameter's, for errors.
-        shape, order: the parameter's shape, and its dims from outermost to innermost in memory.
-        offset: first element in the gathered segment.
-        slice_numel: S.
-        axis: the shard axis.
-        replicas: the axis along which the split copies are repeated, if there is one.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    offset: int
-    slice_numel: int
-    axis: Axis
-    replicas: Axis | None = None
-
-    @classmethod
-    def of(cls, slot: Slot, slice_numel: int, axis: Axis, replicas: Axis | None = None) -> Run:
-        return cls(slot.name, slot.shape, slot.spec.order, slot.offset, slice_numel, axis, replicas)
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) of the parameter, in memory order, that `rank` holds."""
-        start = min(max(rank * self.slice_numel - self.offset, 0), self.numel)
-        return start, max(start, min((rank + 1) * self.slice_numel - self.offset, self.numel))
-
-    def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's run of a whole tensor of the parameter's shape, as a 1-D tensor."""
-        start, stop = self.bounds(self.axis.rank)
-        return full.permute(self.order).reshape(-1)[start:stop]
-
-    def same_as(self, other: Run) -> bool:
-        return self is other or (
-            self.shape == other.shape
-            and self.order == other.order
-            and self.offset == other.offset
-            and self.slice_numel == other.slice_numel
-            and self.axis.group is other.axis.group
-        )
 
 
 class FlatShard(torch.Tensor):
@@ -187,13 +137,25 @@ class FlatShard(torch.Tensor):
         return chunks
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        chunks = self._chunks()
+        if len(chunks) > 1 and writes_safetensors():
+            raise CheckpointError(
+                "Hugging Face's storage writer keeps one tensor for each name and rank, and this rank holds a run of "
+                "elements that is several: all but one would be lost.",
+                parameter=fqn,
+                rank=self._run.axis.ranks[self._run.axis.rank],
+                expected="at most one rectangle of elements",
+                got=f"{len(chunks)} of shape {self._run.shape}",
+                remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
+                '"owner"; DCP\'s own FileSystemWriter writes all layouts',
+            )
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(view), self.size()),
             )
-            for chunk, view in self._chunks()
+            for chunk, view in chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -311,6 +273,16 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise _unsupported(func, (source,), "the target holds the whole tensor")
 
 
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """`tensor.new_x(size)`: split as the tensor is where it has its shape, else plain."""
+    shard, size, rest = args[0], tuple(args[1]), args[2:]
+    run, local = shard._run, shard._local_tensor
+    if size == run.shape and func is not aten.new_empty_strided.default:
+        return FlatShard(func(local, local.shape, *rest, **kwargs), run)
+    plain: torch.Tensor = func(local, size, *rest, **kwargs)
+    return plain
+
+
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     run = args[0]._run
     total = _all_reduce(run, args[0]._local_tensor.sum(**kwargs))
@@ -388,6 +360,11 @@ _LOCAL = {
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.detach.default: _detach,
     aten.copy_.default: _copy,
+    aten.new_empty.default: _new,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty_strided.default: _new,
     aten.sum.default: _sum,
     aten.mean.default: _sum,
     aten.linalg_vector_norm.default: _vector_norm,

@@ -17,8 +17,9 @@ from ...layout import Layout, Part, Slot
 from ...mesh import MeshAxes
 from ...torch_private.local_tensor import local_part
 from ..full import Full, PlainFull
-from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .flat_shard import FlatShard, Run
+from ..member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from .flat_shard import FlatShard
+from .run import Run
 
 
 class LocalForm:
@@ -54,6 +55,8 @@ class LocalForm:
             sharded.__dict__.update(attributes_of(original))
             hooks_onto(sharded, original)
         sharded.__dict__[NAME_KEY] = member.name
+        if self.split:
+            sharded.__dict__[PART_KEY] = "this rank's part of a parameter (use_orig_params=True)"
         member.local = shown
         return sharded
 

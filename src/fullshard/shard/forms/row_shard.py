@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ...torch_private.local_tensor import (
     write_grad,
 )
 from ..changes import changes_in_place, give_up_gradient, note_change
-from ..member import NAME_KEY
+from ..member import NAME_KEY, attributes_of
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
 """Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""
@@ -32,16 +33,16 @@ class RowShard(DTensor):
     It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
     code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
     noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged
-    over the ranks of the mesh, which compute different batches.
-    """
-
-    __slots__: list[str] = []
+    over the ranks of the mesh, which compute different batches. Gradients, and what `detach()` and `.data` give, are of
+    this class too, since all of these are views of their unit's memory: pickled and copied they become plain DTensors
+    in memory of their own.
+    """  # no __slots__: what stages tensors for a checkpoint reads DTensor's
 
     @property
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. Assigning a DTensor of the same shape and placements writes its values into the shard."""
         with plain_access():
-            return read_data(self)
+            return as_row_shard(read_data(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -83,6 +84,32 @@ class RowShard(DTensor):
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         return whole
 
+    def data_ptr(self) -> int:
+        """0: a DTensor has no memory but its local tensor's. (torch's gives the offset of that one, without a base.)"""
+        return 0
+
+    def _apart(self, attributes: dict[str, Any]) -> torch.Tensor:
+        """A plain DTensor of the same values in memory of its own."""
+        with plain_access(), torch.no_grad():
+            plain = self.detach().clone()
+        plain.requires_grad_(self.requires_grad)
+        plain.__dict__.update(attributes)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._apart(attributes_of(self)).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if not self.is_leaf:
+            copied: torch.Tensor = super().__deepcopy__(memo)  # which raises
+            return copied
+        if id(self) not in memo:
+            memo[id(self)] = made = self._apart(copy.deepcopy(attributes_of(self), memo))
+            if self.grad is not None:
+                made.grad = copy.deepcopy(self.grad, memo)
+        found: torch.Tensor = memo[id(self)]
+        return found
+
     @classmethod
     def __torch_function__(
         cls,
@@ -94,18 +121,27 @@ class RowShard(DTensor):
         try:
             result = plain_call(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if "mixed torch.Tensor and DTensor" not in str(error) or name_of(args) is None:
                 raise
             raise freed_error(args, func) from error
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
-            result.__class__ = RowShard  # a transpose of a weight is misused just as the weight is
-            result.__dict__[NAME_KEY] = name_of(args)
+            as_row_shard(result)  # a transpose of a weight is misused just as the weight is
+            if (name := name_of(args)) is not None:
+                result.__dict__[NAME_KEY] = name
         return result
 
 
+def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The same object, of this class from now on if it is a DTensor."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = RowShard  # type: ignore[assignment]
+    return tensor
+
+
 _VIEWS = {
+    torch.Tensor.detach,
     torch.Tensor.T.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
     torch.Tensor.t,

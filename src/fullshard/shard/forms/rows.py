@@ -15,7 +15,7 @@ from ...mesh import MeshAxes
 from ...torch_private.local_tensor import local_of, local_part, set_local
 from ..full import Full, PlainFull
 from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .row_shard import DATA_DIMS_KEY, RowShard
+from .row_shard import DATA_DIMS_KEY, as_row_shard
 
 
 class RowsForm:
@@ -39,8 +39,8 @@ class RowsForm:
         local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        parameter = nn.Parameter(self.view(member, member.local), requires_grad=original.requires_grad)
-        parameter.__dict__.update(attributes_of(original))
+        parameter = nn.Parameter(self._plain_view(member, member.local), requires_grad=original.requires_grad)
+        parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
         member.local = local_of(parameter)
@@ -48,14 +48,16 @@ class RowsForm:
 
     def _dress(self, member: Member, parameter: nn.Parameter) -> None:
         """What users' operations may have taken off a sharded parameter."""
-        parameter.__class__ = RowShard  # type: ignore[assignment]
+        as_row_shard(parameter)
         parameter.__dict__[NAME_KEY] = member.name
         parameter.__dict__[DATA_DIMS_KEY] = self.axes.mesh.ndim
 
     def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
-        if member.split is not None:
-            return member.split.sharded(local)
-        return self._rows(member, local)
+        return as_row_shard(self._plain_view(member, local))
+
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+        """A local as a DTensor of torch's own class (or as the form that this is the base of shows it)."""
+        return self._rows(member, local) if member.split is None else member.split.sharded(local)
 
     def _rows(self, member: Member, local: torch.Tensor) -> DTensor:
         if self.apart and local.device != self.axes.device and not local.is_meta:

@@ -10,8 +10,9 @@ from torch import nn
 from ...layout import Part, Slot
 from ...torch_private.local_tensor import local_part
 from ..member import NAME_KEY, Member
-from .flat_shard import FlatShard, Run
+from .flat_shard import FlatShard
 from .rows import RowsForm, not_its_shard
+from .run import Run
 
 
 class RunsForm(RowsForm):
@@ -29,7 +30,7 @@ class RunsForm(RowsForm):
         slice_numel = self.layout.segments[member.slot.segment].slice_numel
         return Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
 
-    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         return FlatShard(local, self.run_of(member))
 
     def whole(self, member: Member, local: torch.Tensor) -> torch.Tensor:

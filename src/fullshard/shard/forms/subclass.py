@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm import Comm, Pending
+from ...comm import Comm, Pending, wait_all
 from ...errors import ConfigError
 from ...layout import Layout, Part, Slot
 from ...mesh import Axis, MeshAxes
@@ -55,7 +55,7 @@ class SubclassForm(RowsForm):
         member.local = chunk
         return parameter
 
-    def view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
+    def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if type(local) is torch.Tensor:  # a gradient
             return self._rows(member, local)
         made = self._rows(member, torch.empty(local.shape, dtype=local.dtype, device=local.device))
@@ -173,10 +173,8 @@ class SubclassFull:
         self._sent = [tensor.contiguous() for tensor in sent]
 
     def finish(self) -> int:
-        pending, self._pending = self._pending, []
         try:
-            for one in pending:
-                one.wait()
+            wait_all(self._pending)
             for tensor in self._inner:
                 _allocate(tensor)
             with torch.no_grad(), torch.inference_mode(False):
@@ -231,13 +229,13 @@ class SubclassFull:
                 out.free()
 
     def free(self) -> None:
-        pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
-        for out in self._received:
-            out.free()
-        for tensor in self._inner:
-            tensor.untyped_storage().resize_(0)
+        try:
+            wait_all(self._pending)
+        finally:
+            for out in self._received:
+                out.free()
+            for tensor in self._inner:
+                tensor.untyped_storage().resize_(0)
 
     def addresses(self) -> list[int]:
         return [out.storage.data_ptr() for out in self._received]
