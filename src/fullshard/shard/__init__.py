@@ -15,6 +15,7 @@ from .forms import (
     FlatShard,
     LocalForm,
     RowShard,
+    full_of,
     norms,
     shard_metadata,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "clone_unit",
     "collect",
     "find_parameters",
+    "full_of",
     "has_gradients",
     "home_of",
     "members_of",

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ...dtypes import KNOWN
 from ...errors import ConfigError, PhaseError
 from ...torch_private.local_tensor import (
     delete_grad,
     local_of,
+    local_part,
     plain_access,
     plain_call,
     read_data,
@@ -80,8 +82,7 @@ class RowShard(DTensor):
             grad_placements = [
                 Partial("avg") if dim < data_dims else Replicate() for dim in range(self.device_mesh.ndim)
             ]
-        whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
-        return whole
+        return full_of(self, grad_placements)
 
     @classmethod
     def __torch_function__(
@@ -103,6 +104,25 @@ class RowShard(DTensor):
             result.__class__ = RowShard  # a transpose of a weight is misused just as the weight is
             result.__dict__[NAME_KEY] = name_of(args)
         return result
+
+
+def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    """`DTensor.full_tensor` of any dtype: what backends do not know is gathered as bytes, in a last dim of their own."""
+    differentiable = tensor.requires_grad and torch.is_grad_enabled()
+    known = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
+    local, width = local_part(tensor), tensor.dtype.itemsize
+    if known or differentiable or type(local) is not torch.Tensor:
+        whole: torch.Tensor = DTensor.full_tensor(tensor, grad_placements=grad_placements)
+        return whole
+    parts = DTensor.from_local(
+        local.unsqueeze(-1).view(torch.uint8),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size([*tensor.shape, width]),
+        stride=(*[step * width for step in tensor.stride()], 1),
+    )
+    return parts.full_tensor().contiguous().view(tensor.dtype).squeeze(-1)
 
 
 _VIEWS = {
