@@ -107,7 +107,7 @@ class RowShard(DTensor):
 
 
 def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-    """`DTensor.full_tensor` of any dtype: what backends do not know is gathered as bytes, in a last dim of their own."""
+    """`DTensor.full_tensor` of any dtype: what backends do not know is gathered as bytes, along a last dim."""
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     known = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
     local, width = local_part(tensor), tensor.dtype.itemsize
