@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def check_arguments(
     device = _device(device_id)
     hybrid = chosen in HYBRID
     if device_mesh is not None:
-        axes = resolve_mesh(device_mesh)
+        axes = resolve_mesh(device_mesh, device)
         if hybrid != (axes.replicate is not None):
             raise ConfigError(
                 f"{chosen.name} and the device_mesh do not fit together.",
@@ -107,9 +108,9 @@ def check_arguments(
 
 
 def _device(device_id: Any) -> torch.device | None:
-    if device_id is None:
-        return None
-    if isinstance(device_id, int):
+    if device_id is None or isinstance(device_id, torch.device):
+        return device_id
+    if isinstance(device_id, int) and not isinstance(device_id, bool) and device_id >= 0:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             raise ConfigError(
@@ -117,9 +118,14 @@ def _device(device_id: Any) -> torch.device | None:
                 remedy='leave device_id out, or give torch.device("cpu")',
             )
         return torch.device(accelerator.type, device_id)
-    if not isinstance(device_id, torch.device):
-        raise ConfigError(f"device_id must be an int or a torch.device, got {device_id!r}")
-    return device_id
+    if isinstance(device_id, str):
+        with suppress(RuntimeError):  # what torch raises for names that are none
+            return torch.device(device_id)
+    raise ConfigError(
+        "device_id names no device.",
+        expected="an index of an accelerator, a torch.device, or its name",
+        got=repr(device_id),
+    )
 
 
 def _ignored(
