@@ -94,7 +94,7 @@ def _norm_of(
 
 
 def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Real numbers with the norm of `grad`: of complex ones the absolute values, or the parts where that is the same."""
+    """Real numbers with the norm of `grad`: of complex ones absolute values, or their parts where that is the same."""
     if not grad.is_complex():
         return grad
     return torch.view_as_real(grad) if norm_type == 2 else grad.abs()

@@ -6,7 +6,7 @@ from .changes import note_change
 from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery, FlatView, OptimizerView
-from .find import check_ties, find_parameters, walk
+from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
 from .forms import (
     ATTRIBUTE,
     FlatParameter,
@@ -41,6 +41,7 @@ __all__ = [
     "FlatParameterForm",
     "FlatShard",
     "FlatView",
+    "Found",
     "GradState",
     "Gradients",
     "Home",
@@ -50,6 +51,7 @@ __all__ = [
     "OriginalParameter",
     "Place",
     "Reduction",
+    "Rehearsal",
     "RowShard",
     "SpmdMesh",
     "State",
@@ -61,6 +63,7 @@ __all__ = [
     "clone_unit",
     "collect",
     "find_parameters",
+    "find_shared",
     "full_of",
     "has_gradients",
     "home_of",
@@ -74,6 +77,7 @@ __all__ = [
     "refuse_meta",
     "retire",
     "shard_metadata",
+    "show_shared",
     "successor_of",
     "units_of",
     "walk",
