@@ -88,30 +88,25 @@ def test_a_group_without_a_backend_is_gloo_on_a_cpu(run_ranks, front, backend):
     run_ranks(as_with_gloo, front, backend, timeout=30)
 
 
-def program(rank: int, backend: str, store: str) -> None:
-    """A program's start, without a backend (the README's way) or with one; says what a step asked gloo for."""
-    dist.init_process_group(backend or None, store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    made = model()
-    fullshard.fully_shard(made[2])
-    fullshard.fully_shard(made)
-    train(made, [rank])
-    print(json.dumps(collectives(made)))
-    dist.destroy_process_group()
+def program(rank: int, folder: str) -> None:
+    """A program's start, without a backend (the README's way) and with one; says what a step asked gloo for."""
+    for backend in (None, "gloo"):
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{backend}", 2), rank=rank, world_size=2)
+        made = model()
+        fullshard.fully_shard(made[2])
+        fullshard.fully_shard(made)
+        train(made, [rank])
+        print(json.dumps(collectives(made)))
+        dist.destroy_process_group()
 
 
 def test_a_program_that_names_no_backend(tmp_path: Path) -> None:
     """It asks gloo for the same as one that names it: the fast reduction among others."""
-    unnamed, named = collectives_of_a_program("", tmp_path), collectives_of_a_program("gloo", tmp_path)
-    assert unnamed == named
-    assert all(any("all_to_all" in name for name in asked) for asked in named), named
-
-
-def collectives_of_a_program(backend: str, folder: Path) -> list[list[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    call = "import sys, test_process_groups as t; t.program(int(sys.argv[1]), *sys.argv[2:])"
+    call = "import sys, test_process_groups as t; t.program(int(sys.argv[1]), sys.argv[2])"
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", call, str(rank), backend, str(folder / f"store-{backend}")],
+            [sys.executable, "-c", call, str(rank), str(tmp_path)],
             env=environment,
             cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
@@ -121,7 +116,10 @@ def collectives_of_a_program(backend: str, folder: Path) -> list[list[str]]:
     ]
     said = [process.communicate(timeout=90)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    return [json.loads(line) for line in said]
+    for lines in said:
+        unnamed, named = map(json.loads, lines.splitlines())
+        assert unnamed == named
+        assert any("all_to_all" in name for name in named), named
 
 
 # Groups implemented in Python.
