@@ -245,15 +245,16 @@ def rounds(names: list[str], setting: Setting, count: int) -> dict[str, list[Fou
 def series(turns: dict[str, list[Found]], values: Callable[[Found], list[float]]) -> tuple[Series, ...]:
     """One series per peer, in the order of `PEERS`: the values of all its turns."""
     return tuple(
-        Series(peer, tuple(value for found in turns[peer] for value in values(found)), note=_growth(turns[peer]))
+        _series(peer, tuple(value for found in turns[peer] for value in values(found)), turns[peer])
         for peer in PEERS
         if peer in turns
     )
 
 
-def _growth(turns: list[Found]) -> str:
+def _series(peer: str, samples: tuple[float, ...], turns: list[Found]) -> Series:
     grown = max(found.growth for found in turns)
-    return f"grows {grown:,} B" if grown > 0 else ""
+    note = f"grows {grown:,} B" if grown > 0 else ""
+    return Series(peer, samples, note=note, grows=grown > 0 and peer.removesuffix(VIEW) in OUR_PEERS)
 
 
 def by_compilation(found: dict[str, list[Found]]) -> dict[str, dict[str, list[Found]]]:

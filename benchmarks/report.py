@@ -26,7 +26,8 @@ class Series:
 
     `baseline`, where given, is subtracted statistic by statistic: the median of a cost over plain PyTorch
     is the median of the peer less the median of plain, not the median of noisy differences. `differs` says that
-    the peer computed something else than it should have: its other figures are then no result.
+    the peer computed something else than it should have: its other figures are then no result. `grows` says that it
+    holds more after every step.
     """
 
     peer: str
@@ -34,6 +35,7 @@ class Series:
     baseline: tuple[float, ...] = ()
     note: str = ""
     differs: bool = False
+    grows: bool = False
 
     def value(self, statistic: Callable[[Sequence[float]], float]) -> float:
         """`statistic` of the samples, over the same statistic of the baseline."""
@@ -151,7 +153,8 @@ def _cells(quantity: Quantity, series: Series) -> list[str]:
         if target.peer == series.peer:
             verdict = quantity.verdict(target).rsplit(": ", 1)[1]
             row.append(f"{'>=' if quantity.speed else '<='}{target.bound:g} {target.against}: {verdict}")
-    row[6:] = ["; ".join([*row[6:], *([series.note] if series.note else []), *["DIFFERS"] * series.differs])]
+    faults = ["DIFFERS"] * series.differs + ["GROWS"] * series.grows
+    row[6:] = ["; ".join([*row[6:], *([series.note] if series.note else []), *faults])]
     return row
 
 
@@ -217,9 +220,14 @@ def markdown(quantities: Sequence[Quantity], facts: dict[str, Any], date: str) -
     return "\n".join(lines)
 
 
-def differing(quantities: Iterable[Quantity]) -> list[str]:
-    """The quantities and peers where what was computed is not what it should be."""
-    return [f"{q.benchmark}: {q.name}: {s.peer}" for q in quantities for s in q.series if s.differs]
+def faults(quantities: Iterable[Quantity]) -> list[str]:
+    """A line for each peer and quantity where what was computed is not what it should be, or memory grows."""
+    found = []
+    for quantity in quantities:
+        for series in quantity.series:
+            where = f"{quantity.benchmark}: {quantity.name}: {series.peer}"
+            found += [f"differs: {where}"] * series.differs + [f"grows: {where} ({series.note})"] * series.grows
+    return found
 
 
 def dump(quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
@@ -234,7 +242,7 @@ def load(data: Iterable[dict[str, Any]]) -> list[Quantity]:
             **{
                 **entry,
                 "series": tuple(
-                    Series(s["peer"], tuple(s["samples"]), tuple(s["baseline"]), s["note"], s["differs"])
+                    Series(**{**s, "samples": tuple(s["samples"]), "baseline": tuple(s["baseline"])})
                     for s in entry["series"]
                 ),
                 "against": tuple(entry["against"]),
@@ -257,12 +265,13 @@ def hand_back(quantities: Sequence[Quantity], path: Path | None) -> None:
     """What a benchmark does with its quantities: write them for run.py, or print them where nobody asked.
 
     Raises:
-        SystemExit: they were printed, and a peer computed something else than it should have. (run.py says so itself.)
+        SystemExit: they were printed, and a peer computed something else than it should have, or grows. (run.py says
+            so itself.)
     """
     if path is not None:
         path.write_text(json.dumps(dump(quantities)))
         return
     print_table(quantities)
     print_verdicts(quantities)
-    if wrong := differing(quantities):
-        raise SystemExit("differs: " + ", ".join(wrong))
+    if wrong := faults(quantities):
+        raise SystemExit("\n".join(wrong))

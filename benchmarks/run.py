@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import Quantity, differing, dump, hardware, load, markdown, print_table, print_verdicts
+from report import Quantity, dump, faults, hardware, load, markdown, print_table, print_verdicts
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = ("host_cost", "throughput", "optimizer_step", "traffic", "live_memory", "meta_build")
@@ -89,9 +89,8 @@ def main() -> int:
     failed = [name for name, found in results.items() if found is None]
     if failed:
         print(f"failed: {', '.join(failed)}")
-    wrong = differing(quantities)
-    if wrong:
-        print(f"differs: {', '.join(wrong)}")
+    wrong = faults(quantities)
+    print("\n".join(wrong))
     return 1 if failed or wrong else 0
 
 

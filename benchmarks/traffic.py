@@ -70,21 +70,21 @@ def step(model: nn.Module, x: Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def count(peer: str, model: nn.Module, x: Tensor) -> tuple[int, str]:
-    """Bytes of the third step, and a note: number of collectives, and what Fullshard's own events say."""
+def count(peer: str, model: nn.Module, x: Tensor) -> Series:
+    """Bytes of the third step, noting the number of collectives, and whether Fullshard's own events say the same."""
     step(model, x)
     step(model, x)
     with CollectiveBytes() as counted:
         step(model, x)
-    note = f"{counted.count} collectives"
+    note, told = f"{counted.count} collectives", counted.total
     if peer in OUR_PEERS:
         from fullshard import record_events
 
         with record_events() as events:
             step(model, x)
         told = sum(event.nbytes for event in events if event.verb in ("gather", "reduce"))
-        note += f"; own events say {'the same' if told == counted.total else f'{told:,} (NOT the same)'}"
-    return counted.total, note
+        note += f"; own events say {'the same' if told == counted.total else f'{told:,}'}"
+    return Series(peer, (float(counted.total),), note=note, differs=told != counted.total)
 
 
 def chunking_bytes(block: nn.Module) -> int:
@@ -103,8 +103,7 @@ def measure(quick: bool) -> list[Quantity]:
     chunking = 3 * sum(chunking_bytes(block) for block in reference.blocks)
     series = [Series("theory", (float(theory),)), Series("chunking", (float(chunking),))]
     for name in names:
-        total, note = count(name, wrap(name, odd_stack(BLOCKS), OddBlock, mesh), x)
-        series.append(Series(name, (float(total),), note=note))
+        series.append(count(name, wrap(name, odd_stack(BLOCKS), OddBlock, mesh), x))
     targets = (Target("flat", "theory", 1.01), Target("rows", "chunking", 1.0))
     against = ("theory", "chunking")
     return [Quantity("traffic", "bytes communicated", "bytes / step", METHOD, tuple(series), against, targets)]

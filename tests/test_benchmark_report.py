@@ -1,4 +1,4 @@
-"""The benchmarks' verdict on results that differ: a fast step with other losses must not look like success."""
+"""The benchmarks' verdicts: a fast step with other losses, or one that leaves memory behind, is no success."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def test_losses_that_differ_end_in_a_failure(losses, differs):
     assert done.returncode == (1 if differs else 0), done.stderr
     assert ("differs: throughput: loss, distance from DDP's: rows" in done.stderr) == differs
     assert ("DIFFERS" in done.stdout) == differs
+
+
+@pytest.mark.parametrize(("peer", "fails"), [("rows", True), ("wrapper-flat", True), ("fsdp2", False), ("none", False)])
+def test_memory_that_grows_ends_in_a_failure(peer, fails):
+    """Only Fullshard's own is its fault."""
+    code = f"""
+import live_memory, report
+live_memory.peak = lambda name, mesh: (10**8, 512 if name == {peer!r} else 0)
+report.hand_back(live_memory.measure(True), None)
+"""
+    done = run(code)
+    assert done.returncode == (1 if fails else 0), done.stderr
+    said = f"grows: live_memory: peak live memory: {peer} (grows 512 B a step)"
+    assert (said in done.stderr) == fails and ("GROWS" in done.stdout) == fails
 
 
 @pytest.mark.parametrize("differs", [False, True])

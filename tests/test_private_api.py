@@ -14,7 +14,9 @@ from fullshard.torch_private.holders import holders
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
-    assert direct.HAS_DIRECT, "comm/direct.py falls back to the public functions, 3 to 10 us slower per call"
+    assert direct.HAS_DIRECT, (
+        "torch_private/collectives.py falls back to the public functions, 3 to 10 us slower per call"
+    )
 
 
 def test_torch_functions_can_be_switched_off_and_on() -> None:

@@ -88,23 +88,25 @@ def test_a_group_without_a_backend_is_gloo_on_a_cpu(run_ranks, front, backend):
     run_ranks(as_with_gloo, front, backend, timeout=30)
 
 
-def without_a_backend(rank: int, store: str) -> None:
-    """A program's start as the README shows it; says what a step asked gloo for."""
-    dist.init_process_group(store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    made = model()
-    fullshard.fully_shard(made[2])
-    fullshard.fully_shard(made)
-    train(made, [rank])
-    print(json.dumps(collectives(made)))
-    dist.destroy_process_group()
+def program(rank: int, folder: str) -> None:
+    """A program's start, without a backend (the README's way) and with one; says what a step asked gloo for."""
+    for backend in (None, "gloo"):
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{backend}", 2), rank=rank, world_size=2)
+        made = model()
+        fullshard.fully_shard(made[2])
+        fullshard.fully_shard(made)
+        train(made, [rank])
+        print(json.dumps(collectives(made)))
+        dist.destroy_process_group()
 
 
 def test_a_program_that_names_no_backend(tmp_path: Path) -> None:
+    """It asks gloo for the same as one that names it: the fast reduction among others."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    call = "import sys, test_process_groups as t; t.without_a_backend(int(sys.argv[1]), sys.argv[2])"
+    call = "import sys, test_process_groups as t; t.program(int(sys.argv[1]), sys.argv[2])"
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", call, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", call, str(rank), str(tmp_path)],
             env=environment,
             cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
@@ -114,10 +116,10 @@ def test_a_program_that_names_no_backend(tmp_path: Path) -> None:
     ]
     said = [process.communicate(timeout=90)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    for line in said:
-        asked = json.loads(line)
-        assert any("all_to_all" in name for name in asked), asked
-        assert not any("reduce" in name for name in asked), asked
+    for lines in said:
+        unnamed, named = map(json.loads, lines.splitlines())
+        assert unnamed == named
+        assert any("all_to_all" in name for name in named), named
 
 
 # Groups implemented in Python.
@@ -320,6 +322,13 @@ def test_device_ids_of_one_process_do_not_mix(two_accelerators):
 def test_a_device_id_that_is_none_is_refused_by_name(two_accelerators, given):
     with pytest.raises(fullshard.ConfigError, match="device_id"):
         FullyShardedDataParallel(nn.Identity(), device_id=given)
+
+
+def test_a_device_id_of_another_type_than_the_mesh(two_accelerators):
+    mesh = DeviceMesh("cpu", [0, 1])
+    with pytest.raises(fullshard.ConfigError, match="device"):
+        FullyShardedDataParallel(nn.Identity(), device_mesh=mesh, device_id=1)
+    assert FullyShardedDataParallel(nn.Identity(), device_mesh=mesh, device_id="cpu").compute_device.type == "cpu"
 
 
 def trains_with_a_string(given: str) -> None:

@@ -49,9 +49,10 @@ def seen(model: nn.Module) -> list[tuple[Any, ...]]:
         for key, tensor in tensors:
             if tensor is None:
                 continue
-            plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-            values = tensor.detach().tolist() if plain else None
-            found.append((name, key, id(tensor), type(tensor), tensor.dtype, tensor.requires_grad, values))
+            found.append((name, key, id(tensor), type(tensor)))
+            if type(tensor) in (Tensor, nn.Parameter):
+                values = None if tensor.is_meta else tensor.detach().tolist()
+                found.append((name, key, tensor.dtype, tensor.requires_grad, values))
     return found
 
 
@@ -79,7 +80,7 @@ def shared_with_root(model: nn.Module) -> None:
 
 
 def own_root(model: nn.Module) -> None:
-    model[3].bias = nn.Parameter(torch.zeros(1))
+    model[3].bias = nn.Parameter(make()[3].bias.detach().clone())
 
 
 def mixed_dtypes(model: nn.Module) -> None:
@@ -211,19 +212,9 @@ def ties_stay() -> None:
     model[2].linear.weight = model[0].linear.weight
     fullshard.fully_shard(model[0])
     scalar(model)
-    before = [id(p) for p in model.parameters()]
-    with pytest.raises(fullshard.LayoutError):
-        fullshard.fully_shard(model)
-    assert [id(p) for p in model.parameters()] == before
-    assert model[2].linear.weight is model[0].linear.weight
+    refused(lambda: fullshard.fully_shard(model), fullshard.LayoutError, model)
     model[0](torch.ones(1, WIDTH)).sum().backward()  # and its unit works
     assert model[0].linear.weight.grad is not None
-
-
-def fails_to_initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear) and module.out_features == 1:
-        raise KeyError("of the user")
-    module.to_empty(device="cpu", recurse=False)
 
 
 WRAPPED: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None], dict[str, Any], type]] = {
@@ -277,16 +268,40 @@ def values_stay(orig: bool) -> None:
     refused(lambda: FullyShardedDataParallel(model, **options), fullshard.FullshardError, model)
 
 
-def meta_stays() -> None:
-    """The user's own initialisation raises, for the last module: the first are still on meta."""
+class Scale(nn.Module):
+    """Nothing gives its parameter a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def meta_stays(orig: bool) -> None:
+    """What cannot be initialised is found before the first block has memory, also if it is the root's."""
     with torch.device("meta"):
-        model = make()
-    policy = ModuleWrapPolicy({Block})
-    call = {"auto_wrap_policy": policy, "param_init_fn": fails_to_initialise, "use_orig_params": True}
-    classes = [(name, type(module)) for name, module in model.named_modules()]
-    with pytest.raises(KeyError):
-        FullyShardedDataParallel(model, **call)
-    assert [(name, type(module)) for name, module in model.named_modules()] == classes
+        model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), "scale": Scale()})
+    call = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "use_orig_params": orig}
+    refused(lambda: FullyShardedDataParallel(model, **call), fullshard.ConfigError, model)
+    refused(lambda: FullyShardedDataParallel(model, **call, param_init_fn="zeros"), fullshard.ConfigError, model)
+    del model["scale"]
+    wrapped = FullyShardedDataParallel(model, **call)
+    assert not any(parameter.is_meta for parameter in wrapped.parameters())
+
+
+def ties_of_blocks_stay(orig: bool) -> None:
+    """Blocks that share a weight with each other and the root, which gets it in the end, if nothing is refused."""
+    model = make()
+    model[2].linear.weight = model[1].linear.weight = model[0].linear.weight
+    mixed_dtypes(model)
+    shared_with_root(model)
+    call = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": orig}
+    refused(lambda: FullyShardedDataParallel(model, **call), fullshard.FullshardError, model)
+    refused(lambda: fullshard.fully_shard(model, auto_wrap_policy={Block}), fullshard.LayoutError, model)
+    one_dtype(model)
+    own_root(model)
+    wrapped = FullyShardedDataParallel(model, **call)
+    wrapped(torch.ones(1, WIDTH)).sum().backward()
+    assert any(parameter.grad is not None for parameter in wrapped.parameters())
 
 
 @pytest.mark.parametrize("case", FUNCTIONAL)
@@ -313,8 +328,14 @@ def test_values_before_a_refusal(run_ranks, orig):
     run_ranks(values_stay, orig, timeout=20)
 
 
-def test_modules_whose_initialisation_raises(run_ranks):
-    run_ranks(meta_stays, timeout=20)
+@pytest.mark.parametrize("orig", [True, False])
+def test_modules_that_cannot_be_initialised(run_ranks, orig):
+    run_ranks(meta_stays, orig, timeout=20)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_blocks_that_share_a_weight(run_ranks, orig):
+    run_ranks(ties_of_blocks_stay, orig, timeout=20)
 
 
 def test_strategies_are_refused_before_anything(run_ranks):

@@ -179,6 +179,23 @@ def clips(dtype: torch.dtype, front: Any) -> None:
             torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-5, atol=1e-7)
 
 
+def keeps_imaginary_parts(front: Any) -> None:
+    """Mixed precision is of real numbers: complex parameters are computed with and reduced as they are."""
+    reference, model = make("spectrum", torch.complex64), make("spectrum", torch.complex64)
+    if front in ("wrapper orig", "wrapper flat"):
+        mixed = fullshard.MixedPrecision(reduce_dtype=torch.float64)
+        options = {"use_orig_params": front == "wrapper orig", "mixed_precision": mixed}
+        model.layer = FullyShardedDataParallel(model.layer, **options)
+        model = FullyShardedDataParallel(model, **options)
+    else:
+        policy = fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        fullshard.fully_shard(model.layer, layout=front, mp_policy=policy)
+        fullshard.fully_shard(model, layout=front, mp_policy=policy)
+    train(reference, list(range(dist.get_world_size())))
+    train(model, [dist.get_rank()])
+    check_same(whole_state(model), dict(reference.state_dict()))
+
+
 def several_in_one_unit(front: Any) -> None:
     """Floats, complex numbers and both kinds of table together in one unit."""
     torch.manual_seed(3)
@@ -227,6 +244,11 @@ def test_saved_and_loaded(run_ranks, kind, dtype, front):
 )
 def test_module_states_are_synchronised(run_ranks, kind, dtype, orig):
     run_ranks(starts_from_rank_0, dtype, kind, orig, timeout=20)
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=str)
+def test_complex_gradients_are_reduced_whole(run_ranks, front):
+    run_ranks(keeps_imaginary_parts, front, timeout=20)
 
 
 @pytest.mark.parametrize("front", FRONTS, ids=str)

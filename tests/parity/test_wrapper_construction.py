@@ -301,7 +301,7 @@ def device_ids() -> None:
         with pytest.raises(ValueError, match="device_id"):
             FSDP(nn.Linear(6, 6), device_id=0)
     with pytest.raises(ValueError, match="device_id"):
-        FSDP(nn.Linear(6, 6), device_id="cpu")
+        FSDP(nn.Linear(6, 6), device_id="gpu")
 
 
 def test_device_ids(run_ranks) -> None:
@@ -457,7 +457,7 @@ def bad_arguments() -> None:
         ({"auto_wrap_policy": 3}, TypeError, "auto_wrap_policy"),
         ({"param_init_fn": 3}, ValueError, "param_init_fn"),
         ({"param_init_fn": 3, "auto_wrap_policy": {nn.Linear}}, ValueError, "param_init_fn"),
-        ({"device_id": "cpu"}, ValueError, "device_id"),
+        ({"device_id": "gpu"}, ValueError, "device_id"),
         ({"process_group": 3}, ValueError, "process_group"),
         ({"device_mesh": 3}, ValueError, "mesh"),
         ({"comm": "fast"}, ValueError, "comm"),

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..comm import Comm
+from ..dtypes import as_moved
 from ..errors import CheckpointError
 from ..mesh import MeshAxes
-from ..shard import Bucket, FlatShard, Member, Unit
+from ..shard import Bucket, FlatShard, Member, Unit, full_of
 from ..torch_private.sharded_tensor import (
     chunk_sharded_tensor,
     gather_sharded_tensor,
@@ -140,8 +141,7 @@ def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:
     """
     if member.split is None or view.is_meta or not bucket.layout.holds_runs:
         return view
-    whole: torch.Tensor = member.split.unsharded(view.detach()).full_tensor()
-    return whole
+    return full_of(member.split.unsharded(view.detach()))
 
 
 # Whole values.
@@ -156,6 +156,8 @@ def whole_of(value: Any, device: torch.device) -> torch.Tensor:
     """
     if is_sharded_tensor(value):
         return gather_sharded_tensor(value, device)
+    if isinstance(value, DTensor):
+        return full_of(value).detach()
     if hasattr(value, "full_tensor"):
         whole: torch.Tensor = value.full_tensor()
         return whole.detach()
@@ -300,7 +302,7 @@ class Sent:
         if self.value is not None:
             made.copy_(self.value)
         for axis in _ways(axes):
-            dist.broadcast(made, group_src=0, group=axis.group)
+            dist.broadcast(as_moved(made), group_src=0, group=axis.group)
         return made
 
     @classmethod

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..dtypes import as_moved, as_summed
 from ..mesh import Axis
 from ..torch_private.collectives import all_gather, exchange, reduce_scatter
 from .protocol import DONE, Costs, Pending
@@ -49,7 +50,7 @@ class TorchComm:
             out.copy_(buffer)
             return DONE
         if axis.backend == "gloo":
-            return _Exchange(axis, out, buffer, mean)
+            return _Exchange(axis, as_summed(out), as_summed(buffer), mean)
         work = reduce_scatter(out, buffer, axis.group, mean)
         return DONE if axis.backend == "fake" else work  # the fake group is done at once, and never says so
 
@@ -57,12 +58,12 @@ class TorchComm:
         if axis.size == 1 and self.local_shortcut:
             return DONE
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        return dist.all_reduce(tensor, op=op, group=axis.group, async_op=True) or DONE
+        return dist.all_reduce(as_summed(tensor), op=op, group=axis.group, async_op=True) or DONE
 
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        return dist.broadcast(tensor, group_src=source, group=axis.group, async_op=True) or DONE
+        return dist.broadcast(as_moved(tensor), group_src=source, group=axis.group, async_op=True) or DONE
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
         return buffer.numel() * buffer.element_size() if axis.backend == "gloo" and axis.size > 1 else 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import ConfigError
 
@@ -69,12 +70,15 @@ class ShardPlacementResult:
     mesh: DeviceMesh | None = None
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
+def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) -> MeshAxes:
     """The axes of `mesh`, or of a 1-D mesh over all ranks if None.
 
+    Args:
+        device: where to compute, of the mesh's device type; None: the current one of that type.
+
     Raises:
-        ConfigError: no process group is initialised and no mesh given, the mesh has other than 1 or 2 dims, or
-            this process is not in it.
+        ConfigError: no process group is initialised and no mesh given, the mesh has other than 1 or 2 dims, this
+            process is not in it, or it is of another device type.
     """
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -84,7 +88,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
                 remedy="start with torchrun and call torch.distributed.init_process_group() first, "
                 "or pass mesh=init_device_mesh(...)",
             )
-        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+        mesh = init_device_mesh(device_type_of(None), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
@@ -99,7 +103,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
             "This process is not part of the mesh given to fully_shard.", rank=dist.get_rank(), got=str(mesh)
         )
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
-    return MeshAxes(mesh, _device(mesh.device_type), _axis(mesh, mesh.ndim - 1), replicate, dist.get_rank())
+    where = _device(mesh.device_type, device)
+    return MeshAxes(mesh, where, _axis(mesh, mesh.ndim - 1), replicate, dist.get_rank())
 
 
 def subdivide(axes: MeshAxes, size: int) -> Axis:
@@ -122,27 +127,20 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     group = mesh.get_group(dim)
-    device_type = mesh.device_type
-    backend = str(dist.get_backend(group))
-    if ":" in backend:  # e.g. "cpu:gloo,cuda:nccl": one per device type
-        backend = dict(pair.split(":") for pair in backend.split(",")).get(device_type, backend)
+    backend = _backend_for(group, mesh.device_type) or str(dist.get_backend(group))
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group, mesh.size(dim), mesh.get_local_rank(dim), backend, ranks)
 
 
-def _default_device_type() -> str:
-    """The accelerator if the default group can talk for it, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and dist.get_backend() not in ("gloo", "mpi"):
-        return accelerator.type
-    if accelerator is not None and accelerator.type in str(dist.get_backend()):
-        return accelerator.type
-    return "cpu"
-
-
-def _device(device_type: str) -> torch.device:
+def _device(device_type: str, given: torch.device | None = None) -> torch.device:
+    if given is not None and given.type != device_type:
+        raise ConfigError(
+            "The device to compute on is not of the mesh's device type.", expected=device_type, got=str(given)
+        )
     if device_type == "cpu":
         return torch.device("cpu")
+    if given is not None and given.index is not None:
+        return given
     try:
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
     except (RuntimeError, AssertionError) as error:  # what torch raises where it has no such device
@@ -156,8 +154,8 @@ def _device(device_type: str) -> torch.device:
 
 # From process groups, for the wrapper front-end: a group, a pair of groups, or node-local ones.
 
-_cached: dict[Any, tuple[Any, MeshAxes]] = {}
-"""By ids of the groups: the groups themselves (so that ids stay theirs) and the axes."""
+_cached: dict[Any, tuple[Any, DeviceMesh, dict[torch.device, MeshAxes]]] = {}
+"""By ids of the groups: the groups themselves (so that ids stay theirs), their mesh, and its axes by device."""
 
 
 def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None) -> MeshAxes:
@@ -203,18 +201,32 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
             mesh = init_device_mesh(kind, (dist.get_world_size(),))
         else:
             mesh = DeviceMesh.from_group(groups, kind)
-        _cached[key] = ((dist.group.WORLD, groups), resolve_mesh(mesh))
-    return _cached[key][1]
+        _cached[key] = ((dist.group.WORLD, groups), mesh, {})
+    _, mesh, by_device = _cached[key]
+    where = _device(kind, device)
+    if where not in by_device:
+        by_device[where] = resolve_mesh(mesh, where)
+    return by_device[where]
 
 
 def device_type_of(group: Any) -> str:
-    """The device type that `group` serves: the accelerator's if there is one and it can, else "cpu"."""
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        backend = str(dist.get_backend(group))
-        if accelerator is not None and (backend not in ("gloo", "mpi") or accelerator.type in backend):
-            return accelerator.type
-    return "cpu"
+    """The device type that `group` (None: the default one) serves: the accelerator's if it can, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "cpu"
+    backend = _backend_for(group, accelerator.type)
+    on_purpose = ":" in str(dist.get_backend(group))  # gloo serves accelerators too, slowly
+    return accelerator.type if backend is not None and (on_purpose or backend not in ("gloo", "mpi")) else "cpu"
+
+
+def _backend_for(group: Any, device_type: str) -> str | None:
+    """The name of the backend by which `group` serves a device type; None if it does not."""
+    backend = str(dist.get_backend(group))
+    if backend == "undefined":  # a group that was made without a backend: torch chose one for every device type
+        backend = str(get_backend_config(group))
+    if ":" not in backend:
+        return backend
+    return dict(pair.split(":") for pair in backend.split(",")).get(device_type)  # e.g. "cpu:gloo,cuda:nccl"
 
 
 def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..dtypes import as_real
 from ..errors import ConfigError
 from ..mesh import reduce_value
 from ..shard import FlatShard, LocalForm, owner_of
@@ -48,7 +49,7 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
-        local = _local(grad)
+        local = as_real(_local(grad))
         locals_by_dtype.setdefault((local.dtype, local.device), []).append(local)
     for (dtype, device), tensors in locals_by_dtype.items():
         torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype if dtype == torch.float64 else torch.float32))
@@ -71,7 +72,7 @@ def _norm_of(
     by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
     for grad, groups in grads:
         entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
-        entry[1].append(_local(grad))
+        entry[1].append(_magnitudes(_local(grad), norm_type))
     infinite = math.isinf(norm_type)
     parts: list[torch.Tensor] = []
     for groups, tensors in by_groups.values():
@@ -90,6 +91,13 @@ def _norm_of(
         return torch.zeros(())
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
     return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
+
+
+def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Real numbers with the norm of `grad`: of complex ones absolute values, or their parts where that is the same."""
+    if not grad.is_complex():
+        return grad
+    return torch.view_as_real(grad) if norm_type == 2 else grad.abs()
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
@@ -154,12 +162,13 @@ def clip_local_gradients(
     """
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be positive, got {norm_type}")
+    grads = [as_real(grad) for grad in grads]
     infinite = math.isinf(norm_type)
     op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, tensors in parts:
-        held = [grad for grad in tensors if grad.numel()]
+        held = [_magnitudes(grad, norm_type) for grad in tensors if grad.numel()]
         part = torch.zeros((), dtype=torch.float64, device=total.device)
         if held:
             norms = torch.stack([norm.to(part) for norm in torch._foreach_norm(held, norm_type, dtype=dtype)])

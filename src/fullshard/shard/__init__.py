@@ -6,7 +6,7 @@ from .changes import note_change
 from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery, FlatView, OptimizerView
-from .find import check_ties, find_parameters, walk
+from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
 from .forms import (
     ATTRIBUTE,
     FlatParameter,
@@ -15,6 +15,7 @@ from .forms import (
     FlatShard,
     LocalForm,
     RowShard,
+    full_of,
     norms,
     shard_metadata,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "FlatParameterForm",
     "FlatShard",
     "FlatView",
+    "Found",
     "GradState",
     "Gradients",
     "Home",
@@ -52,6 +54,7 @@ __all__ = [
     "OriginalParameter",
     "Place",
     "Reduction",
+    "Rehearsal",
     "RowShard",
     "SpmdMesh",
     "State",
@@ -63,6 +66,8 @@ __all__ = [
     "clone_unit",
     "collect",
     "find_parameters",
+    "find_shared",
+    "full_of",
     "has_gradients",
     "home_of",
     "members_of",
@@ -75,6 +80,7 @@ __all__ = [
     "refuse_meta",
     "retire",
     "shard_metadata",
+    "show_shared",
     "successor_of",
     "units_of",
     "walk",

@@ -43,6 +43,14 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
         )
 
 
+def _cannot_move(item: Found) -> bool:
+    """Whether a parameter that another unit has cannot be given up to the one above it."""
+    if item.owner is None:  # the other unit is to be
+        return isinstance(item.parameter, DTensor) or is_extension(item.parameter)
+    held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is item.parameter]
+    return any(m.split is not None or not b.form.plain for b, m in held)
+
+
 def check_device(name: str, device: torch.device, home: torch.device) -> None:
     """A parameter may be on the mesh's device, on the CPU (it is moved), or on meta.
 
@@ -74,9 +82,8 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
     by_address: dict[int, str] = {}
     for item in found:
         parameter = item.parameter
-        if item.owner is not None:
-            held = [(b, m) for b in item.owner.buckets for m in b.members if m.sharded is parameter]
-            if any(m.split is not None or not b.form.plain for b, m in held):
+        if item.planned or item.owner is not None:
+            if _cannot_move(item):
                 raise LayoutError(
                     "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
                     parameter=item.name,

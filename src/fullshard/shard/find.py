@@ -27,6 +27,7 @@ class Found:
         parameter: the object.
         places: where it is registered.
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
+        planned: whether a unit that is only planned would have it by then, and give it up to this one.
         placement, axes: what `shard_placement_fn` chose for it, once it was asked.
     """
 
@@ -38,23 +39,26 @@ class Found:
     axes: MeshAxes | None = None
     module: nn.Module | None = None  # the first that has it
     split: TensorParallel | None = None  # how it is split already
+    planned: bool = False
 
 
-UnitOf = Callable[[nn.Module], Unit | None]
+UnitOf = Callable[[nn.Module], Any]
 """The unit that a module is (one of) the modules of, or None."""
+OwnerOf = Callable[[Any], Any]
+"""The unit that a parameter belongs to, or None."""
 
 
-def walk(
-    module: nn.Module, unit_of: UnitOf, path: str = "", unit: Unit | None = None
-) -> Iterator[tuple[str, nn.Module, Unit | None]]:
+def walk(module: nn.Module, unit_of: UnitOf, path: str = "", unit: Any = None) -> Iterator[tuple[str, nn.Module, Any]]:
     """`module` and all below it, each with its name and the unit that runs it (None: no unit below the top does)."""
     yield path, module, unit
     for name, child in module.named_children():
         yield from walk(child, unit_of, f"{path}.{name}" if path else name, unit_of(child) or unit)
 
 
-def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int]) -> list[Found]:
-    """The parameters that a unit of `modules` takes.
+def find_parameters(
+    modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int], owner_of: OwnerOf = owner_of
+) -> list[Found]:
+    """The parameters that a unit of `modules` takes. Changes nothing.
 
     These are the parameters in them that no unit has, and those that units below share with each other or with the
     rest of `modules`: a tied weight belongs to the innermost unit around all of its uses. A parameter shared with a
@@ -64,7 +68,27 @@ def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[
         modules: the unit's modules.
         unit_of: the unit of a module.
         ignored: ids of parameters to leave alone.
+        owner_of: the unit of a parameter.
     """
+    return _sort(modules, unit_of, ignored, owner_of)[0]
+
+
+def find_shared(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int]) -> list[Found]:
+    """Parameters of units outside `modules` that are registered in these too, for `show_shared`. Changes nothing."""
+    return _sort(modules, unit_of, ignored, owner_of)[1]
+
+
+def show_shared(shared: Sequence[Found]) -> None:
+    """Let the units that have these parameters show them in the places found, too."""
+    for item in shared:
+        assert item.owner is not None
+        item.owner.add_places(item.parameter, item.places)
+
+
+def _sort(
+    modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[int], owner_of: OwnerOf
+) -> tuple[list[Found], list[Found]]:
+    """What a unit of `modules` takes, and what it leaves to units outside."""
     found: dict[int, Found] = {}
     users: dict[int, set[int]] = {}  # by parameter: ids of the units that run it; 0 for the one to be made
     inside: set[int] = set()  # ids of the units below
@@ -84,15 +108,45 @@ def find_parameters(modules: Sequence[nn.Module], unit_of: UnitOf, ignored: set[
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
                 if unit is None and not again and type(registered) is not HiddenParameter:
                     item.places.append(Place(owner, key))
-    taken = []
+    taken, left = [], []
     for identity, item in found.items():
         if item.owner is None:
             taken.append(item)
         elif id(item.owner) not in inside:
-            item.owner.add_places(item.parameter, item.places)
+            left.append(item)
         elif users[identity] != {id(item.owner)}:
             taken.append(item)
-    return taken
+    return taken, left
+
+
+class Rehearsal:
+    """Units to be, made in thought: what each would take, once those before it are there. Changes nothing.
+
+    Args:
+        unit_of: the unit of a module, of those that exist.
+    """
+
+    def __init__(self, unit_of: UnitOf) -> None:
+        self._unit_of = unit_of
+        self._modules: dict[int, object] = {}  # by id: a stand-in for the unit to be
+        self._parameters: dict[int, object] = {}
+
+    def add(self, modules: Sequence[nn.Module], ignored: set[int]) -> list[Found]:
+        """What a unit of `modules` would take. The next ones are found as if it had been made."""
+        found = find_parameters(modules, self._find_unit, ignored, self._find_owner)
+        unit = object()
+        self._modules |= dict.fromkeys(map(id, modules), unit)
+        for item in found:
+            item.planned = id(item.parameter) in self._parameters
+            item.owner = None if item.planned else item.owner
+            self._parameters[id(item.parameter)] = unit
+        return found
+
+    def _find_unit(self, module: nn.Module) -> Any:
+        return self._modules.get(id(module)) or self._unit_of(module)
+
+    def _find_owner(self, parameter: Any) -> Any:
+        return self._parameters.get(id(parameter)) or owner_of(parameter)
 
 
 def check_ties(

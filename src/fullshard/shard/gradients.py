@@ -45,13 +45,14 @@ class Gradients:
 
     Args:
         bucket: whose gradients these are.
-        reduce_dtype: dtype of reductions; None for the compute dtype.
+        reduce_dtype: dtype of reductions; None for the compute dtype. Complex gradients keep their own.
         keeps_compute_dtype: whether `.grad` keeps the compute dtype.
     """
 
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None, keeps_compute_dtype: bool = False) -> None:
         self.bucket = bucket
-        self.own_reduce_dtype = reduce_dtype
+        # Complex numbers would lose their imaginary parts.
+        self.own_reduce_dtype = None if bucket.storage_dtype.is_complex else reduce_dtype
         self.delivery = Delivery(bucket, keeps_compute_dtype)
         self.state = GradState.NONE
         self.buffer: Scratch | None = None  # [world * shard_numel], reduce dtype

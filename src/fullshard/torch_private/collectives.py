@@ -3,7 +3,9 @@
 Private torch API: `ProcessGroup._allgather_base`, `_reduce_scatter_base` and `alltoall_base`. The public alternatives
 are `torch.distributed.all_gather_single`, `reduce_scatter_single` (`all_gather_into_tensor`, `reduce_scatter_tensor`
 before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument checks to each call, three times
-per unit and step, and are what is used where a method is missing. `tests/test_private_api.py` says when one goes.
+per unit and step. They are what is used where a method is missing, and for groups that are implemented in Python and do
+not override it: torch's own method would look for a backend that they do not have. `tests/test_private_api.py` says
+when one goes.
 """
 
 from __future__ import annotations
@@ -13,42 +15,62 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
+
+from ..dtypes import as_moved, as_summed
 
 # torch 2.13 renames these two and warns about the old names; 2.11 knows only the old ones.
 _public_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _public_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-HAS_DIRECT = all(hasattr(dist.ProcessGroup, m) for m in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"))
+_GATHER, _REDUCE, _EXCHANGE = "_allgather_base", "_reduce_scatter_base", "alltoall_base"
+_OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE)}
+HAS_DIRECT = all(_OF_TORCH.values())
 """Whether the private methods are there."""
 
 
-def _options(op: Any) -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
+def _async(options: Any, op: Any = None) -> Any:
+    if op is not None:
+        options.reduceOp = op
     options.asyncOp = True
     return options
 
 
-_SUM, _AVG = _options(dist.ReduceOp.SUM), _options(dist.ReduceOp.AVG)
+_SUM = _async(dist.ReduceScatterOptions(), dist.ReduceOp.SUM)
+_AVG = _async(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
+_PLAIN_GATHER = _async(AllgatherOptions())
+_PLAIN_EXCHANGE = _async(AllToAllOptions())
+
+
+def _has(group: dist.ProcessGroup, name: str) -> bool:
+    """Whether `group` serves the method `name` itself: torch's own groups do, and classes that override it."""
+    kind = type(group)
+    if kind is dist.ProcessGroup:
+        return HAS_DIRECT
+    found = getattr(kind, name, None)
+    return found is not None and found is not _OF_TORCH[name]
 
 
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start an all-gather of equal shards [S] into out [world * S]; returns the work."""
-    if HAS_DIRECT:
-        return group._allgather_base(out, shard)
+    """Start an all-gather of equal shards [S] of any dtype into out [world * S]; returns the work."""
+    out, shard = as_moved(out), as_moved(shard)
+    if _has(group, _GATHER):
+        return group._allgather_base(out, shard, _PLAIN_GATHER)
     return _public_gather(out, shard, group=group, async_op=True)
 
 
 def reduce_scatter(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
     """Start a reduce-scatter of buffers [world * S] into out [S]; returns the work."""
-    if HAS_DIRECT:
+    out, buffer = as_summed(out), as_summed(buffer)
+    if _has(group, _REDUCE):
         return group._reduce_scatter_base(out, buffer, _AVG if mean else _SUM)
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     return _public_reduce(out, buffer, op=op, group=group, async_op=True)
 
 
 def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start an all-to-all of equal slices: slice r of every buffer goes to rank r; returns the work."""
-    if HAS_DIRECT:
-        return group.alltoall_base(out, buffer, [], [])
+    """Start an all-to-all of equal slices, of any dtype: slice r of every buffer goes to rank r; returns the work."""
+    out, buffer = as_moved(out), as_moved(buffer)
+    if _has(group, _EXCHANGE):
+        return group.alltoall_base(out, buffer, [], [], _PLAIN_EXCHANGE)
     return dist.all_to_all_single(out, buffer, group=group, async_op=True)

@@ -15,6 +15,8 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import api as _api
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
+from ..dtypes import as_moved
+
 Shard, ShardedTensor, ShardedTensorMetadata = _api.Shard, _api.ShardedTensor, _api.ShardedTensorMetadata  # type: ignore[attr-defined]
 
 
@@ -95,7 +97,7 @@ def gather_sharded_tensor(value: Any, device: torch.device) -> torch.Tensor:
             own[at : at + tensor.numel()] = tensor.detach().reshape(-1).to(device)
             at += tensor.numel()
     parts = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(parts, own, group=group)
+    dist.all_gather([as_moved(part) for part in parts], as_moved(own), group=group)
     whole = torch.empty(metadata.size, dtype=dtype, device=device)
     taken = [0] * ranks
     for shard in metadata.shards_metadata:

@@ -28,7 +28,18 @@ from ...runtime import (
     notice_torch,
     unit_of,
 )
-from ...shard import BuildSettings, SpmdMesh, build_unit, check_parameters, find_parameters, home_of, plan_unit
+from ...shard import (
+    BuildSettings,
+    Rehearsal,
+    SpmdMesh,
+    build_unit,
+    check_parameters,
+    find_parameters,
+    find_shared,
+    home_of,
+    plan_unit,
+    show_shared,
+)
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
 
@@ -130,15 +141,14 @@ def fully_shard(
 
 
 def _check_plans(planned: Sequence[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]]) -> None:
-    """Refuse what any of several units would, before the first is made: bottom-up, each without what others take."""
+    """Refuse what any of several units would, before the first is made."""
     if len(planned) == 1:
         return  # made at once, and it changes nothing before it is sure
-    taken: set[int] = set()
+    rehearsal = Rehearsal(unit_of)
     for modules, (settings, _, ignored, _) in planned:
-        found = find_parameters(modules, unit_of, ignored | taken)
+        found = rehearsal.add(modules, ignored)
         check_parameters(found, settings.axes, settings.layout)
         plan_unit(found, settings)
-        taken |= {id(item.parameter) for item in found}
 
 
 def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -246,7 +256,9 @@ def _make_unit(
     """Shard what is left in `modules`, and have a runner run them."""
     found = find_parameters(modules, unit_of, ignored)
     check_parameters(found, settings.axes, settings.layout)
+    shared = find_shared(modules, unit_of, ignored)
     unit = build_unit(found, settings)
+    show_shared(shared)
     reshard, unit.kept_axis = keep
     if any(bucket.axes is not settings.axes or not bucket.form.plain for bucket in unit.buckets):
         unit.kept_axis = None  # parameters with a mesh, or a gather, of their own are freed whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,43 +16,21 @@ from ...containers import map_tensors
 from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...policies import CPUOffloadPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
-    PrefetchSettings,
     Root,
     Runner,
-    UnitSettings,
     deepcopy_module,
     find_root,
     move_buffers,
     notice_torch,
-    unit_of,
 )
-from ...shard import (
-    BuildSettings,
-    FlatParameterForm,
-    LocalForm,
-    build_unit,
-    check_parameters,
-    find_parameters,
-    home_of,
-)
+from .instances import Plan, check_plans, plan_blocks, policy_of, put_in_place
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
-from .setup import (
-    FULL_SHARD,
-    broadcast_states,
-    check_arguments,
-    check_uniform,
-    holders_of,
-    materialise,
-    policy_of,
-    show_flat,
-    wrap_submodules,
-)
+from .setup import broadcast_states, check_arguments, materialise
 from .summon import is_summoned, summon_full_params
 from .training import clip_gradients, register_hook
 
@@ -103,7 +82,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -128,6 +107,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             device_mesh,
         )
         super().__init__()
+        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn)
+        blocks: list[tuple[Plan, dict[str, Any]]] = []
         if auto_wrap_policy is not None:
             common: dict[str, Any] = {
                 "process_group": process_group,
@@ -146,7 +127,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
                 "comm": kind,
             }
             common["ignored_states"] = list(ignored_states) if ignored_states is not None else None
-            wrap_submodules(module, auto_wrap_policy, arguments, lambda m, own: type(self)(m, **{**common, **own}))
+            blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
+        check_plans([*(block for block, _ in blocks), plan])
+        for note in arguments.notes:
+            warnings.warn(note, stacklevel=2)
+        for block, keywords in blocks:
+            put_in_place(module, block.module, type(self)(block.module, **keywords))
         materialise(module, param_init_fn, arguments.axes.device, arguments.ignored_modules)
         if sync_module_states:
             broadcast_states(module, arguments.axes, kind, arguments.ignored)
@@ -157,7 +143,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
-        _make_unit(self, module, kind, 1 if limit_all_gathers else 2)
+        settings = plan.build_settings()
+        unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
+        self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
+        move_buffers(module, arguments.axes.device)
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
         optimizer_guard.install()
@@ -370,48 +359,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     ) -> AbstractContextManager[None]:
         """A context in which parameters of instances are whole; see `fullshard.api.summon.summon_full_params`."""
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-
-
-def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm, prefetch: int) -> None:
-    """Shard what no instance below has taken, and have a runner run it."""
-    arguments = instance._arguments
-    axes, strategy, mixed = arguments.axes, arguments.strategy, arguments.mixed_precision
-    found = find_parameters([module], unit_of, arguments.ignored)
-    for item in found:
-        item.name = clean_name(item.name)
-    check_parameters(found, axes, "flat", wrapper=True)
-    flat = not instance.use_orig_params
-    if flat:
-        check_uniform(found)
-    policy = policy_of(arguments, module)
-    offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
-    settings = BuildSettings(
-        axes,
-        comm,
-        policy,
-        "flat",
-        form=FlatParameterForm if flat else LocalForm,
-        home=home_of(offload, axes.device),
-        keeps_compute_dtype=mixed.keep_low_precision_grads,
-    )
-    changed = {id(item.owner): item.owner for item in found if item.owner is not None}
-    holders = holders_of(changed.values())
-    unit = build_unit(found, settings)
-    if flat:
-        show_flat(unit, module)
-        for one in changed.values():
-            show_flat(one, holders.get(id(one)))
-    backward = 0 if arguments.backward_prefetch is None else 1
-    late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    own = UnitSettings(
-        comm,
-        policy,
-        strategy in FULL_SHARD,
-        prefetch=PrefetchSettings(prefetch, backward, late),
-        ignored=frozenset(arguments.ignored),
-    )
-    instance.__dict__[RUNNER_KEY] = Runner(unit, [instance], own, _find_root)
-    move_buffers(module, axes.device)
 
 
 def _find_root(top: Runner) -> Root:

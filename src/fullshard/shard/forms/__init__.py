@@ -5,7 +5,7 @@ from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, sh
 from .flat_shard import FlatShard, norms
 from .local import LocalForm
 from .protocol import Form
-from .row_shard import RowShard
+from .row_shard import RowShard, full_of
 from .rows import RowsForm
 from .runs import RunsForm
 from .stand_in import HiddenParameter
@@ -25,6 +25,7 @@ __all__ = [
     "RunsForm",
     "SubclassForm",
     "chunk_of",
+    "full_of",
     "is_extension",
     "norms",
     "shard_metadata",

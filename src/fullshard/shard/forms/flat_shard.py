@@ -303,7 +303,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
     local = [getattr(s, "_local_tensor", s) for s in shards]
-    zero = [torch.zeros((), dtype=dtype or t.dtype, device=t.device) for t in local]
+    zero = [torch.zeros((), dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
     found = [
         torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)
     ]

@@ -19,6 +19,7 @@ from ...torch_private.local_tensor import local_part
 from ..full import Full, PlainFull
 from ..member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .flat_shard import FlatShard
+from .row_shard import full_of
 from .run import Run
 
 
@@ -75,8 +76,7 @@ class LocalForm:
         run = Run.of(member.slot, slice_numel, self.axes.shard, self.axes.replicate)
         whole = FlatShard(local.detach().to(self.axes.device), run).full_tensor()
         if member.split is not None:
-            shown: Any = member.split.unsharded(whole)
-            whole = shown.full_tensor()
+            whole = full_of(member.split.unsharded(whole))
         return whole
 
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:

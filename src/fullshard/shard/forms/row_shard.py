@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ...dtypes import KNOWN
 from ...errors import ConfigError, PhaseError
 from ...torch_private.local_tensor import (
     delete_grad,
     local_of,
+    local_part,
     plain_access,
     plain_call,
     read_data,
@@ -81,8 +83,7 @@ class RowShard(DTensor):
             grad_placements = [
                 Partial("avg") if dim < data_dims else Replicate() for dim in range(self.device_mesh.ndim)
             ]
-        whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
-        return whole
+        return full_of(self, grad_placements)
 
     def data_ptr(self) -> int:
         """0: a DTensor has no memory but its local tensor's. (torch's gives the offset of that one, without a base.)"""
@@ -138,6 +139,25 @@ def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is DTensor:
         tensor.__class__ = RowShard  # type: ignore[assignment]
     return tensor
+
+
+def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    """`DTensor.full_tensor` of any dtype: what backends do not know is gathered as bytes, along a last dim."""
+    differentiable = tensor.requires_grad and torch.is_grad_enabled()
+    known = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
+    local, width = local_part(tensor), tensor.dtype.itemsize
+    if known or differentiable or type(local) is not torch.Tensor:
+        whole: torch.Tensor = DTensor.full_tensor(tensor, grad_placements=grad_placements)
+        return whole
+    parts = DTensor.from_local(
+        local.unsqueeze(-1).view(torch.uint8),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size([*tensor.shape, width]),
+        stride=(*[step * width for step in tensor.stride()], 1),
+    )
+    return parts.full_tensor().contiguous().view(tensor.dtype).squeeze(-1)
 
 
 _VIEWS = {

@@ -15,7 +15,7 @@ from ...mesh import MeshAxes
 from ...torch_private.local_tensor import local_of, local_part, set_local
 from ..full import Full, PlainFull
 from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .row_shard import DATA_DIMS_KEY, as_row_shard
+from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 
 class RowsForm:
@@ -83,8 +83,7 @@ class RowsForm:
         if self.apart:  # ranks talk on the device
             local = local.to(self.axes.device)
         shown: Any = self.view(member, local.detach())
-        whole: torch.Tensor = shown.full_tensor()
-        return whole
+        return full_of(shown)
 
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         shown: Any = member.sharded
