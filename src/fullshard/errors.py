@@ -3,6 +3,7 @@
     FullshardError
       ConfigError      (ValueError)    an argument or a combination of settings that cannot work
       LayoutError      (ValueError)    a parameter that cannot be laid out as asked
+        PlacementError (AssertionError too) a placement on a dim that the parameter does not have
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
         MissingStateError (ValueError too) optimizer state to load that lacks a parameter
@@ -63,6 +64,10 @@ class ConfigError(FullshardError, ValueError):
 
 class LayoutError(FullshardError, ValueError):
     """A parameter that cannot be laid out as asked."""
+
+
+class PlacementError(LayoutError, AssertionError):
+    """A placement on a dim that the parameter does not have, where PyTorch asserts that it has it."""
 
 
 class DivergenceError(FullshardError, RuntimeError):

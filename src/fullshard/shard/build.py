@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
-from ..errors import ConfigError
+from ..errors import ConfigError, PlacementError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
@@ -232,6 +232,7 @@ def choose_placement(
 
     Raises:
         ConfigError: it says something that cannot be used.
+        PlacementError: it names a dim that the parameter does not have.
     """
     chosen = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
@@ -246,6 +247,13 @@ def choose_placement(
             parameter=item.name,
             expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
             got=f"{placement!r} with layout={settings.layout!r}",
+        )
+    if placement is not None and not -(dims := max(item.parameter.dim(), 1)) <= placement.dim < dims:
+        raise PlacementError(
+            "shard_placement_fn returned a placement on a dim that the parameter does not have.",
+            parameter=item.name,
+            expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {tuple(item.parameter.shape)}",
+            got=placement,
         )
     if mesh is None:
         return placement, settings.axes
