@@ -225,6 +225,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         runner: Runner = self.__dict__[RUNNER_KEY]
         return runner
 
+    @torch.compiler.disable
     def _lazy_init(self) -> Root:
         """The root above this instance; this one becomes a root if there is none."""
         runner = self._runner()
