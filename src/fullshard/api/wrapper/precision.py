@@ -56,6 +56,7 @@ class Buffers:
         return found
 
 
+@torch.compiler.disable
 def use_full_precision(root: Any, full: bool) -> None:
     """Compute in the parameters' own dtype (True) or in mixed precision (False), in all instances below `root`.
 
