@@ -18,14 +18,17 @@ from ...optim import guard as optimizer_guard
 from ...policies import CPUOffloadPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
+    Ignored,
     PrefetchSettings,
     Root,
     Runner,
     UnitSettings,
     deepcopy_module,
     find_root,
+    left_alone,
     move_buffers,
     notice_torch,
+    runners_in,
     unit_of,
 )
 from ...shard import (
@@ -48,6 +51,7 @@ from .setup import (
     check_uniform,
     holders_of,
     materialise,
+    own_modules,
     policy_of,
     show_flat,
     wrap_submodules,
@@ -72,7 +76,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             module classes.
         backward_prefetch: see `BackwardPrefetch`; None: nothing is gathered ahead in backward.
         mixed_precision: see `MixedPrecision`.
-        ignored_modules: modules whose parameters are left alone. Deprecated in favour of `ignored_states`.
+        ignored_modules: modules that are left alone, their parameters and buffers, also by instances around this one.
+            Deprecated in favour of `ignored_states`.
         param_init_fn: called with each module that has parameters on meta, to give them values; None: its
             `reset_parameters()` is called on empty memory.
         device_id: where to compute; None: the accelerator that the process group serves, else the CPU.
@@ -81,7 +86,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         limit_all_gathers: at most two units that are freed after use are gathered at any time in forward; False: three.
         use_orig_params: True: `named_parameters()` are the original Parameter objects, each the 1-D part of it that
             this rank owns (maybe empty). False: one `FlatParameter` per instance.
-        ignored_states: parameters to leave alone, or modules whose parameters are.
+        ignored_states: parameters to leave alone, or modules.
         device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
         full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
             with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
@@ -225,7 +230,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         runner: Runner = self.__dict__[RUNNER_KEY]
         return runner
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _lazy_init(self) -> Root:
         """The root above this instance; this one becomes a root if there is none."""
         runner = self._runner()
@@ -377,7 +382,8 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
     """Shard what no instance below has taken, and have a runner run it."""
     arguments = instance._arguments
     axes, strategy, mixed = arguments.axes, arguments.strategy, arguments.mixed_precision
-    found = find_parameters([module], unit_of, arguments.ignored)
+    ignored = arguments.ignored | left_alone(runners_in(module))
+    found = find_parameters([module], unit_of, ignored)
     for item in found:
         item.name = clean_name(item.name)
     check_parameters(found, axes, "flat", wrapper=True)
@@ -409,10 +415,10 @@ def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm
         policy,
         strategy in FULL_SHARD,
         prefetch=PrefetchSettings(prefetch, backward, late),
-        ignored=frozenset(arguments.ignored),
+        ignored=Ignored.under([module], ignored, arguments.ignored_modules),
     )
     instance.__dict__[RUNNER_KEY] = Runner(unit, [instance], own, _find_root)
-    move_buffers(module, axes.device)
+    move_buffers(own_modules(module, arguments.ignored_modules), axes.device)
 
 
 def _find_root(top: Runner) -> Root:
