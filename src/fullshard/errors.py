@@ -3,7 +3,6 @@
     FullshardError
       ConfigError      (ValueError)    an argument or a combination of settings that cannot work
       LayoutError      (ValueError)    a parameter that cannot be laid out as asked
-        PlacementError (AssertionError too) a placement on a dim that the parameter does not have
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
         MissingStateError (ValueError too) optimizer state to load that lacks a parameter
@@ -11,6 +10,7 @@
         UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
+      AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
@@ -66,10 +66,6 @@ class LayoutError(FullshardError, ValueError):
     """A parameter that cannot be laid out as asked."""
 
 
-class PlacementError(LayoutError, AssertionError):
-    """A placement on a dim that the parameter does not have, where PyTorch asserts that it has it."""
-
-
 class DivergenceError(FullshardError, RuntimeError):
     """Ranks disagree on what they train or on what to do next."""
 
@@ -96,3 +92,7 @@ class NotSupportedError(ConfigError, NotImplementedError):
 
 class ArgumentTypeError(ConfigError, TypeError):
     """An argument of a type that PyTorch's front-end stumbles over with a `TypeError`."""
+
+
+class AssertedError(ConfigError, AssertionError):
+    """An argument that PyTorch asserts is right."""

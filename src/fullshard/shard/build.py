@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
-from ..errors import ConfigError, PlacementError
+from ..errors import AssertedError, ConfigError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
@@ -232,7 +232,7 @@ def choose_placement(
 
     Raises:
         ConfigError: it says something that cannot be used.
-        PlacementError: it names a dim that the parameter does not have.
+        AssertedError: it names a dim that the parameter does not have.
     """
     chosen = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
@@ -249,7 +249,7 @@ def choose_placement(
             got=f"{placement!r} with layout={settings.layout!r}",
         )
     if placement is not None and not -(dims := max(item.parameter.dim(), 1)) <= placement.dim < dims:
-        raise PlacementError(
+        raise AssertedError(
             "shard_placement_fn returned a placement on a dim that the parameter does not have.",
             parameter=item.name,
             expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {tuple(item.parameter.shape)}",
