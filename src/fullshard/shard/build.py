@@ -82,7 +82,8 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
 
     Raises:
         LayoutError: a parameter that the layout cannot hold.
-        ConfigError: a placement, mesh, or combination that cannot be used.
+        ConfigError: a placement, mesh, or combination that cannot be used; an `AssertedError` where the parameter does
+            not have the dim.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
     meshes: dict[DeviceMesh, MeshAxes] = {settings.axes.mesh: settings.axes}
@@ -232,7 +233,6 @@ def choose_placement(
 
     Raises:
         ConfigError: it says something that cannot be used.
-        AssertedError: it names a dim that the parameter does not have.
     """
     chosen = settings.placement(item.parameter) if settings.placement is not None else None
     placement, mesh = chosen, None
@@ -247,13 +247,6 @@ def choose_placement(
             parameter=item.name,
             expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
             got=f"{placement!r} with layout={settings.layout!r}",
-        )
-    if placement is not None and not -(dims := max(item.parameter.dim(), 1)) <= placement.dim < dims:
-        raise AssertedError(
-            "shard_placement_fn returned a placement on a dim that the parameter does not have.",
-            parameter=item.name,
-            expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {tuple(item.parameter.shape)}",
-            got=placement,
         )
     if mesh is None:
         return placement, settings.axes
@@ -278,8 +271,15 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     if item.owner is not None:  # its sharded form need not have the whole's shape
         slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
         shape, order = slot.shape, slot.spec.order
-    dim = placement.dim % max(len(shape), 1) if placement is not None else 0
-    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim)
+    dim, dims = placement.dim if placement is not None else 0, max(len(shape), 1)
+    if not -dims <= dim < dims:
+        raise AssertedError(
+            "shard_placement_fn returned a placement on a dim that the parameter does not have.",
+            parameter=item.name,
+            expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
+            got=placement,
+        )
+    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim % dims)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
