@@ -10,6 +10,7 @@
         UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
+      AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
@@ -91,3 +92,7 @@ class NotSupportedError(ConfigError, NotImplementedError):
 
 class ArgumentTypeError(ConfigError, TypeError):
     """An argument of a type that PyTorch's front-end stumbles over with a `TypeError`."""
+
+
+class AssertedError(ConfigError, AssertionError):
+    """An argument that PyTorch asserts is right."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import LAYOUTS, batch, differences, plain, shard, values
+from front_ends import LAYOUTS, backward, batch, differences, plain, shard, values, whole
 from torch import Tensor, nn
 
 import fullshard
@@ -85,3 +85,64 @@ def test_a_parameter_assigned_during_a_step_is_not_dropped(run_ranks, front, mom
 @pytest.mark.parametrize("moment", ["between steps", "after forward"])
 def test_a_parameter_assigned_beside_a_flat_parameter_is_not_dropped(run_ranks, moment):
     assert_same(run_ranks(assigned, "wrapper", "whole", moment, True, timeout=20))
+
+
+class Assigning(nn.Linear):
+    """A layer that assigns a weight to `target` before it computes, or after it did."""
+
+    target: nn.Module
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            assigns(self.target, "same")
+        out = super().forward(x)
+        if self.late:
+            assigns(self.target, "same")
+        return out
+
+
+def assigned_inside(front: str, late: bool, units: bool) -> list[str]:
+    """In the forward of its own unit, or before that of a later one: refused by name, and by all ranks."""
+    problems = []
+    for name in ("0", "2"):
+        inner = plain()
+        torch.manual_seed(3)
+        inner[0] = Assigning(6, 6, bias=False)
+        model = shard(front, inner, units)
+        owner_of(model, front, "0").__dict__.update(late=late, target=owner_of(model, front, name))
+        with pytest.raises(fullshard.PhaseError, match=f"{name}.weight"):
+            model(batch(0, dist.get_rank()))
+        if fullshard.memory_use(model).gathered:
+            problems.append(f"{name}: stays gathered")
+    return problems
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
+def test_a_parameter_assigned_inside_a_forward_is_refused(run_ranks, front, late, units):
+    assert_same(run_ranks(assigned_inside, front, late, units, timeout=20))
+
+
+def gradients_of_what_was_used(front: str) -> list[str]:
+    """The backward of a forward that came before the assignment gives the gradients of what that computed with."""
+    model = shard(front, plain())
+    layer = owner_of(model, front, "2")
+    old = layer.weight
+    out = model(batch(0, dist.get_rank()))
+    assigns(layer, "same")
+    out.square().mean().backward()
+    want = plain()
+    backward(want, 0, [0, 1])
+    problems = [] if layer.weight.grad is None else ["the new parameter has a gradient"]
+    expected = want[2].weight.grad
+    if front not in LAYOUTS:  # the first elements on rank 0, the last on rank 1
+        expected = expected.flatten()
+        expected = expected[: old.numel()] if dist.get_rank() == 0 else expected[-old.numel() :]
+    return problems + differences("", {"": whole(old.grad)}, {"": expected})
+
+
+@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
+def test_gradients_are_those_of_the_parameter_that_was_used(run_ranks, front):
+    assert_same(run_ranks(gradients_of_what_was_used, front, timeout=20))

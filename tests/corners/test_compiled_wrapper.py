@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from front_ends import FRONTS, adam, differences, one_process, plain, shard, train, values
+from front_ends import FRONTS, WRAPPERS, adam, batch, differences, one_process, plain, shard, train, values
 from torch import nn
 
+import fullshard
 from training import assert_same
 
 
@@ -43,3 +44,22 @@ def compiled_part(front: str) -> list[str]:
 @pytest.mark.parametrize("front", FRONTS)
 def test_compiling_what_contains_a_sharded_model(run_ranks, front):
     assert_same(run_ranks(compiled_part, front, timeout=40))
+
+
+def compiled_in_eval(front: str) -> list[str]:
+    """`full_precision_in_eval` changes what a compiled model computes with, too, and changes it back."""
+    torch._dynamo.reset()
+    mixed = fullshard.MixedPrecision(param_dtype=torch.bfloat16)
+    model = shard(front, plain(), mixed_precision=mixed, full_precision_in_eval=True)
+    made = torch.compile(model, backend="eager")
+    found = [made.train(mode)(batch(0, 0)).dtype for mode in (True, False, True)]
+    out = made.eval()(batch(0, 0)).detach()
+    torch._dynamo.reset()
+    want = [torch.bfloat16, torch.float32, torch.bfloat16]
+    problems = [] if found == want else [f"outputs of {found}"]
+    return problems + differences("eval", {"": out}, {"": plain()(batch(0, 0)).detach()})
+
+
+@pytest.mark.parametrize("front", WRAPPERS)
+def test_full_precision_in_eval_of_a_compiled_model(run_ranks, front):
+    assert_same(run_ranks(compiled_in_eval, front, timeout=40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -138,6 +139,9 @@ def twins(layout: str) -> list[str]:
     model = fullshard.fully_shard(Inner(4, 4), layout=LAYOUTS[layout])
     twin = model.twin()
     problems = [] if type(twin) is Inner else [f"the twin is a {type(twin).__name__}"]
+    alias = copy.copy(model)
+    if type(alias) is not type(model) or alias.weight is not model.weight:
+        problems.append(f"copy.copy gives a {type(alias).__name__}")
     if (error := raised(lambda: twin(torch.ones(1, 4)))) is not None:
         problems.append(f"the twin does not run: {error!r}")
     return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import types
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import LAYOUTS, WRAPPERS, adam, differences, shard, whole, wrap
+from front_ends import FRONTS, LAYOUTS, WRAPPERS, adam, differences, not_refused, raised, shard, whole, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -164,6 +165,52 @@ def test_parameters_ignored_by_a_unit_below(run_ranks, layout):
     assert_same(run_ranks(ignored_by_a_unit, layout, timeout=20))
 
 
+def ignored_and_remade(front: str) -> list[str]:
+    """What is ignored stays so where its Parameters become other objects: materialised, replaced, deep-copied."""
+    problems = []
+    for how in ("materialised", "replaced", "copied"):
+        inner = layers()
+        norm = inner[0][1]
+        if front in LAYOUTS:
+            inner = inner.to("meta") if how == "materialised" else inner
+            model: Any = fullshard.fully_shard(inner, layout=LAYOUTS[front], ignored_params=set(norm.parameters()))
+        else:  # materialises by itself
+            model = wrap(inner, use_orig_params=front == "wrapper_orig", ignored_modules=[norm])
+        if how == "materialised" and front in LAYOUTS:
+            model.to_empty(device="cpu")
+            norm.reset_parameters()
+        elif how == "replaced":
+            norm.weight = nn.Parameter(torch.ones(6))
+        elif how == "copied":
+            model = copy.deepcopy(model)
+            norm = (model if front in LAYOUTS else model.module)[0][1]
+        model(batch()).sum().backward()
+        if type(norm.weight) is not nn.Parameter or norm.weight.shape != (6,) or norm.weight.grad is None:
+            problems.append(f"{how}: {norm.weight}")
+    return problems
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_ignored_parameters_that_become_other_objects(run_ranks, front):
+    assert_same(run_ranks(ignored_and_remade, front, timeout=20))
+
+
+def added_to_ignored(front: str) -> list[str]:
+    """Modules that are ignored may gain parameters later, as adapters do."""
+    model = layers()
+    norm = model[0][1]
+    wrapped = wrap(model, use_orig_params=front == "wrapper_orig", ignored_modules=[norm])
+    wrapped(batch())
+    norm.adapter = nn.Linear(6, 6)
+    wrapped(batch()).sum().backward()
+    return [] if norm.weight.grad is not None else ["the ignored module has no gradient"]
+
+
+@wrappers
+def test_parameters_added_to_ignored_modules(run_ranks, front):
+    assert_same(run_ranks(added_to_ignored, front, timeout=20))
+
+
 # Full precision in eval, with a batch norm that mixed precision leaves alone.
 
 
@@ -244,6 +291,20 @@ def synchronised(front: str, parameters: bool, buffers: bool) -> list[str]:
 @pytest.mark.parametrize(("parameters", "buffers"), [(False, False), (True, False), (False, True), (True, True)])
 def test_sync_module_states_of_tensor_parallel_modules(run_ranks, front, parameters, buffers):
     assert_same(run_ranks(synchronised, front, parameters, buffers, world=4, timeout=30))
+
+
+def split_over_data_ranks() -> list[str]:
+    """A buffer of which every rank has another part cannot be rank 0's on all: refused by name, and kept."""
+    model = nn.Linear(6, 6)
+    mesh = init_device_mesh("cpu", (2,))
+    model.register_buffer("table", distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None))
+    error = raised(lambda: FSDP(model, device_mesh=mesh, sync_module_states=True))
+    problems = not_refused("split", error, fullshard.ConfigError, "table")
+    return problems + differences("kept", {"": whole(model.table)}, {"": torch.arange(4.0)})
+
+
+def test_sync_module_states_of_a_tensor_split_over_the_same_ranks(run_ranks):
+    assert_same(run_ranks(split_over_data_ranks, timeout=20))
 
 
 # Padding.

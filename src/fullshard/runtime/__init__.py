@@ -1,16 +1,18 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
+from .ignored import Ignored
 from .noticed import install as notice_torch
 from .reducer import InFlight
 from .root import Root
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
-from .units import RUNNER_KEY, find_root, is_unit, move_buffers, run_method, runner_of, runners_in, unit_of
+from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, run_method, runner_of, runners_in, unit_of
 
 __all__ = [
     "RUNNER_KEY",
+    "Ignored",
     "InFlight",
     "Order",
     "PrefetchSettings",
@@ -21,6 +23,7 @@ __all__ = [
     "deepcopy_module",
     "find_root",
     "is_unit",
+    "left_alone",
     "move_buffers",
     "notice_torch",
     "run_method",

@@ -207,7 +207,8 @@ class Runner:
             if unit.state is State.SHARDED:
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather(keep=with_grad)
-        unit.show_unsharded()
+        if (assigned := unit.show_unsharded()) is not None:
+            raise unit.assigned_error(assigned)
         self._period = Period(self.index, root.trace if torch.is_grad_enabled() else None)
         self._leads_back = False
         if self._period.trace is not None:
@@ -224,13 +225,15 @@ class Runner:
         self._ran.clear()
         unit = self.unit
         unit.refuse_written()
-        unit.show_sharded()
+        assigned = unit.show_sharded()
         if self._period.trace is not None:
             self._period.trace.left(self._period, self._leads_back)
         root = self.root
-        if unit.state is State.GATHERED and (root is None or self.reshards(root.pass_grad)):
+        if unit.state is State.GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False
+        if assigned is not None:
+            raise unit.assigned_error(assigned)
 
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""

@@ -10,6 +10,7 @@ import torch
 
 from ..comm import Comm
 from ..policies import MixedPrecisionPolicy
+from .ignored import Ignored
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class UnitSettings:
         unshard_in_backward: whether backward needs the parameters.
         reduce, prefetch: see there.
         group_memory: whether `comm` communicates through memory of the process group's backend.
-        ignored: ids of parameters in the unit's modules that were to be left alone.
+        ignored: what is in the unit's modules and was to be left alone.
     """
 
     comm: Comm
@@ -75,4 +76,4 @@ class UnitSettings:
     reduce: ReduceSettings = field(default_factory=ReduceSettings)
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
     group_memory: bool = False
-    ignored: frozenset[int] = frozenset()
+    ignored: Ignored = field(default_factory=Ignored)

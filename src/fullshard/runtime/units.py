@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,7 @@ def find_root(top: Runner) -> Root:
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), name)
-    ignored = partial(_ignored, units)
+    ignored = partial(left_alone, units)
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
         check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()), ignored())
@@ -91,8 +92,9 @@ def find_root(top: Runner) -> Root:
     return root
 
 
-def _ignored(units: list[Runner]) -> frozenset[int]:
-    return frozenset().union(*[runner.settings.ignored for runner in units])
+def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
+    """Ids of the parameters that are there now and that any of these units was told to leave alone."""
+    return frozenset().union(*[runner.settings.ignored.ids() for runner in runners])
 
 
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:
@@ -107,9 +109,9 @@ def run_method(module: nn.Module, runner: Runner, name: str) -> None:
     module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[name] = method
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers follow the parameters to the mesh's device."""
-    for owner in module.modules():
+def move_buffers(owners: Iterable[nn.Module], device: torch.device) -> None:
+    """The modules' buffers follow the parameters to the mesh's device."""
+    for owner in owners:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 owner._buffers[name] = buffer.to(device)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
-from ..errors import ConfigError
+from ..errors import AssertedError, ConfigError
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
@@ -82,7 +82,8 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
 
     Raises:
         LayoutError: a parameter that the layout cannot hold.
-        ConfigError: a placement, mesh, or combination that cannot be used.
+        ConfigError: a placement, mesh, or combination that cannot be used; an `AssertedError` where the parameter does
+            not have the dim.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
     meshes: dict[DeviceMesh, MeshAxes] = {settings.axes.mesh: settings.axes}
@@ -270,8 +271,15 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     if item.owner is not None:  # its sharded form need not have the whole's shape
         slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
         shape, order = slot.shape, slot.spec.order
-    dim = placement.dim % max(len(shape), 1) if placement is not None else 0
-    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim)
+    dim, dims = placement.dim if placement is not None else 0, max(len(shape), 1)
+    if not -dims <= dim < dims:
+        raise AssertedError(
+            "shard_placement_fn returned a placement on a dim that the parameter does not have.",
+            parameter=item.name,
+            expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
+            got=placement,
+        )
+    return ParameterSpec(item.name, shape, order or memory_order(parameter), dim % dims)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from .changes import OWNER_KEY
 from .gradients import Gradients
 from .member import Member, identity_of
 from .place import Place
+from .showing import Showing
 
 
 class State(Enum):
@@ -87,8 +88,7 @@ class Unit:
         self.changes = 0
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
-        self._shown = False  # whether modules show the unsharded parameters
-        self._places: tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]] | None = None
+        self.showing = Showing()
         self._versions: list[int] = []  # of the unsharded parameters when they were shown
         self._gathered_version = 0  # `version()` when what is gathered was
 
@@ -207,35 +207,33 @@ class Unit:
 
     # Which parameters modules show.
 
-    def show_unsharded(self) -> None:
-        """Register the unsharded parameters on the modules; the unit must be gathered."""
-        if self._shown:
-            return
-        if self._places is None:
-            unsharded = [(p.target, p.name, m.unsharded) for m in self.members for p in m.places]
-            sharded = [
-                (p.target, p.name, m.sharded if m.stand_in is None else m.stand_in)
-                for m in self.members
-                for p in m.places
-            ]
-            self._places = (unsharded, sharded)
-        for target, name, parameter in self._places[0]:
-            target[name] = parameter
-        self._versions = [m.unsharded._version for b in self.buckets for m in b.members]  # type: ignore[union-attr]
-        self._shown = True
+    def show_unsharded(self) -> Member | None:
+        """Register the unsharded parameters on the modules; the unit must be gathered.
 
-    def show_sharded(self) -> None:
-        """Register the sharded parameters on the modules."""
-        if not self._shown:
-            return
-        assert self._places is not None
-        for target, name, parameter in self._places[1]:
-            target[name] = parameter
-        self._shown = False
+        Returns:
+            The first parameter in whose place users have put something since; that is put back by `show_sharded`.
+        """
+        if self._shown:
+            return None
+        assigned = self.showing.show_unsharded(lambda: self.members)
+        self._versions = [m.unsharded._version for b in self.buckets for m in b.members]  # type: ignore[union-attr]
+        return assigned
+
+    def show_sharded(self) -> Member | None:
+        """Register the sharded parameters on the modules.
+
+        Returns:
+            The first parameter in whose place users have put something since; that stays there.
+        """
+        return self.showing.show_sharded()
+
+    @property
+    def _shown(self) -> bool:
+        return self.showing.unsharded
 
     def places_changed(self) -> None:
         """Parameters, or where they are registered, are others now."""
-        self._places = None
+        self.showing.forget()
 
     def refuse_written(self) -> None:
         """Raise if a forward wrote to a parameter: to what was gathered, which is about to be given back.
@@ -259,6 +257,17 @@ class Unit:
                     "the weight in ignored_params",
                 )
 
+    def assigned_error(self, member: Member) -> PhaseError:
+        """The error for a Parameter that was assigned to a module while forwards run."""
+        return PhaseError(
+            "A parameter was assigned to a module of a sharded model inside a forward: ranks would train it apart.",
+            parameter=member.name,
+            rank=self.rank,
+            expected="parameters that are assigned between steps",
+            got=f"another object in its place, in or before the forward of unit {self.name or '(root)'!r}",
+            remedy="assign it between steps, or change values in place then (copy_)",
+        )
+
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
         return self.changes + sum([bucket.form.version(bucket.members) for bucket in self.buckets])
@@ -279,13 +288,15 @@ class Unit:
         Raises:
             ConfigError: a parameter was replaced by something that is not its shard.
         """
+        if self.showing.disturbed():  # since unshard()
+            self.show_sharded()
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             if not self._shown and bucket.replaced():
                 if self.state is not State.SHARDED:
                     self.free()
                 bucket.take_over()
                 gradients.forget()
-                self._places = None
+                self.showing.forget()
                 self.changes += 1
             if self._shown:  # since unshard()
                 bucket.take_requires_grad()
@@ -299,7 +310,7 @@ class Unit:
                 bucket.own_compute_dtype = dtype
                 bucket.forget_buffers()
                 gradients.buffer = None
-        self._places = None
+        self.showing.forget()
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[], None]]:
         """For `nn.Module._apply`: `fn` as it acts on this unit's sharded parameters, a whole shard at once.
@@ -331,7 +342,7 @@ class Unit:
                         member.sharded.__dict__.update(identities[id(member.sharded)])
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
-            self._places = None
+            self.showing.forget()
             self.changes += 1
 
         return applied, finish
@@ -363,7 +374,7 @@ class Unit:
                     else:
                         self.buckets[index] = rest
                         self.gradients[index] = Gradients(rest, self.reduce_dtype, self.keeps_compute_dtype)
-                    self._places = None
+                    self.showing.forget()
                     return list(member.places), whole
         raise PhaseError(
             f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard"
@@ -377,7 +388,7 @@ class Unit:
                     if not any(place.same_as(known) for known in member.places):
                         member.places.append(place)
                         place.show(parameter)
-        self._places = None
+        self.showing.forget()
 
     # Recovery.
 

@@ -19,13 +19,16 @@ from ...optim import guard as optimizer_guard
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
+    Ignored,
     PrefetchSettings,
     Runner,
     UnitSettings,
     find_root,
     is_unit,
+    left_alone,
     move_buffers,
     notice_torch,
+    runners_in,
     unit_of,
 )
 from ...shard import (
@@ -87,7 +90,7 @@ def fully_shard(
         mp_policy: dtypes of gathers, reductions and outputs.
         offload_policy: `OffloadPolicy()`, no offloading; or `CPUOffloadPolicy()`: sharded parameters, gradients and
             optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced; by units around this one, too.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
             may be DTensors on that mesh, whole on its data-parallel dims.
         layout: "rows" (each parameter split on dim 0 as `torch.chunk`; sharded parameters are `DTensor`s) or "flat"
@@ -124,7 +127,8 @@ def fully_shard(
         axes, kind, mp_policy, layout, shard_placement_fn, spmd, home=home_of(offload_policy, axes.device)
     )
     keep = _check_reshard(reshard_after_forward, axes)
-    ignored = {id(parameter) for parameter in ignored_params or ()}
+    below = [runner for one in modules for runner in runners_in(one)]
+    ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
     if auto_wrap_policy is not None:
         if len(modules) != 1:
@@ -267,11 +271,11 @@ def _make_unit(
         settings.policy,
         reshard,
         prefetch=PrefetchSettings(prefetch, prefetch),
-        ignored=frozenset(ignored),
+        ignored=Ignored.under(modules, ignored),
     )
     runner = Runner(unit, modules, own, find_root)
     for module in modules:
-        move_buffers(module, settings.axes.device)
+        move_buffers(module.modules(), settings.axes.device)
         module.__dict__[RUNNER_KEY] = runner
         object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
         module.register_state_dict_pre_hook(before_state_dict)

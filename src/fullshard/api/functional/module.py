@@ -33,6 +33,14 @@ class FSDPModule:
     The methods of this class steer the unit. Those with `recurse` act on all units below as well.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An unsharded instance of the class that was sharded: what a slice of a container makes, or `type(self)(...)`.
+
+        An instance of `cls` without a unit could not run.
+        """
+        plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        return plain(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
         runner: Runner = self.__dict__[RUNNER_KEY]
@@ -275,6 +283,14 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's parameters are needed in its backward (an embedding's are not)."""
         self._runner().set(unshard_in_backward=unshard_in_backward)
+
+    def __copy__(self) -> Any:
+        """As `copy.copy` copies any module: the same parameters, submodules and unit. `__new__` would unshard it."""
+        if (own := getattr(super(), "__copy__", None)) is not None:
+            return own()
+        new = object.__new__(type(self))
+        new.__setstate__(self.__reduce_ex__(4)[2])  # type: ignore[attr-defined]
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with shards of its own, on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""

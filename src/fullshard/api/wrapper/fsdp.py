@@ -30,7 +30,7 @@ from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
-from .setup import broadcast_states, check_arguments, materialise
+from .setup import broadcast_states, check_arguments, materialise, own_modules
 from .summon import is_summoned, summon_full_params
 from .training import clip_gradients, register_hook
 
@@ -51,7 +51,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
             module classes.
         backward_prefetch: see `BackwardPrefetch`; None: nothing is gathered ahead in backward.
         mixed_precision: see `MixedPrecision`.
-        ignored_modules: modules whose parameters are left alone. Deprecated in favour of `ignored_states`.
+        ignored_modules: modules that are left alone, their parameters and buffers, also by instances around this one.
+            Deprecated in favour of `ignored_states`.
         param_init_fn: called with each module that has parameters on meta, to give them values; None: its
             `reset_parameters()` is called on empty memory.
         device_id: where to compute; None: the accelerator that the process group serves, else the CPU.
@@ -60,7 +61,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         limit_all_gathers: at most two units that are freed after use are gathered at any time in forward; False: three.
         use_orig_params: True: `named_parameters()` are the original Parameter objects, each the 1-D part of it that
             this rank owns (maybe empty). False: one `FlatParameter` per instance.
-        ignored_states: parameters to leave alone, or modules whose parameters are.
+        ignored_states: parameters to leave alone, or modules.
         device_mesh: in place of `process_group`: 1-D (shard), or 2-D (replicate, shard) for hybrid strategies.
         full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
             with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
@@ -146,7 +147,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         settings = plan.build_settings()
         unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
         self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
-        move_buffers(module, arguments.axes.device)
+        move_buffers(own_modules(module, arguments.ignored_modules), arguments.axes.device)
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
         optimizer_guard.install()
@@ -214,6 +215,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         runner: Runner = self.__dict__[RUNNER_KEY]
         return runner
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _lazy_init(self) -> Root:
         """The root above this instance; this one becomes a root if there is none."""
         runner = self._runner()

@@ -14,7 +14,7 @@ from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError
 from ...names import clean_name
 from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import PrefetchSettings, UnitSettings, is_unit, unit_of
+from ...runtime import Ignored, PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     ATTRIBUTE,
     BuildSettings,
@@ -87,8 +87,12 @@ class Plan:
             policy,
             arguments.strategy in FULL_SHARD,
             prefetch=PrefetchSettings(prefetch, backward, late),
-            ignored=frozenset(arguments.ignored),
+            ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
         )
+
+    def ignored(self) -> set[int]:
+        """Ids of the parameters to leave alone: those given, and those that units below were told to leave alone."""
+        return self.arguments.ignored | left_alone(runners_in(self.module))
 
     def check(self, found: Sequence[Found]) -> None:
         """Refuse parameters that a unit cannot be made of. Changes nothing.
@@ -104,7 +108,7 @@ class Plan:
 
     def build(self, settings: BuildSettings) -> Unit:
         """Shard what no instance below has taken."""
-        ignored = self.arguments.ignored
+        ignored = self.ignored()
         found = find_parameters([self.module], unit_of, ignored)
         self.check(found)
         shared = find_shared([self.module], unit_of, ignored)
@@ -126,13 +130,13 @@ def check_plans(plans: Sequence[Plan]) -> None:
         ConfigError, LayoutError: see `Plan.check`; a module on meta that nothing can initialise.
     """
     rehearsal = Rehearsal(unit_of)
-    made: set[int] = set()
+    made: list[nn.Module] = []
     for plan in plans:
-        found = rehearsal.add([plan.module], plan.arguments.ignored)
+        found = rehearsal.add([plan.module], plan.ignored())
         plan.check(found)
         plan_unit(found, plan.build_settings())
         check_initialisable(plan.module, plan.init, plan.arguments.ignored_modules, made)
-        made.add(id(plan.module))
+        made.append(plan.module)
 
 
 # Instances in the place of submodules.

@@ -24,10 +24,11 @@ class Buffers:
         self.original: dict[tuple[int, str], torch.dtype] = {}
 
     def cast(self, instance: nn.Module) -> None:
-        """Cast the buffers of the instance's modules (not of instances below) to `dtype`."""
+        """Cast the buffers of the instance's modules (not of instances below, nor of ignored modules) to `dtype`."""
         if self.dtype is None:
             return
-        for owner in own_modules(instance):
+        runner = runner_of(instance)
+        for owner in own_modules(instance, runner.settings.ignored.modules if runner is not None else ()):
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     self.original.setdefault((id(owner), name), buffer.dtype)
@@ -35,7 +36,7 @@ class Buffers:
 
     def restore(self, instance: nn.Module) -> None:
         """Give the buffers their own dtypes back."""
-        for owner in own_modules(instance):
+        for owner in own_modules(instance, ()):
             for name, buffer in owner._buffers.items():
                 dtype = self.original.get((id(owner), name))
                 if buffer is not None and dtype is not None:
@@ -56,6 +57,7 @@ class Buffers:
         return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def use_full_precision(root: Any, full: bool) -> None:
     """Compute in the parameters' own dtype (True) or in mixed precision (False), in all instances below `root`.
 

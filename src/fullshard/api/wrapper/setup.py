@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ...comm import Comm
 from ...errors import ArgumentTypeError, ConfigError
-from ...mesh import MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
+from ...mesh import Axis, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ...runtime import is_unit
 from ...shard import owner_of, successor_of
+from ...torch_private.local_tensor import local_part
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -151,26 +153,29 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
 # Values: from meta, and from rank 0.
 
 
-def own_modules(module: nn.Module, apart: Container[int] = ()) -> list[nn.Module]:
-    """`module` and all below it that are not below another instance, nor below modules with an id in `apart`."""
-    found, waiting, seen = [], [module], {id(module)}
+def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """`module` and all below it that are not below another instance, nor among, or below, `ignored`."""
+    found, waiting, seen = [], [module], {id(module), *map(id, ignored)}
     while waiting:
         owner = waiting.pop(0)
         found.append(owner)
         for child in owner.children():
-            if not is_unit(child) and id(child) not in seen and id(child) not in apart:
+            if not is_unit(child) and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
     return found
 
 
 def check_initialisable(
-    module: nn.Module, init: Callable[[nn.Module], None] | None, ignored: set[nn.Module], apart: Container[int] = ()
+    module: nn.Module,
+    init: Callable[[nn.Module], None] | None,
+    ignored: set[nn.Module],
+    apart: Iterable[nn.Module] = (),
 ) -> None:
     """Make sure that `materialise` has a way for every module. Changes nothing.
 
     Args:
-        apart: ids of modules that are instances' of their own by then.
+        apart: modules that are instances' of their own by then.
 
     Raises:
         ConfigError: a module on meta has neither, or `init` is no function.
@@ -193,7 +198,7 @@ def materialise(
     Raises:
         ConfigError: a module is on meta still.
     """
-    for owner in own_modules(module):
+    for owner in own_modules(module, ignored):
         if owner in ignored or not _on_meta(owner):
             continue
         if init is not None:
@@ -212,17 +217,41 @@ def _on_meta(owner: nn.Module) -> bool:
 
 
 def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
-    """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks."""
-    for owner in own_modules(module):
-        for tensor in [*owner._parameters.values(), *owner._buffers.values()]:
+    """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks.
+
+    Of a DTensor (tensor parallelism) it is the local parts that are sent. Buffers of ignored modules are sent, too.
+
+    Raises:
+        ConfigError: a DTensor whose parts differ between the ranks that are to be made equal.
+    """
+    given = [axis for axis in (axes.shard, axes.replicate) if axis is not None]
+    for owner in own_modules(module, ()):
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
                 continue  # those of an instance below were made equal when it was wrapped
-            if not tensor.numel():
+            if isinstance(tensor, DTensor):
+                _check_repeated(name, tensor, given)
+            local = local_part(tensor.detach())
+            if not local.numel():
                 continue
             with torch.no_grad():
-                sent = tensor.detach().to(axes.device).contiguous()
-                for axis in (axes.shard, axes.replicate):
-                    if axis is not None:
-                        comm.broadcast(axis, sent, 0).wait()
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
+                sent = local.to(axes.device).contiguous()
+                for axis in given:
+                    comm.broadcast(axis, sent, 0).wait()
+                if sent.data_ptr() != local.data_ptr():
+                    local.copy_(sent)
+
+
+def _check_repeated(name: str, tensor: DTensor, axes: Sequence[Axis]) -> None:
+    """Refuse to send parts of `tensor` to ranks that hold other parts of it."""
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        ranks = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
+        if not placement.is_replicate() and any(len(ranks & set(axis.ranks)) > 1 for axis in axes):
+            raise ConfigError(
+                "sync_module_states=True was given for a tensor that is split over the ranks it would be sent to.",
+                parameter=name,
+                expected="tensors that these ranks hold whole, or split over other ranks in the same way",
+                got=f"a DTensor with placements {tensor.placements} on {mesh}",
+                remedy="leave sync_module_states out, or make the tensor a DTensor on the tensor-parallel ranks only",
+            )

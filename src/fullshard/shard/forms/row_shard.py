@@ -137,7 +137,7 @@ class RowShard(DTensor):
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The same object, of this class from now on if it is a DTensor."""
     if type(tensor) is DTensor:
-        tensor.__class__ = RowShard  # type: ignore[assignment]
+        tensor.__class__ = RowShard
     return tensor
 
 
