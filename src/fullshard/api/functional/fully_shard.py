@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -69,7 +70,7 @@ def fully_shard(
         mesh: 1-D (shard) or 2-D (replicate, shard); None: one axis of all ranks of the default process group.
         reshard_after_forward: True frees the unit after forward and gathers again in backward; False keeps it; an
             int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
-            ranks; None is True, except False for the root.
+            ranks (the axis' size is True; 1 is False, with a warning); None is True, except False for the root.
         shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly, or a
             `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
             after forward, also if `reshard_after_forward` is an int.
@@ -237,7 +238,14 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
         return reshard, None
     if not isinstance(reshard, int):
         raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}")
-    return True, subdivide(axes, reshard)
+    if reshard == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
+            "True (bool) frees them.",
+            stacklevel=3,
+        )
+        return False, None
+    return True, subdivide(axes, reshard) if reshard != axes.shard.size else None
 
 
 def _make_unit(
