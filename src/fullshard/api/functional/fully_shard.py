@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
-from ...errors import ConfigError
+from ...errors import ArgumentTypeError, AssertedError, ConfigError
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
@@ -197,7 +197,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
         raise ConfigError("fully_shard was given an empty list of modules")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
+            raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
         if not _has_forward(module):
             raise ConfigError(
                 f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
@@ -205,7 +205,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
                 remedy="apply fully_shard to each module in it, or to the list of them as one unit",
             )
         if is_unit(module):
-            raise ConfigError(
+            raise AssertedError(
                 f"fully_shard was applied to this {type(module).__name__} already.",
                 remedy="apply it once to each module, innermost first",
             )

@@ -262,7 +262,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
 
     def __getitem__(self, key: int) -> Any:
         if hasattr(self, WRAPPED):
-            return self.module[key]  # type: ignore[index]
+            return self.module.__getitem__(key)  # type: ignore[operator]
         raise PhaseError("the instance wraps nothing yet")
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:

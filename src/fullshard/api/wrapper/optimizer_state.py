@@ -13,7 +13,7 @@ from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import named_state, state_to_load
 from ...checkpoint.values import Form
-from ...errors import CheckpointError
+from ...errors import AssertedError, CheckpointError
 from .model_state import form_of, instances_of
 from .settings import OptimStateKeyType, accept
 
@@ -150,8 +150,9 @@ class OptimizerStateMethods:
 
         Raises:
             CheckpointError: a key that the model or the optimizer does not have.
+            AssertedError: `optim_state_key_type` is none.
         """
-        kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+        kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type", AssertedError)
         held = held_by(Table(model), _groups(model, optim, optim_input))
         names = [row.name for one in held for row in one.rows]
         to: dict[Any, Any] = dict(enumerate(names))
