@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
-from .changes import OWNER_KEY
+from .changes import OWNER_KEY, Owner
 from .find import Found
 from .forms import Form, RowsForm, RunsForm, SubclassForm, chunk_of, is_extension
 from .member import SUCCESSOR_KEY, Draft, attributes_of, hooks_onto, successor_of
@@ -153,7 +152,7 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     unit.rank = settings.axes.global_rank
     for plan, made in zip(planned, buckets, strict=True):
         for item, member in zip(plan.items, made.members, strict=True):
-            member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
+            member.sharded.__dict__[OWNER_KEY] = Owner(unit)
             for place in member.places:
                 place.show(member.sharded)
             if member.sharded is item.parameter:

@@ -36,7 +36,7 @@ class State(Enum):
 def owner_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
     reference = parameter.__dict__.get(OWNER_KEY)
-    return reference() if reference is not None else None
+    return reference() if reference else None
 
 
 def refuse_meta(units: Iterable[Unit]) -> None:

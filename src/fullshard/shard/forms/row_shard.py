@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from ...errors import ConfigError, PhaseError
 from ...torch_private.local_tensor import (
@@ -20,7 +21,7 @@ from ...torch_private.local_tensor import (
     write_grad,
 )
 from ..changes import changes_in_place, give_up_gradient, note_change
-from ..member import NAME_KEY
+from ..member import NAME_KEY, attributes_of
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
 """Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""
@@ -29,10 +30,11 @@ DATA_DIMS_KEY = "_fullshard_data_dims"
 class RowShard(DTensor):
     """A sharded parameter of the rows layout: a `DTensor`, whose misuse names itself.
 
-    It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
-    code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
-    noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged
-    over the ranks of the mesh, which compute different batches.
+    It behaves as any DTensor, with these additions: where an operation mixes it with plain tensors, which happens where
+    code runs weights while their unit is freed, the error says so and what to do; changes in place are noted,
+    so that a pending backward is not run with other weights; gradients through `full_tensor()` are averaged over the
+    ranks of the mesh, which compute different batches; `copy_` takes whole tensors; and what is pickled or copied is a
+    DTensor with memory of its own.
     """
 
     __slots__: list[str] = []
@@ -83,6 +85,15 @@ class RowShard(DTensor):
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         return whole
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copied(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # which says what is wrong with that
+        memo[id(self)] = copied = _copied(self)
+        return copied
+
     @classmethod
     def __torch_function__(
         cls,
@@ -96,7 +107,9 @@ class RowShard(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise freed_error(args, func) from error
+            if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
+                raise freed_error(args, func) from error
+            result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
@@ -119,6 +132,37 @@ _VIEWS = {
     torch.Tensor.to,
     torch.Tensor.__getitem__,
 }
+
+
+def _copied(shard: RowShard) -> torch.Tensor:
+    """A plain DTensor of the same values, in memory of its own: this rank's part and no more of the unit's shard."""
+    with plain_access(), torch.no_grad():
+        plain = DTensor.from_local(
+            local_of(shard).detach().clone(),
+            shard.device_mesh,
+            shard.placements,
+            run_check=False,
+            shape=shard.shape,
+            stride=shard.stride(),
+        )
+        copied: torch.Tensor = plain
+        if isinstance(shard, nn.Parameter):
+            copied = nn.Parameter(plain, requires_grad=shard.requires_grad)
+    kept = attributes_of(shard)
+    copied.__dict__.update({name: value for name, value in kept.items() if name not in copied.__dict__})
+    return copied
+
+
+def _copy_whole(target: Any, source: Any) -> bool:
+    """`target.copy_(source)` where `source` is the whole tensor, which every rank has; False if it is not."""
+    if not isinstance(target, RowShard) or isinstance(source, DTensor) or tuple(source.shape) != tuple(target.shape):
+        return False
+    # src_data_rank=None: every rank takes its own part, without communication.
+    with plain_access():
+        whole = source.detach()
+        cut = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        local_of(target).copy_(local_of(cut))
+    return True
 
 
 def name_of(args: tuple[Any, ...]) -> str | None:
