@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..comm import Comm
-from ..errors import DivergenceError
+from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..mesh import Axis, MeshAxes
 from ..shard import State, refuse_meta
@@ -43,7 +43,8 @@ class Runnable(Reducible, Protocol):
 class Root:
     """The context of one root unit and all units below it. Made at the first forward.
 
-    Owns no tensors, and knows nothing of a unit's settings.
+    Owns no tensors, and knows nothing of a unit's settings. Two roots may have units in common (a second model of the
+    same parts): such a unit belongs to the one that runs, and has to be idle to change over.
 
     Args:
         top: the unit whose forward was called first.
@@ -83,11 +84,53 @@ class Root:
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
+        self._names = [one.unit.name for one in units]
+        self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
-        for index, one in enumerate(units):
-            one.index = index
-            self.ledger.take_over(one.unit.ledger)
-            one.unit.ledger = self.ledger
+
+    def take_units(self) -> None:
+        """Make all units this root's, from whichever roots had them.
+
+        Raises:
+            PhaseError: a unit's root is running, or the unit became a root.
+        """
+        for one, name in zip(self.units, self._names, strict=True):
+            if one.root is not None and one.root is not self:
+                one.root.lend(one, name)
+        for index, one in enumerate(self.units):
+            if one.root is not self:
+                one.root, one.index, one.unit.name = self, index, self._names[index]
+                self.ledger.take_over(one.unit.ledger)
+                one.unit.ledger = self.ledger
+        self._lent = False
+
+    def lend(self, one: Runnable, name: str) -> None:
+        """Let go of a unit, for another root that runs it; it comes back when this one runs. It is freed.
+
+        Args:
+            name: of the unit from the other root.
+
+        Raises:
+            PhaseError: this root runs, or the unit is the root itself.
+        """
+        self.recover_if_broken()
+        if self.top is one:
+            raise PhaseError(
+                f"Unit {name!r} was run by itself before its root was: it is a root of its own now.",
+                expected="the first forward to be the root's",
+                got=f"a forward of {name!r} before one of the module around it",
+                remedy="run the root first; or build the model anew, and run this unit only through the root",
+            )
+        if self.pass_top is not None or self._backward is not None:
+            raise PhaseError(
+                f"Unit {name!r} is part of two roots, and the other one's forward or backward is running.",
+                remedy="let each root's forward and backward end before the other's begin",
+            )
+        one.happens(Happening.RESHARD)
+        held = sum(gradients.live_bytes for gradients in one.unit.gradients)  # accumulated without sync
+        self.ledger.reducing -= held
+        one.unit.ledger = Ledger(reducing=held)
+        self._lent = True
 
     def axes(self) -> MeshAxes | None:
         """Of the largest mesh in use, over which ranks are compared."""
@@ -121,6 +164,8 @@ class Root:
     def begin_forward(self, top: Runnable) -> None:
         """A unit's forward was called from outside any pass: usually the root's."""
         self.recover_if_broken()
+        if self._lent:
+            self.take_units()
         top.before_pass()
         with plain_access():
             for one in self.units:
@@ -209,6 +254,8 @@ class Root:
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit."""
         self.recover_if_broken()
+        if self._lent:
+            self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
 
     def reach(self, trace: Trace | None, index: int, begins: bool) -> None:
@@ -252,7 +299,8 @@ class Root:
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
         for one in self.units:
-            one.root = None
+            if one.root is self:
+                one.root = None
         self.units = []
 
     # Prefetch and recovery.
@@ -281,7 +329,8 @@ class Root:
         self._recent, self._touched = [], []
         with plain_access(), torch.no_grad():
             for one in self.units:
-                one.happens(Happening.RESET)
+                if one.root is self:
+                    one.happens(Happening.RESET)
         for order in (*self.orders.values(), self.backward_order):
             order.restart()
         self.pass_top = self.trace = None

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PhaseError
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
@@ -49,7 +48,7 @@ def find_root(top: Runner) -> Root:
     """The first forward reached `top`: it is the root of all units in its modules.
 
     Raises:
-        PhaseError: a unit below was run by itself before, and is a root of its own; parameters without values.
+        PhaseError: a unit below is a root of its own, or another root's, which runs; parameters without values.
         LayoutError: a tied weight is used outside of its unit.
         DivergenceError: ranks hold different units or parameters.
     """
@@ -61,12 +60,7 @@ def find_root(top: Runner) -> Root:
             if runner is None or runner in units:
                 continue
             if runner.root is not None:
-                raise PhaseError(
-                    f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
-                    expected="the first forward to be the root's",
-                    got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
-                    remedy="run the root first; or build the model anew, and run this unit only through the root",
-                )
+                runner.root.lend(runner, clean_path(path))
             units.append(runner)
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -85,8 +79,7 @@ def find_root(top: Runner) -> Root:
     additions = Additions(top.modules, ignored, top.unit.rank)
     root = Root(top, units, top.settings.comm, additions, top.shared_in_flight)
     root.agree()
-    for runner in units:
-        runner.root = root
+    root.take_units()
     weakref.finalize(top.modules[0], root.dissolve)
     return root
 
