@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,9 +16,10 @@ from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
-from .agreement import END, check_agreement, check_order
+from .agreement import END, check_order
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
+from .same_model import Line, check_same_model
 from .schedule import Order
 from .trace import Trace
 
@@ -137,9 +139,13 @@ class Root:
         found = [bucket.axes for one in self.units for bucket in one.unit.buckets]
         return max(found, key=lambda axes: axes.world) if found else None
 
-    def agree(self) -> None:
-        """Check once that all ranks hold the same units; see `agreement.py`."""
-        lines: list[str] = []
+    def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Check once that all ranks hold the same units; see `same_model.py`.
+
+        Args:
+            ignored: parameters that are left alone, by name.
+        """
+        lines: list[Line] = []
         axes: dict[int, Axis] = {}
         device = None
         for one in self.units:
@@ -152,12 +158,11 @@ class Root:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
                     grad = "trainable" if member.sharded.requires_grad else "frozen"
-                    lines.append(
-                        f"{member.name}: shape {member.slot.shape}, {dtype}, computed in {compute}, {grad}, "
-                        f"unit {one.unit.name or '(root)'!r}, layout {bucket.layout.name}"
-                    )
+                    facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
+                    lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
         if device is not None:
-            check_agreement(lines, list(axes.values()), self.comm, device)
+            left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
+            check_same_model(lines, left, list(axes.values()), self.comm, device)
 
     # Forward.
 

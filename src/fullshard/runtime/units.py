@@ -53,7 +53,7 @@ def find_root(top: Runner) -> Root:
         DivergenceError: ranks hold different units or parameters.
     """
     units: list[Any] = []
-    named: dict[int, str] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for module in top.modules:
         for path, child in module.named_modules():
             runner = runner_of(child)
@@ -64,7 +64,7 @@ def find_root(top: Runner) -> Root:
             units.append(runner)
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            named.setdefault(id(parameter), name)
+            named.setdefault(id(parameter), (clean_name(name), parameter))
     ignored = partial(_ignored, units)
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
@@ -72,13 +72,15 @@ def find_root(top: Runner) -> Root:
     for runner in units:
         for member in runner.unit.members:
             below = f"{runner.unit.name}.{member.slot.name}" if runner.unit.name else member.slot.name
-            member.qualify(clean_name(named.get(id(member.sharded), below)))
+            name, _ = named.get(id(member.sharded), (clean_name(below), member.sharded))
+            member.qualify(name)
     for runner in units:
         runner.unit.refresh()
     refuse_meta([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
     root = Root(top, units, top.settings.comm, additions, top.shared_in_flight)
-    root.agree()
+    left_alone = ignored()
+    root.agree([known for key, known in named.items() if key in left_alone])
     root.take_units()
     weakref.finalize(top.modules[0], root.dissolve)
     return root
