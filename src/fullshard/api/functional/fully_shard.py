@@ -63,7 +63,7 @@ def fully_shard(
     interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
 
     A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what
-    is gathered, as PyTorch documents; it is split into rows, evenly, whatever the layout.
+    is gathered, as PyTorch documents; it is split into rows whatever the layout.
 
     Args:
         module: the module, or a list of modules that form one unit.
