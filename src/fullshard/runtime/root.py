@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
@@ -87,6 +89,7 @@ class Root:
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
         self._names = [one.unit.name for one in units]
+        self._warned = False  # of another order
         self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
 
@@ -233,10 +236,24 @@ class Root:
         if self.checks_order:
             self.check_order(None)
             self.checks_order = False
+        if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            self._warn_of_order()
         self.forward_order.finish()
         if self.pass_grad:
             self.backward_order.suggest(self.forward_order.known[::-1])
         self._settle()
+
+    def _warn_of_order(self) -> None:
+        """Say once that a pass ran units in another order than the ones before: ranks are compared along the first."""
+        found = self.forward_order.departure()
+        if found is not None:
+            self._warned = True
+            known, now = ("none" if i is None else f"unit {self.units[i].unit.name or '(root)'!r}" for i in found)
+            warnings.warn(
+                f"Forward order differs from that of the first iteration: rank {self.top.unit.rank} ran {now} where it "
+                f"ran {known} before. Every rank has to change its order in the same way.",
+                stacklevel=2,
+            )
 
     def break_forward(self) -> None:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""

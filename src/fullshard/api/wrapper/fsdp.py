@@ -15,45 +15,15 @@ from ...containers import map_tensors
 from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...policies import CPUOffloadPolicy, OffloadPolicy
-from ...runtime import (
-    RUNNER_KEY,
-    PrefetchSettings,
-    Root,
-    Runner,
-    UnitSettings,
-    deepcopy_module,
-    find_root,
-    move_buffers,
-    notice_torch,
-    unit_of,
-)
-from ...shard import (
-    BuildSettings,
-    FlatParameterForm,
-    LocalForm,
-    build_unit,
-    check_parameters,
-    find_parameters,
-    home_of,
-)
+from ...runtime import RUNNER_KEY, Root, Runner, deepcopy_module, notice_torch
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
-from .setup import (
-    FULL_SHARD,
-    broadcast_states,
-    check_arguments,
-    check_uniform,
-    holders_of,
-    materialise,
-    policy_of,
-    show_flat,
-    wrap_submodules,
-)
+from .setup import broadcast_states, check_arguments, materialise, mixed_precision_of, warn_of_host, wrap_submodules
 from .summon import is_summoned, summon_full_params
 from .training import clip_gradients, register_hook
+from .unit import flat_of, make_unit
 
 
 class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):
@@ -157,7 +127,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
-        _make_unit(self, module, kind, 1 if limit_all_gathers else 2)
+        if device_id is None:
+            warn_of_host(module, arguments)
+        make_unit(self, module, kind, 1 if limit_all_gathers else 2)
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
         optimizer_guard.install()
@@ -180,7 +152,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The mixed precision in force."""
-        return self._arguments.mixed_precision
+        return mixed_precision_of(self._arguments)
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -220,6 +192,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         """The instance's `FlatParameter`; None if it has no parameters, or with `use_orig_params=True`."""
         bucket = next(iter(self._runner().unit.buckets), None)
         return bucket.flat_parameter if bucket is not None else None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The instance's own flat parameters: none if it has no parameters, more if it mixes dtypes."""
+        return [flat_of(bucket) for bucket in self._runner().unit.buckets]
 
     def _runner(self) -> Runner:
         runner: Runner = self.__dict__[RUNNER_KEY]
@@ -370,56 +347,3 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     ) -> AbstractContextManager[None]:
         """A context in which parameters of instances are whole; see `fullshard.api.summon.summon_full_params`."""
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-
-
-def _make_unit(instance: FullyShardedDataParallel, module: nn.Module, comm: Comm, prefetch: int) -> None:
-    """Shard what no instance below has taken, and have a runner run it."""
-    arguments = instance._arguments
-    axes, strategy, mixed = arguments.axes, arguments.strategy, arguments.mixed_precision
-    found = find_parameters([module], unit_of, arguments.ignored)
-    for item in found:
-        item.name = clean_name(item.name)
-    check_parameters(found, axes, "flat", wrapper=True)
-    flat = not instance.use_orig_params
-    if flat:
-        check_uniform(found)
-    policy = policy_of(arguments, module)
-    offload = CPUOffloadPolicy() if arguments.cpu_offload.offload_params else OffloadPolicy()
-    settings = BuildSettings(
-        axes,
-        comm,
-        policy,
-        "flat",
-        form=FlatParameterForm if flat else LocalForm,
-        home=home_of(offload, axes.device),
-        keeps_compute_dtype=mixed.keep_low_precision_grads,
-    )
-    changed = {id(item.owner): item.owner for item in found if item.owner is not None}
-    holders = holders_of(changed.values())
-    unit = build_unit(found, settings)
-    if flat:
-        show_flat(unit, module)
-        for one in changed.values():
-            show_flat(one, holders.get(id(one)))
-    backward = 0 if arguments.backward_prefetch is None else 1
-    late = arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    own = UnitSettings(
-        comm,
-        policy,
-        strategy in FULL_SHARD,
-        prefetch=PrefetchSettings(prefetch, backward, late),
-        ignored=frozenset(arguments.ignored),
-    )
-    instance.__dict__[RUNNER_KEY] = Runner(unit, [instance], own, _find_root)
-    move_buffers(module, axes.device)
-
-
-def _find_root(top: Runner) -> Root:
-    """As `fully_shard`'s, with what the wrapper's root does once."""
-    root = find_root(top)
-    for instance in FullyShardedDataParallel.fsdp_modules(top.modules[0]):
-        instance._buffers_cast.cast(instance)
-    for module in top.modules:
-        if isinstance(module, FullyShardedDataParallel):
-            top.set(policy=policy_of(module._arguments, module.module, root=True))
-    return root

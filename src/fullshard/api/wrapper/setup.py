@@ -173,10 +173,16 @@ def wrap_submodules(
     mixed = arguments.mixed_precision
     casts = any(dtype is not None for dtype in (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype))
     if casts and mixed._module_classes_to_ignore:
-        untouched = tuple(mixed._module_classes_to_ignore)
+        untouched, exempt = tuple(mixed._module_classes_to_ignore), set()
         for child in module.modules():
             if isinstance(child, untouched) and child is not module and child not in arguments.ignored_modules:
                 answers[id(child)] = {**answers.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
+                exempt.add(type(child).__name__)
+        if exempt:
+            warnings.warn(
+                f"Modules of type {', '.join(sorted(exempt))} become instances of their own, without mixed precision.",
+                stacklevel=4,
+            )
     order = [child for child in _post_order(module) if id(child) in answers]
     for child in order:
         wrapped = make(child, answers[id(child)])
@@ -192,13 +198,36 @@ class _FullPrecision(MixedPrecision):
     output_dtype: torch.dtype | None = None
 
 
+def mixed_precision_of(arguments: Arguments) -> MixedPrecision:
+    """As users see it: an exempted module has none."""
+    mixed = arguments.mixed_precision
+    return MixedPrecision() if isinstance(mixed, _FullPrecision) else mixed
+
+
 def _full_precision(mixed: MixedPrecision) -> MixedPrecision:
     made = _FullPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)
     object.__setattr__(made, "output_dtype", mixed.param_dtype)
     return made
 
 
-# Values: from meta, and from rank 0.
+# Values: from the host, from meta, and from rank 0.
+
+
+def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
+    """Warn if the module was made on the CPU though it is to compute elsewhere."""
+    device = arguments.axes.device
+    if device.type == "cpu":
+        return
+    for owner in own_modules(module):
+        for parameter in owner._parameters.values():
+            if parameter is not None and id(parameter) not in arguments.ignored and parameter.device.type == "cpu":
+                warnings.warn(
+                    f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
+                    "values are copied there, which is slower than making them there. Give device_id to say where the "
+                    "instance computes, and build the module on that device, or on meta.",
+                    stacklevel=4,
+                )
+                return
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:
