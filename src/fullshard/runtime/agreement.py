@@ -11,7 +11,6 @@ from ..errors import DivergenceError, PhaseError
 from ..mesh import Axis, MeshAxes
 from ..shard import Delivery, Unit
 
-
 END = -1  # in place of a unit's index: the pass is over
 
 

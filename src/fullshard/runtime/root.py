@@ -236,7 +236,7 @@ class Root:
         if self.checks_order:
             self.check_order(None)
             self.checks_order = False
-        if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             self._warn_of_order()
         self.forward_order.finish()
         if self.pass_grad:

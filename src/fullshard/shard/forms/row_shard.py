@@ -90,7 +90,7 @@ class RowShard(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # which says what is wrong with that
+            return super().__deepcopy__(memo)  # which says what is wrong with that
         memo[id(self)] = copied = _copied(self)
         return copied
 

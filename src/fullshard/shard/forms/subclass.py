@@ -33,7 +33,6 @@ from ..scratch import Scratch
 from .flat_shard import FlatShard
 from .rows import RowsForm, not_its_shard
 
-
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _MOST = 15
 """Tensors that a subclass with uneven rows may send."""
