@@ -313,6 +313,9 @@ class Root:
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()
+        except BaseException:
+            self.recover()
+            raise
         finally:
             self.backward_order.finish()
             self._recent, self._touched = [], []
