@@ -232,6 +232,7 @@ def test_a_large_blocks_collectives_at_world_64(fake_world, width):
         mesh = init_device_mesh("cpu", (64 // count, count), mesh_dim_names=("replicate", "shard"))
         block = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
         fully_shard(block, mesh=mesh)
+        block(torch.ones(1, 2, width)).sum().backward()  # in which ranks compare what they train
         with fullshard.record_events() as events, Seen() as seen:
             block(torch.ones(1, 2, width)).sum().backward()
         gathers = sum(n for name, n in seen.counts.items() if "allgather" in name or "all_gather" in name)

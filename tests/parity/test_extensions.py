@@ -320,7 +320,8 @@ def others() -> list[str]:
 
     torch.manual_seed(0)
     odd = nn.Linear(WIDE, 7)  # rows that do not divide evenly, of which a rank sends its own
-    expected = nn.functional.linear(x, quantised.dequantise(*quantised.quantise(odd.weight.detach()), torch.float32), odd.bias.detach())
+    weight = quantised.dequantise(*quantised.quantise(odd.weight.detach()), torch.float32)
+    expected = nn.functional.linear(x, weight, odd.bias.detach())
     odd.weight = nn.Parameter(GatheredInt8(odd.weight.detach().clone()))
     fullshard.fully_shard(odd)
     if not torch.allclose(odd(x), expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -213,11 +214,16 @@ def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildS
         return plan_flat(specs, world, align)
     if kind == "owner":
         return plan_owner(specs, world, align)
-    alone = settings.comm.costs(settings.axes.shard).break_even_bytes // compute.itemsize
+    costs = settings.comm.costs(settings.axes.shard)
+    alone = costs.break_even_bytes // compute.itemsize
     if isinstance(kind, Blocks):
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
         label = f"blocks({kind.granule})"
         return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
+    if len(specs) == 1:
+        alone = 0  # it costs one collective either way, and no copy
+    elif costs.shares:
+        alone = 1 + max(math.prod(spec.shape) for spec in specs)
     return plan_rows(specs, world, align, alone)
 
 
