@@ -89,10 +89,10 @@ def page() -> str:
         "How much more than its parameters one gather of a unit moves, in percent, by layout and number of ranks;",
         "computed by `docs/padding.py` with the planners that `fully_shard` uses, for parameters gathered in bf16. In",
         "parentheses: the number of collectives, where the planner chose more than one. `rows` has one on",
-        "accelerators (on gloo a large parameter has one of its own rather than be copied); `Blocks` has more where one",
-        "slice length for all would pad more than a collective costs, and reports it in the log. `owner` never cuts a",
-        "tensor, so a rank's slice is as long as the",
-        "largest of them: it is for few ranks, or for units of many tensors of one size.",
+        "accelerators (on gloo a large parameter has its own rather than be copied); `Blocks` has more where one",
+        "slice length for all would pad more than a collective costs, and reports it in the log. `owner` never",
+        "cuts a tensor, so a slice is as long as the largest of them: it is for few ranks, or for units of many",
+        "tensors of one size.",
     ]
     for name, shapes in UNITS.items():
         numel = plan('"flat"', shapes, 1).parameter_numel

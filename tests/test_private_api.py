@@ -40,7 +40,8 @@ def test_torch_functions_can_be_switched_off_and_on() -> None:
 def test_whether_a_profiler_records_is_known() -> None:
     idle = named_range("gather", "block")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        with named_range("gather", "block"):
+        range_ = named_range("gather", "block")
+        with range_:
             torch.ones(1)
     assert idle is named_range("wait", "")
     assert "fullshard: gather block" in [event.name for event in recorded.events()]

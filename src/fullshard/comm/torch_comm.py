@@ -21,8 +21,8 @@ from ..torch_private.collectives import all_gather, exchange, reduce_scatter
 from .protocol import DONE, Costs, Pending
 
 # Seconds for a collective on two ranks and for each further rank, bytes per second of a copy. A gather around a ring of
-# p ranks takes p - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
-# MPICH", IJHPCA 19, 2005, section 4). The first of gloo's is measured, over loopback; the others are estimates.
+# p ranks takes p - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
+# in MPICH", IJHPCA 19, 2005, section 4). The first of gloo's is measured, over loopback; the others are estimates.
 _CPU_COSTS = (300e-6, 50e-6, 4e9)
 _ACCELERATOR_COSTS = (10e-6, 2e-6, 1e12)
 
