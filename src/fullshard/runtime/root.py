@@ -109,6 +109,16 @@ class Root:
                 one.unit.ledger = self.ledger
         self._lent = False
 
+    def reclaimed(self, one: Runnable) -> Root | None:
+        """This root, with a unit that it ran and whose backward comes now; None if it is gone.
+
+        Raises:
+            PhaseError: another root, which the unit belongs to now, is running.
+        """
+        if one.root is not self:
+            self.take_units()
+        return self if one.root is self else None
+
     def lend(self, one: Runnable, name: str) -> None:
         """Let go of a unit, for another root that runs it; it comes back when this one runs. It is freed.
 
@@ -185,7 +195,7 @@ class Root:
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
         self.checks_order = self.comm.communicates and not self.forward_order.known
-        self.trace = Trace() if self.pass_grad else None
+        self.trace = Trace(self) if self.pass_grad else None
         if self.trace is not None:
             self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
 

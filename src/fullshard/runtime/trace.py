@@ -11,6 +11,8 @@ ever passed over.
 
 from __future__ import annotations
 
+from typing import Any
+
 from collections.abc import Iterator
 
 Step = tuple[int, bool]
@@ -19,6 +21,9 @@ Step = tuple[int, bool]
 
 class Trace:
     """See the module's docstring.
+
+    Args:
+        root: whose pass it is.
 
     >>> trace = Trace()
     >>> trace.entered(0); trace.entered(1); trace.left(1); trace.left(0)
@@ -30,9 +35,10 @@ class Trace:
     [(0, False)]
     """
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_steps", "root")
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any = None) -> None:
+        self.root = root
         self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
 
     def entered(self, unit: int) -> None:
