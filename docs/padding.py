@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.comm.torch_comm import TorchComm
@@ -45,27 +47,28 @@ UNITS: dict[str, list[Shape]] = {  # shapes as in the models' published configur
 LAYOUTS = ('"rows"', '"flat"', 'Blocks("row")', "Blocks(32)", "Blocks(128 * 128)", '"owner"')
 
 
+@dataclass
 class _Accelerator:
     """An axis of a backend other than gloo, for `costs`."""
 
-    backend = "nccl"
-
-
-SEGMENT = TorchComm().costs(_Accelerator()).break_even_bytes // ITEMSIZE  # type: ignore[arg-type]
+    size: int
+    backend: str = "nccl"
 
 
 def plan(layout: str, shapes: list[Shape], world: int) -> Layout:
     """The layout of that name of a unit's parameters."""
     specs = [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
+    costs = TorchComm().costs(_Accelerator(world))  # type: ignore[arg-type]
+    segment = costs.break_even_bytes // ITEMSIZE
     if layout == '"rows"':
-        return plan_rows(specs, world, ALIGN, SEGMENT)
+        return plan_rows(specs, world, ALIGN, 0 if len(specs) == 1 else 1 + max(math.prod(shape) for shape in shapes))
     if layout == '"flat"':
         return plan_flat(specs, world, ALIGN)
     if layout == '"owner"':
         return plan_owner(specs, world, ALIGN)
     blocks = {'Blocks("row")': Blocks("row"), "Blocks(32)": Blocks(32)}.get(layout, Blocks(128 * 128))
     granules = [blocks.of(spec.shape, spec.order) for spec in specs]
-    return plan_blocks(specs, granules, world, ALIGN, SEGMENT, layout, whole_rows=blocks.granule == "row")
+    return plan_blocks(specs, granules, world, ALIGN, segment, layout, whole_rows=blocks.granule == "row")
 
 
 def cell(layout: str, shapes: list[Shape], world: int) -> str:
@@ -85,10 +88,11 @@ def page() -> str:
         "",
         "How much more than its parameters one gather of a unit moves, in percent, by layout and number of ranks;",
         "computed by `docs/padding.py` with the planners that `fully_shard` uses, for parameters gathered in bf16. In",
-        "parentheses: the number of collectives, where the planner chose more than one. `rows` gives a large parameter",
-        "one of its own rather than copy it; `Blocks` does where one slice length for all would pad more than a",
-        "collective costs, and reports it in the log. `owner` never cuts a tensor, so a rank's slice is as long as the",
-        "largest of them: it is for few ranks, or for units of many tensors of one size.",
+        "parentheses: the number of collectives, where the planner chose more than one. `rows` has one on",
+        "accelerators (on gloo a large parameter has its own rather than be copied); `Blocks` has more where one",
+        "slice length for all would pad more than a collective costs, and reports it in the log. `owner` never",
+        "cuts a tensor, so a slice is as long as the largest of them: it is for few ranks, or for units of many",
+        "tensors of one size.",
     ]
     for name, shapes in UNITS.items():
         numel = plan('"flat"', shapes, 1).parameter_numel

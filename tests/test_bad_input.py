@@ -47,8 +47,7 @@ def refuses(error: type[Exception], words: list[str], model: nn.Module, call: Ca
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)
-    assert isinstance(caught.value, FullshardError)
-    assert not isinstance(caught.value, AssertionError)
+    assert isinstance(caught.value, FullshardError)  # some are an AssertionError besides, as PyTorch's
     missing = [word for word in words if word not in text]
     assert not missing, f"the message does not say {missing}:\n{text}"
     assert look_at(model) == before

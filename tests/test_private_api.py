@@ -11,6 +11,7 @@ from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import foreach, tensor_hooks
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.holders import holders
+from fullshard.torch_private.profiler import named_range
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
@@ -36,6 +37,16 @@ def test_torch_functions_can_be_switched_off_and_on() -> None:
         with torch._C._EnableTorchFunction():
             _ = tensor + 1
     assert Asked.calls == before + 1
+
+
+def test_whether_a_profiler_records_is_known() -> None:
+    idle = named_range("gather", "block")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        range_ = named_range("gather", "block")
+        with range_:
+            torch.ones(1)
+    assert idle is named_range("wait", "")
+    assert "fullshard: gather block" in [event.name for event in recorded.events()]
 
 
 def test_foreach_copies_adds_and_zeroes_with_casts() -> None:

@@ -5,12 +5,13 @@
       LayoutError      (ValueError)    a parameter that cannot be laid out as asked
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
-        MissingStateError (ValueError too) optimizer state to load that lacks a parameter
+        MissingStateError (ValueError too) optimizer state to load that lacks a part
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
-        UsageError     (AssertionError too) the same, of `FullyShardedDataParallel`'s methods
+        UsageError     (AssertionError, ValueError too) the same, of `FullyShardedDataParallel`'s methods
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
       AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
+      UnevenError      (a LayoutError, NotImplementedError too) a parameter that would have to be split unevenly
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
@@ -75,15 +76,15 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class MissingStateError(CheckpointError, ValueError):
-    """Optimizer state to load that lacks a parameter whose neighbours it has."""
+    """Optimizer state to load that lacks its states, or a parameter whose neighbours it has."""
 
 
 class PhaseError(FullshardError, RuntimeError):
     """A call at a time when it cannot be served."""
 
 
-class UsageError(PhaseError, AssertionError):
-    """A method of `FullyShardedDataParallel` called where PyTorch's asserts that it is not."""
+class UsageError(PhaseError, AssertionError, ValueError):
+    """A method of `FullyShardedDataParallel` called when it cannot be: PyTorch's assert that, or raise `ValueError`."""
 
 
 class NotSupportedError(ConfigError, NotImplementedError):
@@ -96,3 +97,7 @@ class ArgumentTypeError(ConfigError, TypeError):
 
 class AssertedError(ConfigError, AssertionError):
     """An argument that PyTorch asserts is right."""
+
+
+class UnevenError(LayoutError, NotImplementedError):
+    """A parameter that would have to be split unevenly on a dim other than the first."""

@@ -232,6 +232,7 @@ def test_a_large_blocks_collectives_at_world_64(fake_world, width):
         mesh = init_device_mesh("cpu", (64 // count, count), mesh_dim_names=("replicate", "shard"))
         block = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
         fully_shard(block, mesh=mesh)
+        block(torch.ones(1, 2, width)).sum().backward()  # in which ranks compare what they train
         with fullshard.record_events() as events, Seen() as seen:
             block(torch.ones(1, 2, width)).sum().backward()
         gathers = sum(n for name, n in seen.counts.items() if "allgather" in name or "all_gather" in name)
@@ -239,6 +240,63 @@ def test_a_large_blocks_collectives_at_world_64(fake_world, width):
         counts[count] = gathers / max(asked, 1)
     assert counts[64] <= 2, f"collectives a gather, by ranks of the axis: {counts}"
     assert counts[64] <= counts[2]
+
+
+# Hybrid meshes: the slow link works beside what follows.
+
+
+class Waits(fullshard.RecordingComm):
+    """Notes when reductions of gradients are issued, and when they are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(fullshard.TorchComm())
+        self.noted: list[str] = []
+
+    def reduce(self, axis: Any, out: Tensor, buffer: Tensor, mean: bool) -> Any:
+        return self.note("reduce", super().reduce(axis, out, buffer, mean))
+
+    def all_reduce(self, axis: Any, tensor: Tensor, mean: bool) -> Any:
+        pending = super().all_reduce(axis, tensor, mean)
+        return self.note("all_reduce", pending) if tensor.is_floating_point() else pending
+
+    def note(self, what: str, pending: Any) -> Any:
+        name = f"{what} {sum(line.startswith(f'{what} ') for line in self.noted)}"
+        self.noted.append(name)
+        return Noted(pending, self.noted, name)
+
+
+class Noted:
+    """A collective in flight whose wait is written down."""
+
+    def __init__(self, pending: Any, noted: list[str], name: str) -> None:
+        self.pending, self.noted, self.name = pending, noted, name
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.noted.append(f"wait for {self.name}")
+        self.pending.wait()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_an_all_reduce_is_waited_for_after_the_next_reduction_was_issued(fake_world, layout, in_flight):
+    fake_world(4)
+    mesh, comm = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), Waits()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    for unit in (*model, model):
+        fully_shard(unit, layout=layout, mesh=mesh, comm=comm)
+    model.set_reduce_scatter_max_input_buffers(in_flight)
+    for _ in range(2):
+        comm.noted.clear()
+        model(torch.ones(2, 4)).sum().backward()
+    at = {line: place for place, line in enumerate(comm.noted)}
+    assert len(at) == len(comm.noted) == 4 * 5, comm.noted
+    for unit in range(5):
+        assert at[f"wait for reduce {unit}"] < at[f"all_reduce {unit}"] < at[f"wait for all_reduce {unit}"]
+        if unit < 4:
+            assert at[f"wait for all_reduce {unit}"] > at[f"reduce {unit + 1}"], comm.noted
 
 
 # The host waits for nothing.

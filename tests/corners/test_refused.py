@@ -96,6 +96,34 @@ def two_roots(first: str, other: str, originals: bool) -> bool:
     return trains_as(one, reference) and trains_as(two, reference)
 
 
+@both_wrappers
+@pytest.mark.parametrize("of", ["outputs", "a part's output"])
+def test_backwards_of_two_roots_come_later(run_ranks, of, originals):
+    """Both forwards, then both backwards: a unit in both goes back to the root whose forward it was."""
+    assert all(run_ranks(backwards_later, of, originals))
+
+
+def backwards_later(of: str, originals: bool) -> bool:
+    parts = layers()
+    parts[0], parts[2] = wrap(parts[0], use_orig_params=originals), wrap(parts[2], use_orig_params=originals)
+    one, two = wrap(parts, use_orig_params=originals), wrap(nn.Sequential(*parts), use_orig_params=originals)
+    whole, kept = layers(), []
+    for module in (parts[0], whole[0]):
+        module.register_forward_hook(lambda _, args, output: kept.append(output))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(2):
+        for models in ((one, two), (whole, whole)):
+            kept.clear()
+            losses = [model(scale * x).square().sum() for scale, model in zip((1.0, 2.0), models, strict=True)]
+            for loss in losses if of == "outputs" else [output.square().sum() for output in kept]:
+                loss.backward()
+    with FullyShardedDataParallel.summon_full_params(one, with_grads=True, writeback=False):
+        for mine, theirs in zip(one.parameters(), whole.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad)
+    return True
+
+
 # Ignored modules that differ per rank.
 
 
@@ -148,15 +176,15 @@ def different_ignored(front_end: str, kind: str) -> bool:
 
 
 @every_layout
-def test_replicate_around_sharded_modules(run_ranks, layout):
-    """`replicate` leaves alone what `fully_shard` has taken, and averages the gradients of the rest."""
+def test_replicate_around_sharded_modules_that_it_ignores(run_ranks, layout):
+    """It averages the gradients of the rest. It knows PyTorch's own sharded modules by a private mark, not ours."""
     assert all(run_ranks(replicated, layout))
 
 
 def replicated(layout: Any) -> bool:
     model = layers()
     fully_shard(model[0], layout=layout)
-    replicate(model)
+    replicate(model, ignored_modules=[model[0]])
     return trains_as(model, layers())
 
 

@@ -227,18 +227,18 @@ def test_attributes_set_on_out_reach_the_module(run_ranks):
 def tie_and_refusal() -> list[str]:
     """A unit below keeps its tied weight when the unit above is refused, and gives it up when it is not."""
     problems = []
-    for rows in (7, 8):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, rows))
+    for kind in (Uncuttable, GatheredInt8):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 8))
         model[1].weight = model[0].weight
-        model[2].weight = nn.Parameter(GatheredInt8(model[2].weight.detach().clone()))
+        model[2].weight = nn.Parameter(kind(model[2].weight.detach().clone()))
         fullshard.fully_shard(model[0])
         try:
             fullshard.fully_shard(model)
             refused = False
         except fullshard.ConfigError:
             refused = True
-        if refused != (rows == 7):
-            problems.append(f"{rows} rows: refused {refused}")
+        if refused != (kind is Uncuttable):
+            problems.append(f"{kind.__name__}: refused {refused}")
         (model[0] if refused else model)(torch.ones(1, 6)).sum().backward()
         if model[0].weight.grad is None:
             problems.append("no gradient")
@@ -318,13 +318,18 @@ def others() -> list[str]:
         else:
             problems.append(f"{text}: not refused")
 
-    odd = nn.Linear(WIDE, 7)
+    torch.manual_seed(0)
+    odd = nn.Linear(WIDE, 7)  # rows that do not divide evenly, of which a rank sends its own
+    weight = quantised.dequantise(*quantised.quantise(odd.weight.detach()), torch.float32)
+    expected = nn.functional.linear(x, weight, odd.bias.detach())
     odd.weight = nn.Parameter(GatheredInt8(odd.weight.detach().clone()))
-    attempt(odd, "cannot be split evenly")
+    fullshard.fully_shard(odd)
+    if not torch.allclose(odd(x), expected):
+        problems.append("uneven rows")
     stiff = nn.Linear(4, 4)
     stiff.weight = nn.Parameter(Uncuttable(torch.ones(4, 4)))
     attempt(stiff, "cannot be cut into chunks")
-    if not isinstance(odd.weight, GatheredInt8):
+    if not isinstance(stiff.weight, Uncuttable):
         problems.append("a refused parameter was changed")
     try:
         fullshard.FullyShardedDataParallel(network(1))

@@ -318,9 +318,12 @@ def state_to_load(
         groups: the optimizer's `param_groups`.
         saved: without `param_groups`, the optimizer's own settings stay.
         named: keys are the model's own names of the tensors, wrapping included, rather than numbers.
+
+    Raises:
+        MissingStateError: `saved` has no `state`; see `cut_states` for others.
     """
     if "state" not in saved:
-        raise CheckpointError(
+        raise MissingStateError(
             "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
         )
     held = held_by(table, groups)

@@ -52,15 +52,17 @@ def wait_all(pending: list[Pending]) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a backend's collectives cost, roughly; decides between a copy and one more collective.
+    """What a backend's collectives cost on an axis, roughly; decides between a copy and one more collective.
 
     Attributes:
         latency: seconds that one more collective costs.
         copy_bandwidth: bytes per second of a local strided copy.
+        shares: whether parameters always share one collective and are copied out, whatever their size.
     """
 
     latency: float
     copy_bandwidth: float
+    shares: bool = False
 
     @property
     def break_even_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import LayoutError
+from ..errors import LayoutError, UnevenError
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
 
@@ -89,7 +89,7 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not 0 <= spec.dim < len(spec.shape):
         raise LayoutError(f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard")
     if spec.dim != 0 and spec.shape[spec.dim] % world:
-        raise LayoutError(
+        raise UnevenError(
             f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} "
             f"over {world} ranks.\n"
             f"  remedy: shard on dim 0, or on a dim whose size is a multiple of {world}"

@@ -1,12 +1,7 @@
-"""Whether all ranks train the same thing: asked once, before the first gather could hang, and along the first pass.
-
-Every rank describes its units, parameters, shapes, dtypes and layouts in lines of text. Digests of 32 bytes are
-compared over every axis; only if they differ are the texts exchanged, to name the first line that does.
-"""
+"""Whether all ranks do the same: run units in one order, along the first pass, and reduce the same in a backward."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,61 +10,6 @@ from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
 from ..mesh import Axis, MeshAxes
 from ..shard import Delivery, Unit
-
-
-def check_agreement(lines: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
-    """Raise on every rank if `lines` differ between the ranks of any axis. Collective over each axis.
-
-    Raises:
-        DivergenceError: names both ranks and the first line that differs.
-    """
-    if not comm.communicates:
-        return
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    for axis in axes:
-        if axis.size == 1:
-            continue
-        found = torch.empty(axis.size * mine.numel(), dtype=torch.uint8, device=device)
-        comm.gather(axis, found, mine).wait()
-        rows = found.view(axis.size, -1).cpu()
-        if bool((rows == rows[0]).all()):
-            continue
-        other = next(i for i in range(1, axis.size) if not torch.equal(rows[i], rows[0]))
-        texts = _exchange(lines, axis, comm, device)
-        raise DivergenceError(_difference(texts[0], texts[other], axis.ranks[0], axis.ranks[other]))
-
-
-def _exchange(lines: Sequence[str], axis: Axis, comm: Comm, device: torch.device) -> list[list[str]]:
-    """Every rank's lines, on every rank."""
-    payload = bytearray("\n".join(lines).encode())
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = torch.empty(axis.size, dtype=torch.int64, device=device)
-    comm.gather(axis, lengths, length).wait()
-    longest = int(lengths.max())
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8).to(device)
-    found = torch.empty(axis.size * longest, dtype=torch.uint8, device=device)
-    comm.gather(axis, found, mine).wait()
-    rows = found.view(axis.size, -1).cpu()
-    return [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths.tolist(), strict=True)]
-
-
-def _difference(first: list[str], second: list[str], rank_a: int, rank_b: int) -> str:
-    at = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-    line_a = first[at] if at < len(first) else "(nothing: it has no more parameters)"
-    line_b = second[at] if at < len(second) else "(nothing: it has no more parameters)"
-    return (
-        "ranks disagree on what they train (checked once, at the first forward).\n"
-        f"  rank {rank_a} has   {line_a}\n"
-        f"  rank {rank_b} has   {line_b}\n"
-        f"  First difference: line {at + 1} of {max(len(first), len(second))}.\n"
-        "  remedy:    build the same model, with the same dtypes and the same fully_shard calls, on every rank"
-    )
-
 
 END = -1  # in place of a unit's index: the pass is over
 

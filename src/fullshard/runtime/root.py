@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import DivergenceError
+from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..mesh import Axis, MeshAxes
 from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
-from .agreement import END, check_agreement, check_order
+from .agreement import END, check_order
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
+from .same_model import Line, check_same_model
 from .schedule import Order
 from .trace import Period, Trace
 
@@ -43,7 +47,8 @@ class Runnable(Reducible, Protocol):
 class Root:
     """The context of one root unit and all units below it. Made at the first forward.
 
-    Owns no tensors, and knows nothing of a unit's settings.
+    Owns no tensors, and knows nothing of a unit's settings. Two roots may have units in common (a second model of the
+    same parts): such a unit belongs to the one that runs, and has to be idle to change over.
 
     Args:
         top: the unit whose forward was called first.
@@ -83,20 +88,77 @@ class Root:
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
+        self._names = [one.unit.name for one in units]
+        self._warned = False  # of another order
+        self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
-        for index, one in enumerate(units):
-            one.index = index
-            self.ledger.take_over(one.unit.ledger)
-            one.unit.ledger = self.ledger
+
+    def take_units(self) -> None:
+        """Make all units this root's, from whichever roots had them.
+
+        Raises:
+            PhaseError: a unit's root is running, or the unit became a root.
+        """
+        for one, name in zip(self.units, self._names, strict=True):
+            if one.root is not None and one.root is not self:
+                one.root.lend(one, name)
+        for index, one in enumerate(self.units):
+            if one.root is not self:
+                one.root, one.index, one.unit.name = self, index, self._names[index]
+                self.ledger.take_over(one.unit.ledger)
+                one.unit.ledger = self.ledger
+        self._lent = False
+
+    def reclaimed(self, one: Runnable) -> Root | None:
+        """This root, with a unit that it ran and whose backward comes now; None if it is gone.
+
+        Raises:
+            PhaseError: another root, which the unit belongs to now, is running.
+        """
+        if one.root is not self:
+            self.take_units()
+        return self if one.root is self else None
+
+    def lend(self, one: Runnable, name: str) -> None:
+        """Let go of a unit, for another root that runs it; it comes back when this one runs. It is freed.
+
+        Args:
+            name: of the unit from the other root.
+
+        Raises:
+            PhaseError: this root runs, or the unit is the root itself.
+        """
+        self.recover_if_broken()
+        if self.top is one:
+            raise PhaseError(
+                f"Unit {name!r} was run by itself before its root was: it is a root of its own now.",
+                expected="the first forward to be the root's",
+                got=f"a forward of {name!r} before one of the module around it",
+                remedy="run the root first; or build the model anew, and run this unit only through the root",
+            )
+        if self.pass_top is not None or self._backward is not None:
+            raise PhaseError(
+                f"Unit {name!r} is part of two roots, and the other one's forward or backward is running.",
+                remedy="let each root's forward and backward end before the other's begin",
+            )
+        one.happens(Happening.RESHARD)
+        held = sum(gradients.live_bytes for gradients in one.unit.gradients)  # accumulated without sync
+        self.ledger.reducing -= held
+        one.unit.ledger = Ledger(reducing=held)
+        self._lent = True
 
     def axes(self) -> MeshAxes | None:
         """Of the largest mesh in use, over which ranks are compared."""
         found = [bucket.axes for one in self.units for bucket in one.unit.buckets]
         return max(found, key=lambda axes: axes.world) if found else None
 
-    def agree(self) -> None:
-        """Check once that all ranks hold the same units; see `agreement.py`."""
-        lines: list[str] = []
+    def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Check once that all ranks hold the same units; see `same_model.py`.
+
+        Args:
+            ignored: parameters that are left alone, by name.
+        """
+        lines: list[Line] = []
         axes: dict[int, Axis] = {}
         device = None
         for one in self.units:
@@ -109,18 +171,19 @@ class Root:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
                     grad = "trainable" if member.sharded.requires_grad else "frozen"
-                    lines.append(
-                        f"{member.name}: shape {member.slot.shape}, {dtype}, computed in {compute}, {grad}, "
-                        f"unit {one.unit.name or '(root)'!r}, layout {bucket.layout.name}"
-                    )
+                    facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
+                    lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
         if device is not None:
-            check_agreement(lines, list(axes.values()), self.comm, device)
+            left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
+            check_same_model(lines, left, list(axes.values()), self.comm, device)
 
     # Forward.
 
     def begin_forward(self, top: Runnable) -> None:
         """A unit's forward was called from outside any pass: usually the root's."""
         self.recover_if_broken()
+        if self._lent:
+            self.take_units()
         top.before_pass()
         with plain_access():
             for one in self.units:
@@ -132,7 +195,7 @@ class Root:
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
         self.checks_order = self.comm.communicates and not self.forward_order.known
-        self.trace = Trace() if self.pass_grad else None
+        self.trace = Trace(self) if self.pass_grad else None
         if self.trace is not None:
             self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
 
@@ -183,10 +246,24 @@ class Root:
         if self.checks_order:
             self.check_order(None)
             self.checks_order = False
+        if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+            self._warn_of_order()
         self.forward_order.finish()
         if self.pass_grad:
             self.backward_order.suggest(self.forward_order.known[::-1])
         self._settle()
+
+    def _warn_of_order(self) -> None:
+        """Say once that a pass ran units in another order than the ones before: ranks are compared along the first."""
+        found = self.forward_order.departure()
+        if found is not None:
+            self._warned = True
+            known, now = ("none" if i is None else f"unit {self.units[i].unit.name or '(root)'!r}" for i in found)
+            warnings.warn(
+                f"Forward order differs from that of the first iteration: rank {self.top.unit.rank} ran {now} where it "
+                f"ran {known} before. Every rank has to change its order in the same way.",
+                stacklevel=2,
+            )
 
     def break_forward(self) -> None:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""
@@ -209,6 +286,8 @@ class Root:
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit."""
         self.recover_if_broken()
+        if self._lent:
+            self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
 
     def reach(self, period: Period, begins: bool) -> None:
@@ -259,7 +338,8 @@ class Root:
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
         for one in self.units:
-            one.root = None
+            if one.root is self:
+                one.root = None
         self.units = []
 
     # Prefetch and recovery.
@@ -293,6 +373,8 @@ class Root:
         failed: Exception | None = None  # of one unit: the others are put back all the same
         with plain_access(), torch.no_grad():
             for one in self.units:
+                if one.root is not self:
+                    continue
                 try:
                     one.happens(Happening.RESET)
                 except Exception as error:

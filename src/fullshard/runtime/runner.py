@@ -289,6 +289,8 @@ class Runner:
     def before_backward(self, call: Call) -> None:
         """An output of a call received its gradient."""
         root, period = self.root, call.period
+        if root is not None and period.trace is not None:
+            root = period.trace.root.reclaimed(self)
         if root is None:
             raise PhaseError(
                 "A backward reached a unit whose root is gone.",

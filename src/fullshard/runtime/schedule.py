@@ -8,6 +8,7 @@ rest of that pass, and the new order is what the next one goes by. Nothing but s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 
 class Order:
@@ -50,6 +51,13 @@ class Order:
             return ()
         self._at = at = at + 1
         return known[at : at + depth]
+
+    def departure(self) -> tuple[int | None, int | None] | None:
+        """Where the pass that ends now left the known order: the unit expected there and the one that came, if any."""
+        if not self._known or (self._follows and self._at == len(self._known)):
+            return None
+        pairs = zip_longest(self._known, self._seen)
+        return next(((known, seen) for known, seen in pairs if known != seen), None)
 
     def finish(self) -> None:
         """The pass is complete: what was seen is what the next pass will be expected to do."""

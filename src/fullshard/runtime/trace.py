@@ -12,6 +12,7 @@ ever passed over.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 
 class Period:
@@ -37,6 +38,9 @@ Step = tuple[Period, bool]
 class Trace:
     """See the module's docstring.
 
+    Args:
+        root: whose pass it is.
+
     >>> trace, outer, inner = Trace(), Period(0), Period(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
     >>> trace.upcoming(2)
@@ -47,9 +51,10 @@ class Trace:
     [(0, False)]
     """
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_steps", "root")
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any = None) -> None:
+        self.root = root
         self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
 
     def entered(self, period: Period) -> None:

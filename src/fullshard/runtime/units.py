@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PhaseError
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
@@ -50,28 +49,23 @@ def find_root(top: Runner) -> Root:
     """The first forward reached `top`: it is the root of all units in its modules.
 
     Raises:
-        PhaseError: a unit below was run by itself before, and is a root of its own; parameters without values.
+        PhaseError: a unit below is a root of its own, or another root's, which runs; parameters without values.
         LayoutError: a tied weight is used outside of its unit.
         DivergenceError: ranks hold different units or parameters.
     """
     units: list[Any] = []
-    named: dict[int, str] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for module in top.modules:
         for path, child in module.named_modules():
             runner = runner_of(child)
             if runner is None or runner in units:
                 continue
             if runner.root is not None:
-                raise PhaseError(
-                    f"Unit {path!r} was run by itself before its root was: it is a root of its own now.",
-                    expected="the first forward to be the root's",
-                    got=f"a forward of {path!r} before one of the {type(module).__name__} around it",
-                    remedy="run the root first; or build the model anew, and run this unit only through the root",
-                )
+                runner.root.lend(runner, clean_path(path))
             units.append(runner)
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            named.setdefault(id(parameter), name)
+            named.setdefault(id(parameter), (clean_name(name), parameter))
     ignored = partial(left_alone, units)
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
@@ -79,15 +73,16 @@ def find_root(top: Runner) -> Root:
     for runner in units:
         for member in runner.unit.members:
             below = f"{runner.unit.name}.{member.slot.name}" if runner.unit.name else member.slot.name
-            member.qualify(clean_name(named.get(id(member.sharded), below)))
+            name, _ = named.get(id(member.sharded), (clean_name(below), member.sharded))
+            member.qualify(name)
     for runner in units:
         runner.unit.refresh()
     refuse_meta([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
     root = Root(top, units, top.settings.comm, additions, top.shared_in_flight)
-    root.agree()
-    for runner in units:
-        runner.root = root
+    apart = ignored()
+    root.agree([known for key, known in named.items() if key in apart])
+    root.take_units()
     weakref.finalize(top.modules[0], root.dissolve)
     return root
 

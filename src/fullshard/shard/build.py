@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
-from .changes import OWNER_KEY
+from .changes import OWNER_KEY, Owner
 from .find import Found
 from .forms import Form, RowsForm, RunsForm, SubclassForm, chunk_of, is_extension
 from .member import SUCCESSOR_KEY, Draft, attributes_of, hooks_onto, successor_of
@@ -154,7 +154,7 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     unit.rank = settings.axes.global_rank
     for plan, made in zip(planned, buckets, strict=True):
         for item, member in zip(plan.items, made.members, strict=True):
-            member.sharded.__dict__[OWNER_KEY] = weakref.ref(unit)
+            member.sharded.__dict__[OWNER_KEY] = Owner(unit)
             for place in member.places:
                 place.show(member.sharded)
             if member.sharded is item.parameter:
@@ -215,11 +215,16 @@ def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildS
         return plan_flat(specs, world, align)
     if kind == "owner":
         return plan_owner(specs, world, align)
-    alone = settings.comm.costs(settings.axes.shard).break_even_bytes // compute.itemsize
+    costs = settings.comm.costs(settings.axes.shard)
+    alone = costs.break_even_bytes // compute.itemsize
     if isinstance(kind, Blocks):
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
         label = f"blocks({kind.granule})"
         return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
+    if len(specs) == 1:
+        alone = 0  # it costs one collective either way, and no copy
+    elif costs.shares:
+        alone = 1 + max(math.prod(spec.shape) for spec in specs)
     return plan_rows(specs, world, align, alone)
 
 

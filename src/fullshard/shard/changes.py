@@ -8,13 +8,24 @@ beginning of every forward (`Unit.stale`).
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 OWNER_KEY = "_fullshard_unit"
-"""Where a parameter, sharded or unsharded, keeps a weak reference to the unit that owns it."""
+"""Where a parameter, sharded or unsharded, keeps a weak reference (`Owner`) to the unit that owns it."""
+
+
+class Owner(weakref.ref):  # type: ignore[type-arg]
+    """The reference. A pickled or copied parameter is no unit's: there it is empty, of a type that any loader takes."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, ()
 
 
 def give_up_gradient(parameter: Any) -> None:
@@ -35,6 +46,6 @@ def note_change(tensors: Iterable[Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, (list, tuple)):
             note_change(tensor)
-        elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)) is not None:
+        elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)):
             if (unit := reference()) is not None:
                 unit.changes += 1

@@ -7,7 +7,6 @@ parameters, put into deepcopy's memo in place of the old ones; then, when all mo
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from ..errors import PhaseError
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
-from .changes import OWNER_KEY
+from .changes import OWNER_KEY, Owner
 from .delivery import FlatView
 from .forms import FlatParameter, FlatParameterForm
 from .forms.stand_in import stand_in_for
@@ -53,9 +52,9 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     for gradients in new.gradients:
         if (flat := gradients.bucket.flat_parameter) is not None:
             gradients.delivery.views = [FlatView(gradients.bucket)]
-            flat.__dict__[OWNER_KEY] = weakref.ref(new)
+            flat.__dict__[OWNER_KEY] = Owner(new)
     for member in new.members:
-        member.sharded.__dict__[OWNER_KEY] = weakref.ref(new)
+        member.sharded.__dict__[OWNER_KEY] = Owner(new)
     return new
 
 

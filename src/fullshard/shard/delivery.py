@@ -23,7 +23,7 @@ class Scaling:
     """How a sum over ranks becomes the gradient.
 
     Attributes:
-        mean: the collective itself averages, on every axis.
+        mean: the collective itself averages, on every axis of more than one rank.
         before: factor applied to the buffer before the reduction.
         after: factor applied to the reduced slice.
     """

@@ -11,7 +11,7 @@ from torch import nn
 from ..comm import Comm, Pending, wait_all
 from ..layout import Layout, copies_out
 from ..mesh import Axis
-from ..torch_private.foreach import copy_all
+from ..torch_private.foreach import copy_all, same_form
 from ..torch_private.local_tensor import local_of, set_local
 from .changes import OWNER_KEY
 from .member import Member, attributes_of
@@ -102,8 +102,17 @@ class PlainFull:
                 self._outs.append(self.staging.tensor.narrow(0, at, numel))
                 at += numel
         copies, to, come = copies_out(layout), self.copied.tensor, self.staging.tensor
-        self._copy_to = [to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset) for p in copies]
-        self._copy_from = [come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset) for p in copies]
+        pairs = [
+            (
+                to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset),
+                come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset),
+            )
+            for p in copies
+        ]
+        self._copies = [
+            ([a for a, b in pairs if same_form(a, b) is same], [b for a, b in pairs if same_form(a, b) is same])
+            for same in (True, False)
+        ]
         self._pending: list[Pending] = []
         for member in members:
             buffer, offset = self._place_of(member)
@@ -148,7 +157,8 @@ class PlainFull:
             wait_all(self._pending)
             if self.copied.nbytes:
                 self.copied.allocate()
-                copy_all(self._copy_to, self._copy_from)
+                for to, come in self._copies:
+                    copy_all(to, come)
         except BaseException:
             self.free()
             raise

@@ -21,7 +21,7 @@ import torch
 from ..comm import Comm, Pending, wait_all
 from ..errors import PhaseError
 from ..layout import Piece
-from ..torch_private.foreach import add_all, copy_all, zero_all
+from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
 from ..torch_private.local_tensor import read_grad
 from .bucket import Bucket
 from .delivery import Delivery, Scaling
@@ -126,10 +126,13 @@ class Gradients:
 
     def _fill(self, first: bool) -> None:
         assert self.buffer is not None
+        # Pairs of the same form, which one kernel copies, and others.
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        strided: list[torch.Tensor] = []
+        strided_sources: list[torch.Tensor] = []
         missing = False
-        for member, whole, target, pieces in zip(self.bucket.members, *self._plan, strict=True):
+        for member, whole, target, pieces, same in zip(self.bucket.members, *self._plan, strict=True):
             grad = member.unsharded.grad if member.unsharded is not None else None
             if grad is None:
                 missing = True
@@ -138,14 +141,12 @@ class Gradients:
                 grad = member.split.local_gradient(grad)
             if grad.layout is not torch.strided:
                 raise _not_dense(member)
-            if whole:
-                targets.append(target[0])
-                sources.append(grad)
-            else:
-                targets += target
-                sources += _cut(grad, member, pieces)
+            for to, come, alike in zip(target, [grad] if whole else _cut(grad, member, pieces), same, strict=True):
+                (targets if alike else strided).append(to)
+                (sources if alike else strided_sources).append(come)
         if not first:
             add_all(targets, sources)
+            add_all(strided, strided_sources)
             return
         if missing or self._strewn:
             zero_all([self.buffer.tensor] if missing else self._padding)
@@ -153,6 +154,7 @@ class Gradients:
             targets += self._padding
             sources += self._zeros
         copy_all(targets, sources)
+        copy_all(strided, strided_sources)
 
     def _make_buffer(self) -> None:
         """Make the buffer and the places in it where each member's gradient goes. Once."""
@@ -165,17 +167,21 @@ class Gradients:
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
         self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
-        # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not.
-        plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...]]] = []
+        # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not; and for
+        # each target whether a gradient with the parameter's strides, which autograd gives, has its form.
+        plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...], list[bool]]] = []
         for member in self.bucket.members:
             slot, segment = member.slot, layout.segments[member.slot.segment]
             base = layout.world * segment.shard_offset
             if (strides := layout.strides_in_segment(slot)) is not None:
-                plan.append((True, [tensor.as_strided(slot.shape, strides, base + slot.offset)], ()))
+                to = tensor.as_strided(slot.shape, strides, base + slot.offset)
+                come = torch.empty_strided(slot.shape, slot.stride, device="meta")
+                plan.append((True, [to], (), [same_form(to, come)]))
                 continue
             pieces = layout.pieces(slot)
             cut = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
-            plan.append((False, cut, pieces))
+            forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in pieces]
+            plan.append((False, cut, pieces, list(map(same_form, cut, forms))))
         self._plan = list(zip(*plan, strict=True))
         self.buffer = buffer
         buffer.free()
@@ -201,11 +207,12 @@ class Gradients:
             scratch = out.numel() * out.element_size()
         if scaling.before != 1.0:
             self.buffer.tensor.mul_(scaling.before)
+        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         try:
             for segment, buffer in zip(layout.segments, self._segments, strict=True):
                 whole = len(self._segments) == 1
                 part = out if whole else out.narrow(0, segment.shard_offset, segment.slice_numel)
-                self._pending.append(comm.reduce(axis, part, buffer, scaling.mean))
+                self._pending.append(comm.reduce(axis, part, buffer, mean))
                 scratch += comm.scratch_bytes(axis, buffer)
         except BaseException:
             wait_all(self._pending)
@@ -243,7 +250,7 @@ class Gradients:
         if self.partial is not None:
             self._slice.add_(self.partial)
             self.partial = None
-        self.replicating = comm.all_reduce(axis, self._slice, self.scaling.mean)
+        self.replicating = comm.all_reduce(axis, self._slice, self.scaling.mean and axis.size > 1)
         return self._slice.numel() * self._slice.element_size()
 
     def finish_replicate(self) -> torch.Tensor:
@@ -303,7 +310,7 @@ class Gradients:
             self._drop()
             return
         chosen = set(map(id, members))
-        for member, (_, targets, _) in zip(self.bucket.members, zip(*self._plan, strict=True), strict=True):
+        for member, (_, targets, _, _) in zip(self.bucket.members, zip(*self._plan, strict=True), strict=True):
             if id(member) in chosen:
                 if self.state is GradState.PENDING:
                     zero_all(targets)

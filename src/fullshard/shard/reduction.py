@@ -8,6 +8,7 @@ import torch
 
 from ..comm import Comm
 from ..events import stream
+from ..torch_private.profiler import named_range
 from .delivery import Scaling
 from .gradients import GradState
 from .unit import Unit
@@ -50,13 +51,14 @@ class Reduction:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
         nbytes = 0
-        for gradients in unit.gradients:
-            if gradients.state is GradState.PENDING:
-                scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
-                if getattr(comm, "scales_itself", False):
-                    scaling = Scaling(True)
-                self._scratch_bytes += gradients.issue_reduce(comm, scaling)
-                nbytes += gradients.buffer_bytes
+        with named_range("reduce", unit.name):
+            for gradients in unit.gradients:
+                if gradients.state is GradState.PENDING:
+                    scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
+                    if getattr(comm, "scales_itself", False):
+                        scaling = Scaling(True)
+                    self._scratch_bytes += gradients.issue_reduce(comm, scaling)
+                    nbytes += gradients.buffer_bytes
         unit.ledger.reducing += self._scratch_bytes
         unit.ledger.note()
         if stream.listeners:
@@ -82,14 +84,16 @@ class Reduction:
             if gradients.state is not GradState.REDUCING:
                 continue
             live = gradients.live_bytes
-            gradients.finish_shard_axis()
+            with named_range("wait for reduce", unit.name):
+                gradients.finish_shard_axis()
             unit.ledger.reducing -= live
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
                 gradients.keep_partial()
                 continue
-            nbytes = gradients.replicate(self.comm)
+            with named_range("all_reduce", unit.name):
+                nbytes = gradients.replicate(self.comm)
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
 
@@ -112,7 +116,8 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            reduced = gradients.finish_replicate()
+            with named_range("wait for all_reduce", unit.name):
+                reduced = gradients.finish_replicate()
             if hook is not None:
                 hook(reduced)
             given += [member.sharded for member in gradients.deliver(fill_unused)]

@@ -18,6 +18,7 @@ from ..comm import Comm
 from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..mesh import Axis
+from ..torch_private.profiler import named_range
 from .bucket import Bucket
 from .changes import OWNER_KEY
 from .gradients import Gradients
@@ -37,7 +38,7 @@ class State(Enum):
 def owner_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
     reference = parameter.__dict__.get(OWNER_KEY)
-    return reference() if reference is not None else None
+    return reference() if reference else None
 
 
 def refuse_meta(units: Iterable[Unit]) -> None:
@@ -120,10 +121,11 @@ class Unit:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
         full = staging = 0
         try:
-            for bucket in self.buckets:
-                held, passing = bucket.issue_gather(comm, self.kept_axis)
-                full += held
-                staging += passing
+            with named_range("gather", self.name):
+                for bucket in self.buckets:
+                    held, passing = bucket.issue_gather(comm, self.kept_axis)
+                    full += held
+                    staging += passing
         except BaseException:
             for bucket in self.buckets:
                 bucket.free()
@@ -147,14 +149,15 @@ class Unit:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for")
         ledger, axis = self.ledger, self.kept_axis if keep else None
         try:
-            for bucket in self.buckets:
-                keeps = axis if bucket.kept is None else None
-                held = bucket.finish_gather(keeps)
-                self._full_bytes += held
-                ledger.gathered += held
-                if keeps is not None:
-                    ledger.gathered += bucket.kept_bytes
-                    ledger.note()
+            with named_range("wait for gather", self.name):
+                for bucket in self.buckets:
+                    keeps = axis if bucket.kept is None else None
+                    held = bucket.finish_gather(keeps)
+                    self._full_bytes += held
+                    ledger.gathered += held
+                    if keeps is not None:
+                        ledger.gathered += bucket.kept_bytes
+                        ledger.note()
         except BaseException:
             self._release()
             raise

@@ -2,11 +2,21 @@
 
 Private torch API: `torch._foreach_copy_`, `torch._foreach_add_`, `torch._foreach_zero_`. The public alternative is a
 Python loop over `copy_`, `add_`, `zero_`, about 1.5 us a tensor slower; `tests/test_private_api.py` says when these go.
+
+On accelerators a call is one kernel only if both tensors of every pair have the same strides and no gaps; one other
+pair makes it a kernel for each. So pairs are told apart once, when plans are made (`same_form`), and copied in two
+calls.
 """
 
 from __future__ import annotations
 
 import torch
+
+
+def same_form(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy between these can be part of one kernel for many."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return target.stride() == source.stride() and bool(dense(target)) and bool(dense(source))
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

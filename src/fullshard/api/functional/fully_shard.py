@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
-from ...errors import ConfigError
+from ...errors import ArgumentTypeError, AssertedError, ConfigError
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
@@ -76,14 +77,14 @@ def fully_shard(
     interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
 
     A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what
-    is gathered, as PyTorch documents; it is split into rows, evenly, whatever the layout.
+    is gathered, as PyTorch documents; it is split into rows whatever the layout.
 
     Args:
         module: the module, or a list of modules that form one unit.
         mesh: 1-D (shard) or 2-D (replicate, shard); None: one axis of all ranks of the default process group.
         reshard_after_forward: True frees the unit after forward and gathers again in backward; False keeps it; an
             int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
-            ranks; None is True, except False for the root.
+            ranks (the axis' size is True; 1 is False, with a warning); None is True, except False for the root.
         shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly, or a
             `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
             after forward, also if `reshard_after_forward` is an int.
@@ -210,7 +211,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
         raise ConfigError("fully_shard was given an empty list of modules")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
+            raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
         if not _has_forward(module):
             raise ConfigError(
                 f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
@@ -218,7 +219,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
                 remedy="apply fully_shard to each module in it, or to the list of them as one unit",
             )
         if is_unit(module):
-            raise ConfigError(
+            raise AssertedError(
                 f"fully_shard was applied to this {type(module).__name__} already.",
                 remedy="apply it once to each module, innermost first",
             )
@@ -251,7 +252,14 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
         return reshard, None
     if not isinstance(reshard, int):
         raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}")
-    return True, subdivide(axes, reshard)
+    if reshard == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
+            "True (bool) frees them.",
+            stacklevel=3,
+        )
+        return False, None
+    return True, subdivide(axes, reshard) if reshard != axes.shard.size else None
 
 
 def _make_unit(

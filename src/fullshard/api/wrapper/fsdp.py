@@ -25,12 +25,12 @@ from ...runtime import (
     move_buffers,
     notice_torch,
 )
-from .instances import Plan, check_plans, plan_blocks, policy_of, put_in_place
+from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
-from .setup import broadcast_states, check_arguments, materialise, own_modules
+from .setup import broadcast_states, check_arguments, materialise, own_modules, warn_of_host
 from .summon import is_summoned, summon_full_params
 from .training import clip_gradients, register_hook
 
@@ -144,6 +144,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
+        if device_id is None:
+            warn_of_host(module, arguments)
         settings = plan.build_settings()
         unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
         self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
@@ -170,7 +172,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The mixed precision in force."""
-        return self._arguments.mixed_precision
+        return mixed_precision_of(self._arguments)
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -210,6 +212,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         """The instance's `FlatParameter`; None if it has no parameters, or with `use_orig_params=True`."""
         bucket = next(iter(self._runner().unit.buckets), None)
         return bucket.flat_parameter if bucket is not None else None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The instance's own flat parameters: none if it has no parameters, more if it mixes dtypes."""
+        return [flat_of(bucket) for bucket in self._runner().unit.buckets]
 
     def _runner(self) -> Runner:
         runner: Runner = self.__dict__[RUNNER_KEY]
@@ -253,7 +260,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
 
     def __getitem__(self, key: int) -> Any:
         if hasattr(self, WRAPPED):
-            return self.module[key]  # type: ignore[index]
+            return self.module.__getitem__(key)  # type: ignore[operator]
         raise PhaseError("the instance wraps nothing yet")
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:

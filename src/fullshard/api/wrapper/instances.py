@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import Ignored, PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     ATTRIBUTE,
+    Bucket,
     BuildSettings,
+    FlatParameter,
     FlatParameterForm,
     FlatView,
     Found,
@@ -169,10 +172,16 @@ def plan_blocks(
     mixed = root.arguments.mixed_precision
     casts = any(dtype is not None for dtype in (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype))
     if casts and mixed._module_classes_to_ignore:
-        untouched = tuple(mixed._module_classes_to_ignore)
+        untouched, exempt = tuple(mixed._module_classes_to_ignore), set()
         for child in module.modules():
             if isinstance(child, untouched) and child is not module and child not in ignored:
                 answers[id(child)] = {**answers.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
+                exempt.add(type(child).__name__)
+        if exempt:
+            warnings.warn(
+                f"Modules of type {', '.join(sorted(exempt))} become instances of their own, without mixed precision.",
+                stacklevel=4,
+            )
     known = inspect.signature(constructor).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     blocks = []
@@ -210,6 +219,12 @@ class _FullPrecision(MixedPrecision):
     """Of modules that mixed precision must not touch: inputs cast up, outputs cast back."""
 
     output_dtype: torch.dtype | None = None
+
+
+def mixed_precision_of(arguments: Arguments) -> MixedPrecision:
+    """As users see it: an exempted module has none."""
+    mixed = arguments.mixed_precision
+    return MixedPrecision() if isinstance(mixed, _FullPrecision) else mixed
 
 
 def _full_precision(mixed: MixedPrecision) -> MixedPrecision:
@@ -271,3 +286,12 @@ def check_uniform(found: Sequence[Found]) -> None:
                     got=value(item.parameter),
                     remedy="set use_orig_params=True, or wrap these modules separately",
                 )
+
+
+def flat_of(bucket: Bucket) -> nn.Parameter:
+    """A bucket's `FlatParameter`; where users see the original parameters, one over the same memory."""
+    flat: nn.Parameter | None = bucket.flat_parameter
+    if flat is not None:
+        return flat
+    trains = any(member.sharded.requires_grad for member in bucket.members)
+    return FlatParameter(bucket.shard.detach(), bucket.layout, bucket.axes.shard.rank, trains)

@@ -13,7 +13,7 @@ from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import named_state, state_to_load
 from ...checkpoint.values import Form
-from ...errors import CheckpointError
+from ...errors import AssertedError, CheckpointError
 from .model_state import form_of, instances_of
 from .settings import OptimStateKeyType, accept
 
@@ -91,7 +91,7 @@ class OptimizerStateMethods:
         group: Any = None,
     ) -> dict[str, Any]:
         """As `optim_state_dict` with whole values in host memory, on rank 0 only by default. Deprecated in PyTorch."""
-        _warn("full_optim_state_dict", "optim_state_dict")
+        _warn("full_optim_state_dict", "optim_state_dict", optim_input)
         return _saved(model, optim, Form("whole", to_cpu=True, rank0_only=rank0_only))
 
     @staticmethod
@@ -108,7 +108,7 @@ class OptimizerStateMethods:
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """As `optim_state_dict_to_load` of whole values, which every rank has. Deprecated in PyTorch."""
-        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict)
 
     @staticmethod
@@ -128,7 +128,7 @@ class OptimizerStateMethods:
         group: Any = None,
     ) -> dict[str, Any]:
         """As `shard_full_optim_state_dict`, with values on rank 0 only, which sends them. Deprecated in PyTorch."""
-        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _to_load(model, _groups(model, optim, optim_input), full_optim_state_dict, sent=True)
 
     @staticmethod
@@ -150,8 +150,10 @@ class OptimizerStateMethods:
 
         Raises:
             CheckpointError: a key that the model or the optimizer does not have.
+            AssertedError: `optim_state_key_type` is none.
         """
-        kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+        kind = accept(optim_state_key_type, OptimStateKeyType, "optim_state_key_type", AssertedError)
+        _warn_of_input(optim_input)
         held = held_by(Table(model), _groups(model, optim, optim_input))
         names = [row.name for one in held for row in one.rows]
         to: dict[Any, Any] = dict(enumerate(names))
@@ -168,13 +170,23 @@ class OptimizerStateMethods:
         return rekeyed
 
 
-def _warn(old: str, new: str) -> None:
+def _warn(old: str, new: str, optim_input: Any = None) -> None:
     warnings.warn(
         f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{new}``.",
         FutureWarning,
         stacklevel=3,
     )
+    _warn_of_input(optim_input, 4)
+
+
+def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _first(model: nn.Module) -> Any:

@@ -294,13 +294,14 @@ class StateDictSettings(_Checked):
         return accept(value, kinds[name], f"StateDictSettings.{name}")
 
 
-def accept(value: Any, kind: type[T], argument: str) -> T:
+def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = ConfigError) -> T:
     """`value` as one of our settings; PyTorch's own instances are translated by the names of their class and fields.
 
     Args:
         value: an instance of `kind`, of a subclass, or of a class or enumeration of the same name elsewhere.
         kind: one of this module's classes.
         argument: what the value was given for; for the error.
+        error: raised where it is none.
 
     Returns:
         `value` itself if it is one of ours, else a new instance of `kind` or of its subclass of the same name.
@@ -319,7 +320,7 @@ def accept(value: Any, kind: type[T], argument: str) -> T:
             names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
             if cls.__name__ == name and all(hasattr(value, field) for field in names):
                 return cls(**{field: getattr(value, field) for field in names})
-    raise ConfigError(
+    raise error(
         f"{argument} does not fit.",
         expected=f"fullshard.{kind.__name__}",
         got=repr(value),

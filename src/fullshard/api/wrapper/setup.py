@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +151,24 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
     return {child for item in chosen for child in item.modules()}, ids
 
 
-# Values: from meta, and from rank 0.
+# Values: from the host, from meta, and from rank 0.
+
+
+def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
+    """Warn if the module was made on the CPU though it is to compute elsewhere."""
+    device = arguments.axes.device
+    if device.type == "cpu":
+        return
+    for owner in own_modules(module):
+        for parameter in owner._parameters.values():
+            if parameter is not None and id(parameter) not in arguments.ignored and parameter.device.type == "cpu":
+                warnings.warn(
+                    f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
+                    "values are copied there, which is slower than making them there. Give device_id to say where the "
+                    "instance computes, and build the module on that device, or on meta.",
+                    stacklevel=4,
+                )
+                return
 
 
 def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:

@@ -40,7 +40,7 @@ class FlatParameterForm(LocalForm):
         """Register the flat parameter on `holder`, the wrapped module, and stand-ins on the modules."""
         known = holder._parameters.get(ATTRIBUTE)
         self._holder = weakref.ref(holder)
-        if known is not None and known.numel() == shard.numel() and OWNER_KEY not in known.__dict__:
+        if known is not None and known.numel() == shard.numel() and not known.__dict__.get(OWNER_KEY):
             known.data = shard
             describe_layout(known, self.layout, self.axes.shard.rank)
             self.flat = known

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from ...dtypes import KNOWN
 from ...errors import ConfigError, PhaseError
@@ -35,9 +35,9 @@ class RowShard(DTensor):
     It behaves as any DTensor, with three additions: where an operation mixes it with plain tensors, which happens when
     code runs a module's weights while their unit is freed, the error says so and what to do; changes in place are
     noted, so that a pending backward is not run with other weights; and gradients through `full_tensor()` are averaged
-    over the ranks of the mesh, which compute different batches. Gradients, and what `detach()` and `.data` give, are of
-    this class too, since all of these are views of their unit's memory: pickled and copied they become plain DTensors
-    in memory of their own.
+    over the ranks of the mesh, which compute different batches; `copy_` takes whole tensors.
+    Gradients, and what `detach()` and `.data` give, are of this class too, since all of these are views of their unit's
+    memory: pickled and copied they become plain DTensors in memory of their own.
     """  # no __slots__: what stages tensors for a checkpoint reads DTensor's
 
     @property
@@ -124,7 +124,9 @@ class RowShard(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error) or name_of(args) is None:
                 raise
-            raise freed_error(args, func) from error
+            if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
+                raise freed_error(args, func) from error
+            result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
@@ -175,6 +177,18 @@ _VIEWS = {
     torch.Tensor.to,
     torch.Tensor.__getitem__,
 }
+
+
+def _copy_whole(target: Any, source: Any) -> bool:
+    """`target.copy_(source)` where `source` is the whole tensor, which every rank has; False if it is not."""
+    if not isinstance(target, RowShard) or isinstance(source, DTensor) or tuple(source.shape) != tuple(target.shape):
+        return False
+    # src_data_rank=None: every rank takes its own part, without communication.
+    with plain_access():
+        whole = source.detach()
+        cut = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        local_of(target).copy_(local_of(cut))
+    return True
 
 
 def name_of(args: tuple[Any, ...]) -> str | None:

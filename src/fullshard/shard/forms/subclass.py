@@ -3,11 +3,16 @@
 A quantised weight, for one, keeps its values in one form, sends another, and is computed with in a third. The protocol
 is that of PyTorch's `fully_shard`: before each gather the subclass, which holds this rank's chunk, names plain tensors
 to gather; after it, it makes the unsharded parameter of them the first time, and fills the same one later.
+
+Rows need not divide evenly: a rank's chunk is `torch.chunk`'s, maybe empty. A subclass may pad what it sends, so that
+all ranks send as much, or send its rows as they are: they are padded on the way, and it is given all rows together.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +20,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ...comm import Comm, Pending, wait_all
-from ...errors import ConfigError
+from ...errors import ConfigError, DivergenceError
 from ...layout import Layout, Part, Slot
 from ...mesh import Axis, MeshAxes
 from ...torch_private.local_tensor import local_of, set_local
 from ..full import Full, show_as_parameter
 from ..member import Member, identity_of
 from ..scratch import Scratch
+from .flat_shard import FlatShard
 from .rows import RowsForm, not_its_shard
+
+_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+_MOST = 15
+"""Tensors that a subclass with uneven rows may send."""
 
 
 def is_extension(tensor: Any) -> bool:
-    """Whether a parameter is of a class with both methods of the protocol."""
-    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")
+    """Whether a parameter is gathered by its class: it has both methods of the protocol, or inner tensors.
+
+    In the second case the methods must be there when it is gathered: programs set them on a class late.
+    """
+    if isinstance(tensor, (DTensor, FlatShard)):
+        return False
+    return all(hasattr(tensor, name) for name in _METHODS) or hasattr(tensor, "__tensor_flatten__")
 
 
 class SubclassForm(RowsForm):
@@ -71,7 +87,7 @@ class SubclassForm(RowsForm):
                 found.__dict__.update(identity_of(member.sharded))
                 member.sharded = found
         local = local_of(member.sharded)
-        if not is_extension(local) or local.shape != member.local.shape:
+        if type(local) is not type(member.local) or local.shape != member.local.shape:
             raise not_its_shard(member, local, self.axes.global_rank)
         return [local]
 
@@ -95,26 +111,27 @@ def chunk_of(original: Any, slot: Slot, part: Part, axes: MeshAxes) -> Any:
     """This rank's rows of `original`, of its class, in memory of its own on the mesh's device.
 
     Raises:
-        ConfigError: rows that do not divide evenly, or a class that cannot be cut, copied or moved.
+        ConfigError: no rows, or a class that cannot be cut, copied or moved.
     """
     world, rank = axes.shard.size, axes.shard.rank
-    if not slot.shape or slot.shape[0] % world or slot.spec.dim != 0:
+    if not slot.shape or slot.spec.dim != 0:
         raise ConfigError(
-            f"A parameter of class {type(original).__name__} cannot be split evenly over the ranks.",
+            f"A parameter of class {type(original).__name__} cannot be split into rows.",
             parameter=slot.name,
-            expected=f"a first dim that is a multiple of {world}",
+            expected="a first dim, to split",
             got=f"shape {slot.shape}, split on dim {slot.spec.dim}",
-            remedy="give it a mesh of fewer ranks (shard_placement_fn), pad it, or put it in ignored_params",
+            remedy="put it in ignored_params",
         )
     try:
         with torch.no_grad():
-            chunk = torch.chunk(original.detach(), world, 0)[rank].clone()
+            chunks = torch.chunk(original.detach(), world, 0)
+            chunk = (chunks[rank] if rank < len(chunks) else chunks[0][:0]).clone()
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"A parameter of class {type(original).__name__} cannot be cut into chunks: an operation on it failed.",
             parameter=slot.name,
-            expected="detach, split (torch.chunk), clone and, from another device, to",
+            expected="detach, split (torch.chunk), slice, clone and, from another device, to",
             got=f"{type(error).__name__}: {error}",
             remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
         ) from error
@@ -134,6 +151,8 @@ class SubclassFull:
         self._inner: list[torch.Tensor] = []  # tensors of the subclass's own
         self._made: Any = None  # the unsharded tensor as the subclass made it
         self._sent: list[torch.Tensor] = []
+        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what this rank sends
+        self._rows: list[tuple[int, int]] = []  # of each: rows that every rank sends, padded; rows of all without it
         self._metadata: Any = None
         self._pending: list[Pending] = []
 
@@ -147,24 +166,72 @@ class SubclassFull:
 
     def issue(self, comm: Comm, axis: Axis, source: Any) -> tuple[int, int]:
         self._name_what_is_sent(source)
-        sizes = [(tensor.numel() * axis.size, tensor.dtype) for tensor in self._sent]
+        sizes = [(tensor.shape, tensor.dtype) for tensor in self._sent]
         try:
-            if sizes != [(out.tensor.numel(), out.tensor.dtype) for out in self._received]:
+            if sizes != self._sizes:
+                self._rows = self._rows_of_all(comm, axis)
                 self.member.unsharded, self._made, self._inner = None, None, []
-                self._received = [Scratch(numel, dtype, self.device) for numel, dtype in sizes]
+                self._received = [
+                    Scratch(axis.size * rows * math.prod(shape[1:]), dtype, self.device)
+                    for (rows, _), (shape, dtype) in zip(self._rows, sizes, strict=True)
+                ]
+                self._sizes = sizes
             for out, tensor in zip(self._received, self._sent, strict=True):
                 out.allocate()
-                self._pending.append(comm.gather(axis, out.tensor, tensor.view(-1)))
+                sent, numel = tensor.view(-1), out.tensor.numel() // axis.size
+                if sent.numel() < numel:
+                    sent = torch.cat([sent, sent.new_zeros(numel - sent.numel())])
+                self._pending.append(comm.gather(axis, out.tensor, sent))
         except BaseException:
             self.free()
             raise
         return 0, self.nbytes
 
+    def _rows_of_all(self, comm: Comm, axis: Axis) -> list[tuple[int, int]]:
+        """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.
+
+        Where rows divide evenly, no rank can send another number than this one. Else the ranks are asked, once.
+
+        Raises:
+            DivergenceError: ranks send other numbers of tensors, or of rows that are neither alike nor their chunks'.
+        """
+        mine = [tensor.shape[0] if tensor.dim() else 1 for tensor in self._sent]
+        extent = self.member.slot.shape[0]
+        if extent % axis.size == 0:
+            return [(rows, axis.size * rows) for rows in mine]
+        sent = torch.full((1 + _MOST,), -1, dtype=torch.int64)
+        sent[: 1 + len(mine[:_MOST])] = torch.tensor([len(mine), *mine[:_MOST]])
+        everyone = torch.empty(axis.size * sent.numel(), dtype=torch.int64, device=self.device)
+        comm.gather(axis, everyone, sent.to(self.device)).wait()
+        counts, *columns = everyone.view(axis.size, -1).T.tolist()
+        chunk = -(-extent // axis.size)
+        chunks = [max(0, min(chunk, extent - rank * chunk)) for rank in range(axis.size)]
+        columns = columns[: len(mine)]
+        if set(counts) != {len(mine)} or any(len(set(c)) > 1 and c != chunks for c in columns) or len(mine) > _MOST:
+            raise DivergenceError(
+                "fsdp_pre_all_gather sends what cannot be gathered: rows do not divide evenly over the ranks.",
+                parameter=self.member.name,
+                rank=self.form.axes.global_rank,
+                expected=f"at most {_MOST} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
+                got=f"numbers of tensors {counts}, of rows {columns}",
+                remedy="pad what is sent to the first rank's number of rows",
+            )
+        return [(max(column), sum(column)) for column in columns]
+
     def _name_what_is_sent(self, source: Any) -> None:
         slot, form = self.member.slot, self.form
-        parameters = inspect.signature(type(source).fsdp_pre_all_gather).parameters
+        missing = [name for name in _METHODS if not hasattr(source, name)]
+        if missing:
+            raise ConfigError(
+                "A parameter is a tensor subclass with inner tensors of its own, and its class does not say how they "
+                "are gathered.",
+                parameter=self.member.name,
+                expected=" and ".join(_METHODS),
+                got=f"{type(source).__name__} without {' and '.join(missing)}",
+                remedy="implement them (they may be set on the class after fully_shard), or put it in ignored_params",
+            )
         with torch.no_grad():
-            if len(parameters) == 2:  # the older form: fsdp_pre_all_gather(self, mesh)
+            if _arguments(type(source).fsdp_pre_all_gather) == 2:  # the older form: fsdp_pre_all_gather(self, mesh)
                 sent, self._metadata = source.fsdp_pre_all_gather(self._mesh())
             else:
                 sent, self._metadata = source.fsdp_pre_all_gather(
@@ -187,10 +254,10 @@ class SubclassFull:
 
     def _fill(self) -> None:
         """Have the subclass make its tensor, or fill the one it made before."""
-        world, member, chunk = self.form.axes.shard.size, self.member, self.member.local
+        member, chunk = self.member, self.member.local
         outputs = tuple(
-            out.tensor.view(world * sent.shape[0], *sent.shape[1:]) if sent.dim() else out.tensor
-            for out, sent in zip(self._received, self._sent, strict=True)
+            out.tensor[: rows * math.prod(sent.shape[1:])].view(rows, *sent.shape[1:])
+            for out, sent, (_, rows) in zip(self._received, self._sent, self._rows, strict=True)
         )
         self._sent = []
         post: Any = chunk.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -214,7 +281,7 @@ class SubclassFull:
                 got=tuple(made.shape),
             )
         ours = {out.storage.data_ptr() for out in self._received}
-        used = {tensor.untyped_storage().data_ptr() for tensor in inner}
+        used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(made))}
         self._inner = [t for t in inner if t.untyped_storage().data_ptr() not in ours]
         self._keeps = [out.storage.data_ptr() in used for out in self._received]
         show_as_parameter(member, made.data if type(made) is torch.Tensor else made)
@@ -252,6 +319,22 @@ class SubclassFull:
         if names:
             return axes.mesh[names[-1]]
         return DeviceMesh.from_group(axes.shard.group, axes.mesh.device_type)
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments(method: Callable[..., Any]) -> int:
+    return len(inspect.signature(method).parameters)
+
+
+def _plain_parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that a subclass is made of, at any depth; a plain one is made of itself."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        inner = [value for value in tensor.__dict__.values() if isinstance(value, torch.Tensor)]
+    return [part for one in inner for part in _plain_parts(one)]
 
 
 def _allocate(tensor: torch.Tensor) -> None:
