@@ -254,67 +254,6 @@ def full_local(p: torch.Tensor) -> torch.Tensor:
     return (p.to_local() if hasattr(p, "to_local") else p._local_tensor).detach().clone()
 
 
-class Renamed(nn.Module):
-    """The second layer, but that its weight has another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wait = nn.Parameter(torch.zeros(1023, 13))
-        self.bias = nn.Parameter(torch.zeros(1023))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.wait, self.bias)
-
-
-def different(kind: str) -> nn.Module:
-    """A model that rank 1 builds differently."""
-    model = OddMLP()
-    if dist.get_rank() == 1:
-        if kind == "name":
-            model.layers[1] = Renamed()
-        elif kind == "shape":
-            model.layers[1], model.layers[2] = nn.Linear(13, 1021), nn.Linear(1021, 3)
-        elif kind == "dtype":
-            model.layers[1].bias = nn.Parameter(model.layers[1].bias.detach().double())
-        elif kind == "count":
-            model.extra = nn.Parameter(torch.ones(3))
-        elif kind == "frozen":
-            model.layers[1].bias.requires_grad_(False)
-    return model
-
-
-def train_differently(kind: str, layout: str) -> tuple[str, str]:
-    """Type and text of the error that this rank got from its first forward."""
-    model = different(kind)
-    for layer in model.layers:
-        fully_shard(layer, layout=layout)
-    fully_shard(model, layout=layout)
-    try:
-        model(torch.ones(2, 7))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-@both_layouts
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("name", ["layers.1.weight", "layers.1.wait"]),
-        ("shape", ["layers.1.weight", "1023", "1021"]),
-        ("dtype", ["layers.1.bias", "float32", "float64"]),
-        ("count", ["extra"]),
-        ("frozen", ["layers.1.bias"]),
-    ],
-)
-def test_ranks_with_different_parameters(run_ranks, kind, words, layout):
-    """Every rank gets the error, with the first difference and both ranks in it."""
-    for error, text in run_ranks(train_differently, kind, layout, timeout=20):
-        assert error == "DivergenceError", text
-        missing = [word for word in [*words, "rank 0", "rank 1"] if word not in text]
-        assert not missing, f"the message does not say {missing}:\n{text}"
-
-
 def optimizer_first(layout: str) -> list[str]:
     """An optimizer built before sharding: the right numbers, or an error at its first step."""
     example, options = EXAMPLES["odd_mlp"], Options(layout=layout, dtype=torch.float64)
@@ -338,46 +277,6 @@ def test_optimizer_built_before_sharding(run_ranks, layout):
     """PyTorch's fully_shard trains nothing here and says nothing."""
     for problems in run_ranks(optimizer_first, layout):
         assert not problems, "\n".join(problems)
-
-
-class Chooses(nn.Module):
-    """Runs its layers in an order of the rank's own."""
-
-    def __init__(self, orders: list[list[int]]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.orders = orders
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.orders[dist.get_rank()]:
-            x = self.layers[index](x)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("orders", "words"),
-    [
-        ([[0, 1, 2], [0, 2, 1]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.2'"]),
-        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has come to the end"]),
-        ([[1, 2], [0, 1, 2]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.0'"]),
-    ],
-    ids=["swapped", "one left out", "one more"],
-)
-@both_layouts
-def test_ranks_that_run_units_in_different_orders(run_ranks, orders, words, layout):
-    for text in run_ranks(run_in_order, orders, layout):
-        for word in words:
-            assert word in text
-
-
-def run_in_order(orders: list[list[int]], layout: str) -> str:
-    model = Chooses(orders)
-    for layer in model.layers:
-        fully_shard(layer, layout=layout)
-    fully_shard(model, layout=layout)
-    with pytest.raises(fullshard.DivergenceError) as caught:
-        model(torch.ones(1, 4))
-    return str(caught.value)
 
 
 class Scaled(torch.Tensor):

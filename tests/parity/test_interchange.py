@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_functions
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from wrapping import make, train, wrap
 
 import fullshard
 import fullshard.state_dict as our_functions
 from training import assert_same
+from wrapped import make_net, train_net, wrap_net
 
 STEPS = 2
 OURS = ["wrapper flat", "wrapper orig", "rows", "flat layout"]
@@ -27,8 +27,8 @@ def build(kind: str, seed: int) -> nn.Module:
     """A model sharded by that front-end. PyTorch's wrapper with flat parameters, whose optimizer state is right."""
     library = torch_fsdp if kind.startswith("torch") else fullshard
     if "wrapper" in kind:
-        return wrap(make(seed), library, mesh="mesh" in kind, use_orig_params="orig" in kind)
-    model = make(seed)
+        return wrap_net(make_net(seed), library, mesh="mesh" in kind, use_orig_params="orig" in kind)
+    model = make_net(seed)
     keywords = {"layout": "flat" if kind == "flat layout" else "rows"} if library is fullshard else {}
     for module in (*model.layers, model):
         library.fully_shard(module, **keywords)
@@ -72,13 +72,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def interchange(sources: list[str], targets: list[str], folder: str) -> list[str]:
     warnings.simplefilter("ignore")
-    plain = make()
-    want = train(plain, adamw(plain), range(2 * STEPS), list(range(dist.get_world_size())))[STEPS:]
+    plain = make_net()
+    want = train_net(plain, adamw(plain), range(2 * STEPS), list(range(dist.get_world_size())))[STEPS:]
     problems = []
     for source in sources:
         model = build(source, 3)
         optimizer = adamw(model)
-        train(model, optimizer, range(STEPS))
+        train_net(model, optimizer, range(STEPS))
         at = f"{folder}/{source.replace(' ', '_')}"
         dcp.save(state_of(source, model, optimizer, False), checkpoint_id=at)
         everything = state_of(source, model, optimizer, True)
@@ -91,14 +91,14 @@ def interchange(sources: list[str], targets: list[str], folder: str) -> list[str
             for full in (False,) if misread else (False, True):
                 other = build(target, 4)
                 loaded = adamw(other)
-                train(other, loaded, range(1))  # so that there is state to load into
+                train_net(other, loaded, range(1))  # so that there is state to load into
                 if full:
                     state = torch.load(f"{at}.pt", weights_only=False)
                 else:
                     state = state_of(target, other, loaded, False)
                     dcp.load(state, checkpoint_id=at)
                 set_state(target, other, loaded, state, full)
-                got = train(other, loaded, range(STEPS, 2 * STEPS))
+                got = train_net(other, loaded, range(STEPS, 2 * STEPS))
                 if max(abs(a - b) for a, b in zip(got, want, strict=True)) > 1e-6:
                     problems.append(f"{source} -> {target} full={full}: losses {got} where {want}")
     return problems

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_functions
-from wrapping import differences, make, train, whole, wrap
 
 import fullshard
 import fullshard.state_dict as helpers
 from fullshard.state_dict import StateDictOptions
 from training import assert_same
+from wrapped import differences, make_net, train_net, whole_values, wrap_net
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 STEPS = 2
@@ -25,16 +25,16 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 def pair(orig: bool, **flags: bool) -> tuple[Any, Any, Any, Any]:
     """A wrapped model and its optimizer, and an unsharded one of the same numbers, both after the same steps."""
-    model, plain = wrap(make(**flags), use_orig_params=orig), make(**flags)
+    model, plain = wrap_net(make_net(**flags), use_orig_params=orig), make_net(**flags)
     optimizer, other = adamw(model), adamw(plain)
-    train(model, optimizer, range(STEPS))
-    train(plain, other, range(STEPS), list(range(dist.get_world_size())))
+    train_net(model, optimizer, range(STEPS))
+    train_net(plain, other, range(STEPS), list(range(dist.get_world_size())))
     return model, optimizer, plain, other
 
 
 def nested(state: dict[str, Any]) -> dict[str, Any]:
     flat = {f"{n} {k}": v for n in sorted(state["state"]) for k, v in sorted(state["state"][n].items())}
-    return dict(whole(flat))
+    return dict(whole_values(flat))
 
 
 def gets(orig: bool) -> list[str]:
@@ -53,7 +53,7 @@ def gets(orig: bool) -> list[str]:
         if options.full_state_dict and options.cpu_offload and rank:
             problems += [f"{options}: rank {rank} has values"] if got or got_state else []
             continue
-        problems += differences(f"{options}", whole(got), want, 3e-6)
+        problems += differences(f"{options}", whole_values(got), want, 3e-6)
         problems += differences(f"{options} optimizer", nested(got_state), nested(want_state), 3e-6)
         if options.full_state_dict == any(type(v) is not torch.Tensor for v in got.values()):
             problems.append(f"{options}: {[type(v).__name__ for v in got.values()]}")
@@ -69,7 +69,7 @@ def gets(orig: bool) -> list[str]:
         options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keep)
         want = torch_functions.get_model_state_dict(plain, submodules={plain.layers[1]}, options=options)
         got = helpers.get_model_state_dict(model, submodules={model.module.layers[1]}, options=options)
-        problems += differences(f"submodules keep={keep}", whole(got), want, 3e-6)
+        problems += differences(f"submodules keep={keep}", whole_values(got), want, 3e-6)
     return problems
 
 
@@ -81,7 +81,7 @@ def test_every_option_gives_what_pytorch_gives_of_an_unsharded_model(run_ranks, 
 def sets(orig: bool) -> list[str]:
     problems = []
     model, optimizer, plain, other = pair(orig)
-    want = train(plain, other, range(STEPS, 2 * STEPS), list(range(dist.get_world_size())))
+    want = train_net(plain, other, range(STEPS, 2 * STEPS), list(range(dist.get_world_size())))
     for options in (
         StateDictOptions(),
         StateDictOptions(full_state_dict=True),
@@ -92,13 +92,13 @@ def sets(orig: bool) -> list[str]:
         values, state = helpers.get_state_dict(model, optimizer, options=options)
         if options.broadcast_from_rank0 and dist.get_rank():
             values, state = {}, {}
-        target = wrap(make(4), use_orig_params=not orig)
+        target = wrap_net(make_net(4), use_orig_params=not orig)
         loaded = adamw(target)
         keys = helpers.set_state_dict(target, loaded, model_state_dict=values, optim_state_dict=state, options=options)
-        got = train(target, loaded, range(STEPS, 2 * STEPS))
+        got = train_net(target, loaded, range(STEPS, 2 * STEPS))
         if keys.missing_keys or max(abs(a - b) for a, b in zip(got, want, strict=True)) > 1e-6:
             problems.append(f"{options}: {keys}, losses {got} where {want}")
-    part = {k: v for k, v in make(5).state_dict().items() if not k.startswith("side.")}
+    part = {k: v for k, v in make_net(5).state_dict().items() if not k.startswith("side.")}
     keys = helpers.set_model_state_dict(model, part, options=StateDictOptions(strict=False))
     if sorted(keys.missing_keys) != ["side.bias", "side.weight"]:
         problems.append(f"strict=False: {keys}")
@@ -118,15 +118,15 @@ def test_training_goes_on_after_set_state_dict(run_ranks, orig):
 
 def fully_sharded(layout: str) -> list[str]:
     """Without the wrapper: PyTorch's functions, and whole values of flat layouts, which those do not gather."""
-    plain, model = make(), make()
+    plain, model = make_net(), make_net()
     fullshard.fully_shard(model, layout=layout)
     optimizer, other = adamw(model), adamw(plain)
-    train(model, optimizer, range(STEPS))
-    train(plain, other, range(STEPS), list(range(dist.get_world_size())))
+    train_net(model, optimizer, range(STEPS))
+    train_net(plain, other, range(STEPS), list(range(dist.get_world_size())))
     options = StateDictOptions(full_state_dict=True)
     got, state = helpers.get_state_dict(model, optimizer, options=options)
     want, want_state = torch_functions.get_state_dict(plain, other, options=options)
-    problems = differences("model", whole(got), want, 3e-6)
+    problems = differences("model", whole_values(got), want, 3e-6)
     problems += differences("optimizer", nested(state), nested(want_state), 3e-6)
     wrong = [key for key, value in got.items() if type(value) is not torch.Tensor]
     offloaded = helpers.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

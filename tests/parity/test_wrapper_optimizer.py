@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from wrapping import differences, make, train, typed, whole, wrap
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
 from training import assert_same
+from wrapped import differences, make_net, train_net, typed, whole_values, wrap_net
 
 FULL, SHARDED = fullshard.FullOptimStateDictConfig, fullshard.ShardedOptimStateDictConfig
 KINDS = [
@@ -43,17 +43,17 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def trained(
     orig: bool, name: str = "adamw", groups: bool = False, seed: int = 3, steps: int = STEPS, **options: Any
 ) -> Any:
-    model = wrap(make(seed), use_orig_params=orig, **options)
+    model = wrap_net(make_net(seed), use_orig_params=orig, **options)
     optimizer = OPTIMIZERS[name](groups_of(model) if groups else model.parameters())
-    train(model, optimizer, range(steps))
+    train_net(model, optimizer, range(steps))
     return model, optimizer
 
 
 def reference(name: str, world: int, groups: bool = False, steps: int = STEPS) -> Any:
     """One process on all ranks' batches: its model, optimizer and losses."""
-    model = make()
+    model = make_net()
     optimizer = OPTIMIZERS[name](groups_of(model) if groups else model.parameters())
-    return model, optimizer, train(model, optimizer, range(steps), list(range(world)))
+    return model, optimizer, train_net(model, optimizer, range(steps), list(range(world)))
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -63,7 +63,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
 
 def flattened(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     flat = {f"{name} {key}": value for name in sorted(state) for key, value in sorted(state[name].items())}
-    return dict(whole(flat))
+    return dict(whole_values(flat))
 
 
 def saves(orig: bool) -> list[str]:
@@ -106,14 +106,14 @@ def resumes(orig: bool) -> list[str]:
             for options in targets:
                 with typed(kind, source, None, config):
                     values, state = source.state_dict(), FSDP.optim_state_dict(source, optimizer)
-                target = wrap(make(4), use_orig_params=other, **options)
+                target = wrap_net(make_net(4), use_orig_params=other, **options)
                 loaded = OPTIMIZERS["adamw"](target.parameters())
                 with typed(kind, target, None, config):
                     target.load_state_dict(values)
                     made = FSDP.optim_state_dict_to_load(target, loaded, state, load_directly=options == {})
                 if options:
                     loaded.load_state_dict(made)
-                got = train(target, loaded, range(STEPS, 2 * STEPS))
+                got = train_net(target, loaded, range(STEPS, 2 * STEPS))
                 if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
                     problems.append(f"{kind} {config} -> {other} {options}: losses {got} where {want[STEPS:]}")
     return problems
@@ -126,15 +126,15 @@ def test_training_goes_on_with_the_same_losses(run_ranks, orig):
 
 def never_updated(orig: bool) -> list[str]:
     """Parameters without gradients have no state, in the state dict and after loading it."""
-    model = wrap(make(), use_orig_params=orig)
+    model = wrap_net(make_net(), use_orig_params=orig)
     for parameter in model.module.layers[1].parameters():
         parameter.requires_grad_(False)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train(model, optimizer, range(1))
+    train_net(model, optimizer, range(1))
     state = FSDP.optim_state_dict(model, optimizer)
     extra = [name for name in state["state"] if name.startswith("layers.1.")]
-    missing = {n for n, _ in make().named_parameters() if not n.startswith("layers.1.")} - state["state"].keys()
-    target = wrap(make(), use_orig_params=not orig)
+    missing = {n for n, _ in make_net().named_parameters() if not n.startswith("layers.1.")} - state["state"].keys()
+    target = wrap_net(make_net(), use_orig_params=not orig)
     loaded = OPTIMIZERS["adamw"](target.parameters())
     FSDP.optim_state_dict_to_load(target, loaded, state, load_directly=True)
     again = FSDP.optim_state_dict(target, loaded)
@@ -170,16 +170,16 @@ class RowMeans(torch.optim.Optimizer):
 
 def by_row(orig: bool) -> list[str]:
     problems = []
-    model = wrap(make(), use_orig_params=orig)
+    model = wrap_net(make_net(), use_orig_params=orig)
     optimizer = RowMeans(model.parameters())
-    train(model, optimizer, range(1))
+    train_net(model, optimizer, range(1))
     with pytest.raises(fullshard.CheckpointError, match=r"rows[\s\S]*tokens.weight|rows[\s\S]*shift"):
         FSDP.optim_state_dict(model, optimizer)
     if orig:
-        model, plain = wrap(make(), use_orig_params=True, strategy="NO_SHARD"), make()
+        model, plain = wrap_net(make_net(), use_orig_params=True, strategy="NO_SHARD"), make_net()
         optimizer, other = RowMeans(model.parameters(), True), RowMeans(plain.parameters(), True)
-        train(model, optimizer, range(1))
-        train(plain, other, range(1), list(range(dist.get_world_size())))
+        train_net(model, optimizer, range(1))
+        train_net(plain, other, range(1), list(range(dist.get_world_size())))
         state = FSDP.optim_state_dict(model, optimizer)
         problems += differences("rows", flattened(state["state"]), flattened(by_name(plain, other)), 1e-6)
         made = FSDP.optim_state_dict_to_load(model, optimizer, state)
@@ -212,7 +212,7 @@ def legacy(orig: bool) -> list[str]:
             problems.append(f"full_optim_state_dict on rank {dist.get_rank()}: {list(rank0)}")
         values = model.state_dict()
         for kind in ("shard", "scatter", "flatten", "input"):
-            target = wrap(make(4), use_orig_params=not orig)
+            target = wrap_net(make_net(4), use_orig_params=not orig)
             target.load_state_dict(values)
             loaded = OPTIMIZERS["adamw"](target.parameters())
             made = {
@@ -224,7 +224,7 @@ def legacy(orig: bool) -> list[str]:
                 ),
             }[kind]()
             loaded.load_state_dict(made)
-            got = train(target, loaded, range(STEPS, 2 * STEPS))
+            got = train_net(target, loaded, range(STEPS, 2 * STEPS))
             if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
                 problems.append(f"{kind}: losses {got} where {want[STEPS:]}")
         numbered = FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, plain, optim=reference_optimizer)
@@ -313,7 +313,7 @@ def faults() -> list[str]:
     with typed("FULL", model, None, FULL(rank0_only=True)), pytest.raises(fullshard.CheckpointError, match="rank 0"):
         FSDP.optim_state_dict_to_load(model, optimizer, {})
     with pytest.raises(fullshard.CheckpointError, match="contains no"):
-        FSDP.optim_state_dict(make(), optimizer)
+        FSDP.optim_state_dict(make_net(), optimizer)
     return []
 
 

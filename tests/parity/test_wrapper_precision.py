@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from parity.both_wrappers import LIBRARIES, batch, same, train, whole, wrap
+from wrapped import LIBRARIES, batch, same, train, whole, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS: dict[str, dict[str, Any]] = {

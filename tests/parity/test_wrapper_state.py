@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-from wrapping import Layer, differences, make, train, typed, whole, wrap
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from training import assert_same
+from wrapped import differences, make_net, net_case, train_net, typed, whole_values, wrap_net
 
 FULL, SHARDED = fullshard.FullStateDictConfig, fullshard.ShardedStateDictConfig
+
+
 KINDS = [
     ("FULL", FULL()),
     ("FULL", FULL(offload_to_cpu=True)),
@@ -30,40 +30,9 @@ KINDS = [
     ("SHARDED", SHARDED(offload_to_cpu=True)),
     ("SHARDED", SHARDED(_use_dtensor=True)),
 ]
+
+
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-
-
-def wrapped(case: str, orig: bool, seed: int = 3) -> tuple[nn.Module, nn.Module]:
-    """A wrapped model of that case, and the same one not wrapped."""
-    kind, _, strategy = case.partition("-")
-    keywords: dict[str, Any] = {"use_orig_params": orig, "strategy": strategy or "FULL_SHARD"}
-    flags = {"tied": kind.startswith("tied"), "frozen": kind == "frozen"}
-    model, plain = make(seed, **flags), make(seed, **flags)
-    if kind == "single":
-        keywords["auto_wrap_policy"] = None
-    elif kind == "tied_across":
-        keywords["auto_wrap_policy"] = {Layer, nn.Embedding}
-    elif kind == "tied_two":
-        model.head = wrap(model.head, **keywords)
-        keywords["auto_wrap_policy"] = None
-    elif kind == "ignored":
-        keywords["ignored_states"] = [model.side, model.layers[1].up]
-    elif kind == "ignored_parameter":
-        keywords["ignored_states"] = [model.tokens.weight, model.layers[1].gain]
-    elif kind == "checkpoint_inside":
-        model.layers = nn.ModuleList(
-            wrap(checkpoint_wrapper(x), **(keywords | {"auto_wrap_policy": None})) for x in model.layers
-        )
-        keywords["auto_wrap_policy"] = None
-    elif kind == "checkpoint_outside":
-        model.layers = nn.ModuleList(
-            checkpoint_wrapper(wrap(x, **(keywords | {"auto_wrap_policy": None}))) for x in model.layers
-        )
-        keywords["auto_wrap_policy"] = None
-    elif kind == "inside_plain":
-        model.layers = nn.ModuleList(wrap(x, **(keywords | {"auto_wrap_policy": None})) for x in model.layers)
-        return model, plain
-    return wrap(model, **keywords), plain
 
 
 CASES = [
@@ -75,13 +44,13 @@ CASES = [
 def saves(cases: list[str], orig: bool) -> list[str]:
     problems = []
     for case in cases:
-        model, plain = wrapped(case, orig)
+        model, plain = net_case(case, orig)
         want = plain.state_dict()
         before = [(n, p.data_ptr()) for n, p in model.named_parameters()]
         for kind, config in KINDS:
             with typed(kind, model, config):
                 state = model.state_dict()
-            problems += differences(f"{case} {kind} {config}", whole(state), want)
+            problems += differences(f"{case} {kind} {config}", whole_values(state), want)
             if state._metadata.keys() != want._metadata.keys():
                 problems.append(f"{case} {kind}: metadata {state._metadata.keys() ^ want._metadata.keys()}")
             problems += types_wrong(f"{case} {kind} {config}", state, kind, config)
@@ -123,11 +92,11 @@ def test_names_order_and_values_on_a_hybrid_mesh(run_ranks, orig):
 def saves_hybrid(orig: bool) -> list[str]:
     problems = []
     for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        model, plain = wrapped(f"tied-{strategy}", orig)
+        model, plain = net_case(f"tied-{strategy}", orig)
         for kind, config in KINDS[:1] + KINDS[-1:]:
             with typed(kind, model, config):
                 state = model.state_dict()
-            problems += differences(f"{strategy} {kind}", whole(state), plain.state_dict())
+            problems += differences(f"{strategy} {kind}", whole_values(state), plain.state_dict())
             if kind == "SHARDED" and not isinstance(state["tokens.weight"], DTensor):
                 problems.append(f"{strategy}: {type(state['tokens.weight'])}")
     return problems
@@ -139,8 +108,8 @@ def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
     for case in cases:
         for other in others:
             for kind, config in KINDS if other != "inside_plain" else KINDS[:2]:
-                source, plain = wrapped(case, orig, seed=3)
-                target, _ = wrapped(other, not orig, seed=4)
+                source, plain = net_case(case, orig, seed=3)
+                target, _ = net_case(other, not orig, seed=4)
                 with typed(kind, source, config):
                     state = source.state_dict()
                 given = dict(state)
@@ -163,8 +132,8 @@ def test_loads_across_wrappings_and_strategies(run_ranks, orig):
 def local_roundtrip(orig: bool) -> list[str]:
     problems = []
     for case in ("single", "nested", "tied_across", "frozen"):
-        source, _ = wrapped(case, orig, seed=3)
-        target, _ = wrapped(case, orig, seed=4)
+        source, _ = net_case(case, orig, seed=3)
+        target, _ = net_case(case, orig, seed=4)
         with typed("LOCAL", source), typed("LOCAL", target):
             state = source.state_dict()
             memory = io.BytesIO()
@@ -182,9 +151,9 @@ def test_local_state_dicts_come_back(run_ranks, orig):
 
 def torch_saves(orig: bool) -> list[str]:
     problems = []
-    source, plain = wrapped("tied", orig)
+    source, plain = net_case("tied", orig)
     for kind, config in KINDS:
-        target, _ = wrapped("tied", orig, seed=4)
+        target, _ = net_case("tied", orig, seed=4)
         with typed(kind, source, config), typed(kind, target, config):
             memory = io.BytesIO()
             torch.save(source.state_dict(), memory)
@@ -200,7 +169,7 @@ def test_every_kind_goes_through_torch_save(run_ranks, orig):
 
 
 def save_files(folder: str, orig: bool) -> None:
-    model, _ = wrapped("nested", orig)
+    model, _ = net_case("nested", orig)
     for name, config in (("sharded", SHARDED()), ("dtensor", SHARDED(_use_dtensor=True))):
         with typed("SHARDED", model, config):
             dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{name}")
@@ -214,7 +183,7 @@ def load_files(folder: str, orig: bool) -> list[str]:
     problems = []
     for case in ("single", "nested", "nested-HYBRID_SHARD") if dist.get_world_size() == 4 else ("single", "nested"):
         for name in ("sharded", "dtensor", "full"):
-            model, _ = wrapped(case, orig, seed=4)
+            model, _ = net_case(case, orig, seed=4)
             if name == "full":
                 model.load_state_dict(torch.load(f"{folder}/full.pt"))
             else:
@@ -222,7 +191,7 @@ def load_files(folder: str, orig: bool) -> list[str]:
                     state = {"model": model.state_dict()}
                     dcp.load(state, checkpoint_id=f"{folder}/{name}")
                     model.load_state_dict(state["model"])
-            problems += differences(f"{case} {name}", model.state_dict(), make().state_dict())
+            problems += differences(f"{case} {name}", model.state_dict(), make_net().state_dict())
     return problems
 
 
@@ -235,79 +204,18 @@ def test_files_load_on_other_numbers_of_ranks(run_ranks, tmp_path, worlds):
         assert_same(run_ranks(load_files, str(folder), not orig, world=worlds[1]))
 
 
-def strictness(orig: bool) -> list[str]:
-    problems = []
-    for case in ("nested", "inside_plain", "tied", "tied_across", "ignored"):
-        model, plain = wrapped(case, orig, seed=4)
-        state = make(3, tied=case.startswith("tied")).state_dict()
-        for key in ("layers.1.up.weight", "layers.0.calls", "head.weight", "shift"):
-            del state[key]
-        state["layers.2.more"] = torch.zeros(2)
-        state["other"] = torch.zeros(2)
-        want_error = refused(plain, state, True)
-        got_error = refused(model, state, True)
-        for line in want_error.splitlines()[1:]:
-            names = sorted(line.split(":", 1)[1].replace('"', "").replace(" ", "").strip(".").split(","))
-            if not any(
-                sorted(g.split(":", 1)[-1].replace('"', "").replace(" ", "").strip(".").split(",")) == names
-                for g in got_error.splitlines()
-            ):
-                problems.append(f"{case}: {got_error} where {want_error}")
-        plain = make(4, tied=case.startswith("tied"))
-        want, got = plain.load_state_dict(state, strict=False), model.load_state_dict(dict(state), strict=False)
-        if [sorted(k) for k in want] != [sorted(k) for k in got]:
-            problems.append(f"{case}: {got} where {want}")
-        problems += differences(f"{case} not strict", model.state_dict(), plain.state_dict())
-    return problems
-
-
-def refused(model: nn.Module, state: Any, strict: bool) -> str:
-    try:
-        model.load_state_dict(dict(state), strict=strict)
-    except (RuntimeError, fullshard.CheckpointError) as error:
-        return str(error)
-    return ""
-
-
-@ORIG
-def test_missing_and_unexpected_keys_are_named_as_by_the_unwrapped_model(run_ranks, orig):
-    assert_same(run_ranks(strictness, orig))
-
-
-def wrong_shapes(orig: bool) -> list[str]:
-    problems = []
-    for case in ("nested", "ignored", "checkpoint_outside", "inside_plain"):
-        for key in ("layers.2.up.weight", "layers.2.scale", "layers.1.up.weight"):
-            if case == "inside_plain" and key.startswith("layers.2.s"):
-                continue
-            model, plain = wrapped(case, orig, seed=4)
-            state = make(3).state_dict()
-            state[key] = torch.zeros(1, 4)
-            error = refused(model, state, True)
-            if key not in error or "(1, 4)" not in error:
-                problems.append(f"{case} {key}: {error}")
-            if case != "inside_plain":
-                problems += differences(f"{case} {key}", model.state_dict(), plain.state_dict())
-    return problems
-
-
-@ORIG
-def test_wrong_shapes_are_refused_before_anything_changes(run_ranks, orig):
-    assert_same(run_ranks(wrong_shapes, orig))
-
-
 def like_pytorch(orig: bool) -> list[str]:
     """Key for key with PyTorch's: types, shapes, local shards, placements."""
     problems = []
     for mesh in (False, True):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
-            ours = wrap(make(), use_orig_params=orig, mesh=mesh, strategy=strategy)
-            theirs = wrap(make(), torch_fsdp, use_orig_params=orig, mesh=mesh, strategy=strategy)
+            ours = wrap_net(make_net(), use_orig_params=orig, mesh=mesh, strategy=strategy)
+            theirs = wrap_net(make_net(), torch_fsdp, use_orig_params=orig, mesh=mesh, strategy=strategy)
             for kind in ("FULL", "SHARDED"):
                 where = f"mesh={mesh} {strategy} {kind}"
                 with typed(kind, ours), typed(kind, theirs, library=torch_fsdp):
                     got, want = ours.state_dict(), theirs.state_dict()
-                problems += differences(where, whole(got), whole(want))
+                problems += differences(where, whole_values(got), whole_values(want))
                 for key in want:
                     if described(got[key]) != described(want[key]):
                         problems.append(f"{where} {key}: {described(got[key])} where {described(want[key])}")
@@ -330,23 +238,23 @@ def test_state_dicts_are_pytorchs_key_for_key(run_ranks, orig):
 
 def memory_bound(orig: bool) -> list[str]:
     """While one instance's values are made, nothing of another's whole values is alive but what is in the result."""
-    model, _ = wrapped("nested", orig)
+    model, _ = net_case("nested", orig)
     peak, problems = [0], []
     sizes = [sum(b.layout.gathered_numel for b in m._runner().unit.buckets) for m in FSDP.fsdp_modules(model)]
     from fullshard.shard import Bucket
 
     gather, alive = Bucket.gather_whole, []
 
-    def whole() -> int:
+    def elements() -> int:
         return sum({s._cdata: s.nbytes() // 4 for ref in alive if (s := ref()) is not None}.values())
 
     def counted(bucket: Any, comm: Any, local: torch.Tensor) -> torch.Tensor:
         made = gather(bucket, comm, local)
         alive.append(weakref.ref(made.untyped_storage()))
         deadline = time.monotonic() + 2  # gloo's own thread lets go of a gather a moment after it is done
-        while whole() > max(sizes) and time.monotonic() < deadline:
+        while elements() > max(sizes) and time.monotonic() < deadline:
             time.sleep(0.001)
-        peak[0] = max(peak[0], whole())
+        peak[0] = max(peak[0], elements())
         return made
 
     Bucket.gather_whole = counted
@@ -372,49 +280,18 @@ def test_a_full_state_dict_holds_one_unit_above_its_result(run_ranks, orig):
 
 def goes_on(orig: bool) -> list[str]:
     """Loaded between steps, training goes on from the loaded values; saving in between changes nothing."""
-    source, _ = wrapped("nested", orig)
+    source, _ = net_case("nested", orig)
     optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-    train(source, optimizer, range(2))
+    train_net(source, optimizer, range(2))
     state = source.state_dict()
-    target, _ = wrapped("nested", orig, seed=4)
+    target, _ = net_case("nested", orig, seed=4)
     other = torch.optim.SGD(target.parameters(), lr=0.1)
-    train(target, other, range(1))
+    train_net(target, other, range(1))
     target.load_state_dict(state)
-    want, got = train(source, optimizer, range(2, 4)), train(target, other, range(2, 4))
+    want, got = train_net(source, optimizer, range(2, 4)), train_net(target, other, range(2, 4))
     return [] if want == got else [f"losses {got} where {want}"]
 
 
 @ORIG
 def test_training_goes_on_from_loaded_values(run_ranks, orig):
     assert_same(run_ranks(goes_on, orig))
-
-
-def settings_faults() -> list[str]:
-    model, _ = wrapped("nested", True)
-    with pytest.raises(fullshard.CheckpointError, match="FullStateDictConfig"):
-        FSDP.set_state_dict_type(model, fullshard.StateDictType.SHARDED_STATE_DICT, FULL())
-    with pytest.raises(fullshard.CheckpointError, match="contains no"):
-        FSDP.set_state_dict_type(nn.Linear(2, 2), fullshard.StateDictType.FULL_STATE_DICT)
-    with typed("LOCAL", wrap(make(), strategy="NO_SHARD")) as _, pytest.raises(fullshard.FullshardError):
-        model_no = wrap(make(), strategy="NO_SHARD")
-        FSDP.set_state_dict_type(model_no, fullshard.StateDictType.LOCAL_STATE_DICT)
-        model_no.state_dict()
-    with FSDP.summon_full_params(model):
-        if list(model.state_dict()) != list(make().state_dict()):
-            return [f"summoned: {list(model.state_dict())}"]
-        with pytest.raises(fullshard.PhaseError):
-            model.load_state_dict(make().state_dict())
-    seen = []
-
-    def save_inside(*_: object) -> None:
-        with pytest.raises(fullshard.PhaseError):
-            model.state_dict()
-        seen.append(1)
-
-    model.module.layers[0].module.up.register_forward_hook(save_inside)
-    model(torch.tensor([1]))
-    return [] if seen else ["the hook did not run"]
-
-
-def test_mistakes_are_refused(run_ranks):
-    assert_same(run_ranks(settings_faults))
