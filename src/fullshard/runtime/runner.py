@@ -21,9 +21,10 @@ from ..containers import cast_floating
 from ..errors import PhaseError
 from ..shard import State, Unit, refuse_meta
 from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.transforms import current_transform
 from .call import Call
-from .outputs import detached_from_unit
-from .phases import ROWS, Happening, Phase, impossible
+from .outputs import Leftovers, detached_from_unit, refuse_views
+from .phases import ROWS, Happening, Phase, impossible, refused_transform
 from .reducer import InFlight
 from .root import Root
 from .settings import UnitSettings
@@ -48,6 +49,7 @@ class Runner:
         index: of this unit in the root.
         open_calls: forward calls with gradients whose backward has not come.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
+        leftovers: what forwards leave on the unit's modules; None until there is a root.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Runner:
         self.phase = Phase.IDLE
         self.open_calls = 0
         self.kept = False
+        self.leftovers: Leftovers | None = None
         self.shared_in_flight: InFlight | None = None  # reductions of roots that share one communication context
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
         self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
@@ -71,6 +74,7 @@ class Runner:
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
         self._period = Period(-1)  # since the unit was opened for a forward
         self._leads_back = False  # whether an output of the forward that runs now leads to a backward
+        self._hides = False  # whether what the last forward returned may hide a graph: the unit stays gathered for it
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -123,6 +127,8 @@ class Runner:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
         self._depth += 1
+        if current_transform() is not None:
+            raise refused_transform(self.unit.name)
         root = self.root
         if root is None:
             root = self.find_root(self)
@@ -151,6 +157,7 @@ class Runner:
         output = detached_from_unit(output, unit)
         if call is not None:
             output = call.watch_outputs(output)
+            self._watch_what_is_hidden(call)
             self._leads_back = self._leads_back or call.leads_back
         dtype = self.settings.policy.output_dtype
         if dtype is not None:
@@ -169,6 +176,18 @@ class Runner:
         if top and self.phase is Phase.IDLE:
             root.end_forward()
         return output
+
+    def _watch_what_is_hidden(self, call: Call) -> None:
+        """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
+        if self.leftovers is not None and (left := self.leftovers.tensors()):
+            call.watch(left)
+        if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
+            self._hides = call.leads_back = True
+            self._watch_parameters()
+
+    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `refuse_views`."""
+        refuse_views(tensors, self.unit)
 
     def break_off(self, error: BaseException) -> None:
         """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here."""
@@ -210,7 +229,7 @@ class Runner:
         if (assigned := unit.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
         self._period = Period(self.index, root.trace if torch.is_grad_enabled() else None)
-        self._leads_back = False
+        self._leads_back = self._hides = False
         if self._period.trace is not None:
             self._period.trace.entered(self._period)
         prefetch = self.settings.prefetch
@@ -253,6 +272,8 @@ class Runner:
 
     def reshards(self, with_grad: bool) -> bool:
         """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
+        if self._hides:
+            return False
         if self.settings.reshard_after_forward is None:
             return not self.is_top or not with_grad
         return self.settings.reshard_after_forward
@@ -355,6 +376,7 @@ class Runner:
         """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
         unit = self.unit
         unit.show_sharded()
+        self._hides = False
         if self.settings.reshard_after_backward:
             unit.drop_kept()
             self.kept = False
@@ -439,7 +461,7 @@ class Runner:
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
         self.phase = Phase.IDLE  # whatever the unit raises
-        self.kept = self._leads_back = False
+        self.kept = self._leads_back = self._hides = False
         self._ran.clear()
         self._depth = 0
         self._calls.clear()

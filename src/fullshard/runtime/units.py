@@ -14,6 +14,7 @@ from ..errors import PhaseError
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
+from .outputs import Leftovers
 from .root import Root
 from .runner import Runner
 
@@ -88,6 +89,7 @@ def find_root(top: Runner) -> Root:
     root.agree()
     for runner in units:
         runner.root = root
+        runner.leftovers = Leftovers(_own_modules(runner))
     weakref.finalize(top.modules[0], root.dissolve)
     return root
 
@@ -95,6 +97,18 @@ def find_root(top: Runner) -> Root:
 def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
     """Ids of the parameters that are there now and that any of these units was told to leave alone."""
     return frozenset().union(*[runner.settings.ignored.ids() for runner in runners])
+
+
+def _own_modules(runner: Runner) -> list[nn.Module]:
+    """The modules of a unit, and those below them that are in no other unit."""
+    found: list[nn.Module] = []
+    ahead: list[nn.Module] = list(runner.modules)
+    while ahead:
+        module = ahead.pop()
+        if runner_of(module) in (None, runner):
+            found.append(module)
+            ahead += module.children()
+    return list({id(module): module for module in found}.values())
 
 
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:
