@@ -77,10 +77,10 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
         _warned.add(name)
         warnings.warn(
             message(
-                f"{name} was given runs of elements in one dim, which is right for element-wise optimizers only; whether "
-                "it is one is not known.",
+                f"{name} was given runs of elements in one dim, which is right for element-wise optimizers only; "
+                "whether it is one is not known.",
                 got=f"{name} with {part}",
-                remedy="nothing is to be done if each element's step depends on that element's gradient and state alone; "
+                remedy="nothing is to be done if each element's step depends on that element's gradient and state; "
                 "else build it from model.parameters() of fully_shard. Said once per class",
             ),
             stacklevel=4,

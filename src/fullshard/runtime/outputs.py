@@ -20,9 +20,9 @@ from ..errors import PhaseError
 from ..shard import Unit
 
 PLAIN = (
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator, range, type)
-    + (types.ModuleType, types.BuiltinFunctionType, weakref.ref)
-)  # fmt: skip
+    *(type(None), bool, int, float, complex, str, bytes, range, type),
+    *(torch.dtype, torch.device, torch.Generator, types.ModuleType, types.BuiltinFunctionType, weakref.ref),
+)
 """Types of objects that hold no tensors."""
 _MOST = 10_000  # objects that are looked into
 
@@ -120,6 +120,23 @@ def _can_be_empty(value: Any) -> bool:
     if isinstance(value, (Mapping, list, tuple, Set, types.FunctionType, nn.Module)):
         return True
     return hasattr(value, "__dict__") or hasattr(value, "__array__") or "__slots__" in type(value).__dict__
+
+
+_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
+
+
+def on_first_gradient(unit: Unit, told: Callable[[], Callable[[], None] | None]) -> None:
+    """Call what `told()` gives, if anything (the parameters must not keep their unit alive), at every gradient."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        if (method := told()) is not None:
+            method()
+
+    for member in unit.members:
+        parameter = member.unsharded
+        if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
+            parameter.__dict__[_WATCHED] = True
+            parameter.register_post_accumulate_grad_hook(hook)
 
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)

@@ -178,11 +178,11 @@ ROWS: list[list[tuple[str, Phase] | None]] = [[TABLE[phase].get(event) for event
 def refused_transform(unit: str) -> PhaseError:
     """The error for a forward under a transform of `torch.func`."""
     return PhaseError(
-        f"The forward of unit {unit or '(root)'!r} was called under a transform of torch.func (vmap, grad, jacrev, jvp, "
-        "...), which sees neither gathers nor reductions.",
+        f"The forward of unit {unit or '(root)'!r} was called under a transform of torch.func (vmap, grad, jacrev, "
+        "jvp, ...), which sees neither gathers nor reductions.",
         expected="a forward and backward by plain autograd",
-        remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a loop "
-        "over the batch; or apply the transform to an unsharded copy of the model",
+        remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
+        "loop over the batch; or apply the transform to an unsharded copy of the model",
     )
 
 

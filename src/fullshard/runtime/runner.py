@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from ..shard import State, Unit, refuse_meta
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.transforms import current_transform
 from .call import Call
-from .outputs import Leftovers, detached_from_unit, refuse_views
+from .outputs import Leftovers, detached_from_unit, on_first_gradient, refuse_views
 from .phases import ROWS, Happening, Phase, impossible, refused_transform
 from .reducer import InFlight
 from .root import Root
 from .settings import UnitSettings
 from .trace import Period
 
-_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
 H = Happening
 
 
@@ -89,15 +87,7 @@ class Runner:
 
     def set(self, **changes: Any) -> None:
         """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
-        nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
-        for name in list(changes):
-            part, _, rest = name.partition("_")
-            if part in nested and rest:
-                nested[part][rest] = changes.pop(name)
-        for part, values in nested.items():
-            if values:
-                changes[part] = replace(getattr(self.settings, part), **values)
-        self.settings = replace(self.settings, **changes)
+        self.settings = self.settings.with_changes(changes)
 
     def happens(self, event: Happening) -> None:
         """Do what the table says, and go to the phase that follows."""
@@ -147,7 +137,7 @@ class Runner:
         self._calls.append(call)
         args, kwargs = call.watch_inputs(args, kwargs)
         if not call.watches:
-            self._watch_parameters()
+            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -183,7 +173,7 @@ class Runner:
             call.watch(left)
         if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
             self._hides = call.leads_back = True
-            self._watch_parameters()
+            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
 
     def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `refuse_views`."""
@@ -402,19 +392,6 @@ class Runner:
         return self.kept and self.unit.state is State.GATHERED
 
     # Calls without an input that needs a gradient (the first layer's), of which maybe no output is seen either.
-
-    def _watch_parameters(self) -> None:
-        noticed = weakref.WeakMethod(self._gradient_arrived)  # the parameter must not keep its own unit alive
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (method := noticed()) is not None:
-                method()
-
-        for member in self.unit.members:
-            parameter = member.unsharded
-            if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
-                parameter.__dict__[_WATCHED] = True
-                parameter.register_post_accumulate_grad_hook(hook)
 
     def _gradient_arrived(self) -> None:
         root = self.root

@@ -90,8 +90,13 @@ def find_root(top: Runner) -> Root:
     for runner in units:
         runner.root = root
         runner.leftovers = Leftovers(_own_modules(runner))
-    weakref.finalize(top.modules[0], root.dissolve)
+    weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     return root
+
+
+def _dissolve(ref: weakref.ref[Root]) -> None:
+    if (root := ref()) is not None:
+        root.dissolve()
 
 
 def left_alone(runners: Iterable[Runner]) -> frozenset[int]:

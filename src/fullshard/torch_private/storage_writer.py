@@ -1,4 +1,4 @@
-"""Whether the checkpoint that is being planned will be written by a writer that keeps one tensor for each name and rank.
+"""Whether the checkpoint that is being planned goes to a writer that keeps one tensor for each name and rank.
 
 Private torch API: `FileSystemWriter.serialization_format`, and the name `storage_writer` of a local variable of
 `torch.distributed.checkpoint.save`. There is no public alternative: a tensor that says which pieces of it are to be

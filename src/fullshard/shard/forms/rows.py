@@ -163,7 +163,7 @@ def remedy_for(found: Any, remedy: str) -> str:
     """What to do about something in a sharded parameter's place: a plain tensor was put there for one call only."""
     if isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
         return (
-            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply it "
-            f"to an unsharded copy; else {remedy}"
+            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply "
+            f"it to an unsharded copy; else {remedy}"
         )
     return remedy
