@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.torch_private import collectives as direct
-from fullshard.torch_private import foreach, tensor_hooks
+from fullshard.torch_private import foreach, graph_nodes, tensor_hooks, transforms
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import named_range
@@ -159,6 +159,26 @@ def test_hooks_on_tensors_join_those_of_the_user() -> None:
     tensor_hooks.put_first(hooks, lambda grad: seen.append(f"first, {grad.tolist()}"))
     changed.sum().backward()
     assert seen[-3:] == ["first, [3.0, 3.0]", "of what it was", "leaf"]
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    before, since = leaf * 2, graph_nodes.next_node()
+    assert since > 0 and graph_nodes.made_since(leaf * 3, since)
+    assert not graph_nodes.made_since(before, since) and not graph_nodes.made_since(leaf, since)
+
+
+def test_transforms_are_told() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(transforms.current_transform() is not None)
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.vmap(function)(torch.ones(2, 2))
+    function(torch.ones(2))
+    assert seen == [True, True, False]
 
 
 def test_meshes_tell_their_root_and_strided_shards_exist() -> None:

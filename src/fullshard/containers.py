@@ -15,19 +15,28 @@ from typing import Any
 import torch
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order of appearance."""
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Whatever in `value` is not a container, in order of appearance: tensors, and objects of other types."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from leaves_in(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from leaves_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from leaves_in(getattr(value, field.name, None))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`, in order of appearance."""
+    for leaf in leaves_in(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

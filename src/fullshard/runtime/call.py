@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..containers import map_tensors, tensors_in
+from ..containers import leaves_in, map_tensors
+from ..torch_private.graph_nodes import made_since, next_node
 from ..torch_private.tensor_hooks import hooks_of, on_gradient, put_first
+from .outputs import PLAIN, tensors_behind
 from .trace import Period
 
 Input = tuple[torch.Tensor, Any, int, Any, Any]
@@ -35,6 +37,9 @@ class Watcher(Protocol):
     def version(self) -> int:
         """Differs between two times if the unit's shards are known to have changed in between."""
 
+    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise if one of these tensors, which a forward gives away, will be no more when the unit is freed."""
+
 
 class Call:
     """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
@@ -44,15 +49,17 @@ class Call:
         version: of the unit when the call began.
         watches: whether an input tells when the call's backward is over.
         leads_back: whether an output needs a gradient, so that a backward may come.
+        hides: whether an output may hold tensors where nobody sees them.
     """
 
-    __slots__ = ("_inputs", "done", "leads_back", "period", "runner", "version", "watches")
+    __slots__ = ("_first_node", "_inputs", "done", "hides", "leads_back", "period", "runner", "version", "watches")
 
     def __init__(self, runner: Watcher, period: Period) -> None:
         self.runner, self.period = runner, period
-        self.done = self.watches = self.leads_back = False
+        self.done = self.watches = self.leads_back = self.hides = False
         self.version = runner.version()
         self._inputs: list[Input] = []
+        self._first_node = next_node()
         runner.open_calls += 1
         period.calls += 1
 
@@ -90,12 +97,30 @@ class Call:
             self._watch_producers(inputs)
         if type(output) is torch.Tensor:
             return self._watch_output(output, inputs)
-        for tensor in tensors_in(output):
-            if any([tensor is one[0] for one in inputs]):
-                return map_tensors(lambda one: self._watch_output(one, inputs), output)
-        for tensor in tensors_in(output):
-            self._watch_output(tensor, ())
+        leaves = list(leaves_in(output))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any([tensor is one[0] for tensor in tensors for one in inputs]):
+            output = map_tensors(lambda one: self._watch_output(one, inputs), output)
+        else:
+            for tensor in tensors:
+                self._watch_output(tensor, ())
+        if len(tensors) != len(leaves):
+            self._watch_objects([leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))], inputs)
         return output
+
+    def _watch_objects(self, objects: Sequence[Any], inputs: Sequence[Input]) -> None:
+        """Watch what this call made and put into objects; those are left as they are, inputs in them unwatched."""
+        for one in objects:
+            tensors, closed = tensors_behind(one)
+            self.runner.check_given(tensors)
+            self.hides = self.hides or closed
+            self.watch([tensor for tensor in tensors if not any([tensor is entry[0] for entry in inputs])])
+
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Be told when one of these gets its gradient, of which only some were made by this call."""
+        for tensor in tensors:
+            if made_since(tensor, self._first_node):
+                self._watch_output(tensor, ())
 
     def _watch_output(self, tensor: torch.Tensor, inputs: Sequence[Input]) -> torch.Tensor:
         if tensor.requires_grad:

@@ -1,13 +1,30 @@
-"""Outputs of a forward that look at memory which is about to be given back."""
+"""What a forward gives away besides tensors in containers: views of memory that is about to be given back, tensors in
+objects, and tensors that it leaves on its modules (auxiliary losses).
+
+All of these can lead a backward to the unit, which must be gathered by then.
+"""
 
 from __future__ import annotations
 
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..containers import map_tensors
+from ..containers import leaves_in, map_tensors, tensors_in
+from ..errors import PhaseError
 from ..shard import Unit
+
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type),
+    *(torch.dtype, torch.device, torch.Generator, types.ModuleType, types.BuiltinFunctionType, weakref.ref),
+)
+"""Types of objects that hold no tensors."""
+_MOST = 10_000  # objects that are looked into
 
 
 def detached_from_unit(output: Any, unit: Unit) -> Any:
@@ -17,12 +34,153 @@ def detached_from_unit(output: Any, unit: Unit) -> Any:
         return output
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if (
-            tensor.is_meta
-            or tensor.layout is not torch.strided
-            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        ):
-            return tensor
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in addresses else tensor
+        return tensor.clone() if _lies_in(tensor, addresses) else tensor
 
     return copy(output) if type(output) is torch.Tensor else map_tensors(copy, output)
+
+
+def _lies_in(tensor: torch.Tensor, addresses: set[int]) -> bool:
+    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return False
+    return tensor.untyped_storage().data_ptr() in addresses
+
+
+def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
+    """Raise if one of these, found in objects that cannot be rebuilt, is a view of the unit's gathered memory.
+
+    Raises:
+        PhaseError: names the unit's parameters.
+    """
+    addresses = unit.full_addresses()
+    for tensor in tensors:
+        if _lies_in(tensor, addresses):
+            raise PhaseError(
+                "A forward returned an object that holds a view of a gathered parameter, which is about to be freed.",
+                parameter=", ".join(m.name for m in unit.members if m.shape == tuple(tensor.shape)) or unit.name,
+                rank=unit.rank,
+                remedy="return a copy (weight.clone()), or the view itself or in a list, tuple, dict or dataclass",
+            )
+
+
+def tensors_behind(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors in an object that is no container: its attributes, items, and what a function closes over.
+
+    Returns:
+        The tensors, and whether something was met that cannot be looked into (an iterator).
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # by id; kept alive, so that ids are not used again
+    ahead, closed = [value], False
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif not isinstance(one, PLAIN) and id(one) not in seen:
+            seen[id(one)] = one
+            inside = list(_inside(one)) if len(seen) < _MOST else None
+            closed = closed or inside is None or (not inside and not _can_be_empty(one))
+            ahead += inside or ()
+    return found, closed
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What an object holds, as far as it can be seen without running its code."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, Set)):
+        yield from value
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            yield from _contents(cell)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, nn.Module):  # what it has as attributes, not the modules in it
+        yield from [item for name, item in value.__dict__.items() if name not in _MODULES_OWN]
+        return
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield getattr(value, name)
+
+
+def _contents(cell: Any) -> Iterator[Any]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # not assigned yet
+        return
+
+
+def _can_be_empty(value: Any) -> bool:
+    """Whether an object in which nothing was found holds nothing; else it may hold tensors where nobody sees them."""
+    if isinstance(value, (Mapping, list, tuple, Set, types.FunctionType, nn.Module)):
+        return True
+    return hasattr(value, "__dict__") or hasattr(value, "__array__") or "__slots__" in type(value).__dict__
+
+
+_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
+
+
+def on_first_gradient(unit: Unit, told: Callable[[], Callable[[], None] | None]) -> None:
+    """Call what `told()` gives, if anything (the parameters must not keep their unit alive), at every gradient."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        if (method := told()) is not None:
+            method()
+
+    for member in unit.members:
+        parameter = member.unsharded
+        if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
+            parameter.__dict__[_WATCHED] = True
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+_MODULES_OWN = frozenset(nn.Module().__dict__)
+
+
+class Leftovers:
+    """Tensors that forwards leave on a unit's modules as attributes, or in lists and dicts there.
+
+    Attributes that may come to hold tensors are found once for each module, and again when it gains attributes.
+
+    Args:
+        modules: the unit's own, without those of units below. Held weakly. Modules of torch itself leave nothing.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._watched: list[tuple[Callable[[], nn.Module | None], int, list[str]]] = [
+            (weakref.ref(module), -1, []) for module in modules if not type(module).__module__.startswith("torch.nn.")
+        ]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those with a graph that are there now."""
+        found: list[torch.Tensor] = []
+        for index, (ref, size, names) in enumerate(self._watched):
+            if (module := ref()) is None:
+                continue
+            attributes = module.__dict__
+            if len(attributes) != size:
+                names = [name for name, value in attributes.items() if _may_hold(name, value)]
+                self._watched[index] = (ref, len(attributes), names)
+            for name in names:
+                value = attributes.get(name)
+                if type(value) is torch.Tensor:
+                    if value.grad_fn is not None:
+                        found.append(value)
+                elif isinstance(value, (list, tuple, dict)):
+                    found += [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
+        return found
+
+
+def _may_hold(name: str, value: Any) -> bool:
+    """Whether an attribute is, or may become, a tensor or a container of some: a loss that begins as None or 0."""
+    if name in _MODULES_OWN or name.startswith("_fullshard"):
+        return False
+    if isinstance(value, (list, tuple, dict)):
+        leaves = list(leaves_in(value))
+        return not leaves or any(isinstance(leaf, torch.Tensor) or leaf is None for leaf in leaves)
+    return value is None or isinstance(value, torch.Tensor) or (type(value) in (int, float) and value == 0)

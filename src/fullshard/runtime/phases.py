@@ -175,6 +175,17 @@ ROWS: list[list[tuple[str, Phase] | None]] = [[TABLE[phase].get(event) for event
 """The table by number, as `Runner` looks it up."""
 
 
+def refused_transform(unit: str) -> PhaseError:
+    """The error for a forward under a transform of `torch.func`."""
+    return PhaseError(
+        f"The forward of unit {unit or '(root)'!r} was called under a transform of torch.func (vmap, grad, jacrev, "
+        "jvp, ...), which sees neither gathers nor reductions.",
+        expected="a forward and backward by plain autograd",
+        remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
+        "loop over the batch; or apply the transform to an unsharded copy of the model",
+    )
+
+
 def impossible(phase: Phase, event: Happening, unit: str) -> PhaseError:
     """The error for a pair that is not in the table."""
     asked = event in (Happening.UNSHARD, Happening.RESHARD)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from ..containers import cast_floating
 from ..errors import PhaseError
 from ..shard import State, Unit, refuse_meta
 from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.transforms import current_transform
 from .call import Call
-from .outputs import detached_from_unit
-from .phases import ROWS, Happening, Phase, impossible
+from .outputs import Leftovers, detached_from_unit, on_first_gradient, refuse_views
+from .phases import ROWS, Happening, Phase, impossible, refused_transform
 from .reducer import InFlight
 from .root import Root
 from .settings import UnitSettings
 from .trace import Period
 
-_WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
 H = Happening
 
 
@@ -48,6 +47,7 @@ class Runner:
         index: of this unit in the root.
         open_calls: forward calls with gradients whose backward has not come.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
+        leftovers: what forwards leave on the unit's modules; None until there is a root.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Runner:
         self.phase = Phase.IDLE
         self.open_calls = 0
         self.kept = False
+        self.leftovers: Leftovers | None = None
         self.shared_in_flight: InFlight | None = None  # reductions of roots that share one communication context
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
         self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
@@ -71,6 +72,7 @@ class Runner:
         self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
         self._period = Period(-1)  # since the unit was opened for a forward
         self._leads_back = False  # whether an output of the forward that runs now leads to a backward
+        self._hides = False  # whether what the last forward returned may hide a graph: the unit stays gathered for it
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -85,15 +87,7 @@ class Runner:
 
     def set(self, **changes: Any) -> None:
         """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
-        nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
-        for name in list(changes):
-            part, _, rest = name.partition("_")
-            if part in nested and rest:
-                nested[part][rest] = changes.pop(name)
-        for part, values in nested.items():
-            if values:
-                changes[part] = replace(getattr(self.settings, part), **values)
-        self.settings = replace(self.settings, **changes)
+        self.settings = self.settings.with_changes(changes)
 
     def happens(self, event: Happening) -> None:
         """Do what the table says, and go to the phase that follows."""
@@ -123,6 +117,8 @@ class Runner:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and watch the inputs; returns them, cast and watched."""
         self._depth += 1
+        if current_transform() is not None:
+            raise refused_transform(self.unit.name)
         root = self.root
         if root is None:
             root = self.find_root(self)
@@ -141,7 +137,7 @@ class Runner:
         self._calls.append(call)
         args, kwargs = call.watch_inputs(args, kwargs)
         if not call.watches:
-            self._watch_parameters()
+            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -151,6 +147,7 @@ class Runner:
         output = detached_from_unit(output, unit)
         if call is not None:
             output = call.watch_outputs(output)
+            self._watch_what_is_hidden(call)
             self._leads_back = self._leads_back or call.leads_back
         dtype = self.settings.policy.output_dtype
         if dtype is not None:
@@ -169,6 +166,18 @@ class Runner:
         if top and self.phase is Phase.IDLE:
             root.end_forward()
         return output
+
+    def _watch_what_is_hidden(self, call: Call) -> None:
+        """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
+        if self.leftovers is not None and (left := self.leftovers.tensors()):
+            call.watch(left)
+        if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
+            self._hides = call.leads_back = True
+            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
+
+    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `refuse_views`."""
+        refuse_views(tensors, self.unit)
 
     def break_off(self, error: BaseException) -> None:
         """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here."""
@@ -210,7 +219,7 @@ class Runner:
         if (assigned := unit.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
         self._period = Period(self.index, root.trace if torch.is_grad_enabled() else None)
-        self._leads_back = False
+        self._leads_back = self._hides = False
         if self._period.trace is not None:
             self._period.trace.entered(self._period)
         prefetch = self.settings.prefetch
@@ -253,6 +262,8 @@ class Runner:
 
     def reshards(self, with_grad: bool) -> bool:
         """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
+        if self._hides:
+            return False
         if self.settings.reshard_after_forward is None:
             return not self.is_top or not with_grad
         return self.settings.reshard_after_forward
@@ -357,6 +368,7 @@ class Runner:
         """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
         unit = self.unit
         unit.show_sharded()
+        self._hides = False
         if self.settings.reshard_after_backward:
             unit.drop_kept()
             self.kept = False
@@ -382,19 +394,6 @@ class Runner:
         return self.kept and self.unit.state is State.GATHERED
 
     # Calls without an input that needs a gradient (the first layer's), of which maybe no output is seen either.
-
-    def _watch_parameters(self) -> None:
-        noticed = weakref.WeakMethod(self._gradient_arrived)  # the parameter must not keep its own unit alive
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (method := noticed()) is not None:
-                method()
-
-        for member in self.unit.members:
-            parameter = member.unsharded
-            if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
-                parameter.__dict__[_WATCHED] = True
-                parameter.register_post_accumulate_grad_hook(hook)
 
     def _gradient_arrived(self) -> None:
         root = self.root
@@ -441,7 +440,7 @@ class Runner:
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
         self.phase = Phase.IDLE  # whatever the unit raises
-        self.kept = self._leads_back = False
+        self.kept = self._leads_back = self._hides = False
         self._ran.clear()
         self._depth = 0
         self._calls.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,3 +77,16 @@ class UnitSettings:
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
     group_memory: bool = False
     ignored: Ignored = field(default_factory=Ignored)
+
+    def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
+        """A copy with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
+        own: dict[str, Any] = {}
+        nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
+        for name, value in changes.items():
+            part, _, rest = name.partition("_")
+            if part in nested and rest:
+                nested[part][rest] = value
+            else:
+                own[name] = value
+        parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
+        return replace(self, **parts, **own)

@@ -13,6 +13,7 @@ from torch import nn
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
+from .outputs import Leftovers
 from .root import Root
 from .runner import Runner
 
@@ -83,13 +84,32 @@ def find_root(top: Runner) -> Root:
     apart = ignored()
     root.agree([known for key, known in named.items() if key in apart])
     root.take_units()
-    weakref.finalize(top.modules[0], root.dissolve)
+    for runner in units:
+        runner.leftovers = Leftovers(_own_modules(runner))
+    weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     return root
+
+
+def _dissolve(ref: weakref.ref[Root]) -> None:
+    if (root := ref()) is not None:
+        root.dissolve()
 
 
 def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
     """Ids of the parameters that are there now and that any of these units was told to leave alone."""
     return frozenset().union(*[runner.settings.ignored.ids() for runner in runners])
+
+
+def _own_modules(runner: Runner) -> list[nn.Module]:
+    """The modules of a unit, and those below them that are in no other unit."""
+    found: list[nn.Module] = []
+    ahead: list[nn.Module] = list(runner.modules)
+    while ahead:
+        module = ahead.pop()
+        if runner_of(module) in (None, runner):
+            found.append(module)
+            ahead += module.children()
+    return list({id(module): module for module in found}.values())
 
 
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:

@@ -20,6 +20,7 @@ from ..full import Full, PlainFull
 from ..member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .flat_shard import FlatShard
 from .row_shard import full_of
+from .rows import remedy_for
 from .run import Run
 
 
@@ -131,7 +132,7 @@ class LocalForm:
             rank=self.axes.global_rank,
             expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
             got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-            remedy="change values inside summon_full_params(model), or with copy_",
+            remedy=remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
         )
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:

@@ -151,6 +151,19 @@ def not_its_shard(member: Member, found: Any, rank: int) -> ConfigError:
         rank=rank,
         expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
         got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-        remedy="change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
-        "placements",
+        remedy=remedy_for(
+            found,
+            "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
+            "placements",
+        ),
     )
+
+
+def remedy_for(found: Any, remedy: str) -> str:
+    """What to do about something in a sharded parameter's place: a plain tensor was put there for one call only."""
+    if isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
+        return (
+            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply "
+            f"it to an unsharded copy; else {remedy}"
+        )
+    return remedy
