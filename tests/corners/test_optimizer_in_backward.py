@@ -6,8 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import FRONTS, LAYOUTS, backward, differences, not_refused, one_process, plain, raised, shard, values
+from front_ends import (
+    FRONTS,
+    LAYOUTS,
+    backward,
+    batch,
+    differences,
+    not_refused,
+    one_process,
+    plain,
+    raised,
+    shard,
+    values,
+    wrap,
+)
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -102,3 +116,61 @@ def of_replaced(front: str, hook: bool) -> list[str]:
 @pytest.mark.parametrize("front", [front for front in FRONTS if front != "wrapper_orig"])
 def test_optimizers_of_parameters_that_were_replaced(run_ranks, front, hook):
     assert_same(run_ranks(of_replaced, front, hook, timeout=20))
+
+
+class Heads(nn.Module):
+    """A trunk, and a head for each rank and one that none uses; the heads are in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(6, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.trunk(x).tanh())
+
+
+def sharded_heads(front: str) -> Any:
+    model = Heads()
+    if front in LAYOUTS:
+        fullshard.fully_shard(model.trunk, layout=LAYOUTS[front])
+        return fullshard.fully_shard(model, layout=LAYOUTS[front])
+    return wrap(model, use_orig_params=True)
+
+
+def of_some_ranks(front: str) -> list[str]:
+    """A parameter that only the other rank used is stepped on this one as well, once; one that none used is not."""
+    model, reference = sharded_heads(front), Heads()
+    _apply_optimizer_in_backward(torch.optim.Adam, list(model.parameters()), {"lr": 0.1}, register_hook=False)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.1)
+    for step in range(3):
+        rank = dist.get_rank()
+        model(batch(step, rank), rank).square().mean().backward()
+        optimizer.zero_grad()
+        (sum(reference(batch(step, r), r).square().mean() for r in range(2)) / 2).backward()
+        optimizer.step()
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    problems = [f"{left} keep gradients"] if left else []
+    return problems + differences(front, values(model), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
+def test_parameters_used_on_some_ranks_are_stepped_on_all(run_ranks, front):
+    assert_same(run_ranks(of_some_ranks, front, timeout=20))
+
+
+def of_views(when: str) -> list[str]:
+    """An `optimizer_view` covers several parameters, whose gradients need not be complete at once: refused by name."""
+    model = shard("rows", plain())
+    if when == "after a step":
+        backward(model, 0)
+    for view in fullshard.optimizer_view(model):
+        view._in_backward_optimizers = [sgd([view])]  # as `_apply_optimizer_in_backward` does
+    error = raised(lambda: backward(model, 1))
+    return not_refused("views", error, fullshard.PhaseError, "optimizer_view")
+
+
+@pytest.mark.parametrize("when", ["before a step", "after a step"])
+def test_optimizer_views_refuse_it(run_ranks, when):
+    assert_same(run_ranks(of_views, when, timeout=20))

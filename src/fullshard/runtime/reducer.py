@@ -19,8 +19,10 @@ import torch
 
 from ..comm import Comm
 from ..shard import Reduction, Unit, collect, has_gradients
+from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access
 from .agreement import UseAgreement
+from .attached import step_attached
 from .settings import UnitSettings
 
 
@@ -130,14 +132,17 @@ class Reducer:
         self._run_hooks(given)
 
     def _run_hooks(self, given: Iterable[torch.Tensor]) -> None:
-        """Post-accumulate hooks that users put on sharded parameters and views."""
+        """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached."""
         for parameter in given:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if hooks:
+            attached = attached_to(parameter)
+            if hooks or attached:
                 self._settle()
                 with torch._C._EnableTorchFunction():
-                    for hook in list(hooks.values()):
+                    for hook in list(hooks.values()) if hooks else ():
                         hook(parameter)
+                    if attached:
+                        step_attached(parameter)
 
     def deliver_completed(self) -> None:
         """Deliver reductions that are done, so that their buffers are not held while more is gathered.
@@ -200,7 +205,9 @@ def _trains(unit: Unit) -> bool:
 def _has_hooks(unit: Unit) -> bool:
     return any(
         [
-            getattr(m.sharded, "_post_accumulate_grad_hooks", None) or m.sharded._backward_hooks
+            getattr(m.sharded, "_post_accumulate_grad_hooks", None)
+            or m.sharded._backward_hooks
+            or attached_to(m.sharded)
             for bucket in unit.buckets
             for m in bucket.members
         ]

@@ -19,6 +19,7 @@ from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
 from .agreement import END, check_order
+from .attached import check_units as check_attached_units
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
@@ -189,7 +190,10 @@ class Root:
             for one in self.units:
                 one.unit.refresh()
         self.additions.check()
-        refuse_meta([one.unit for one in self.units])
+        units = [one.unit for one in self.units]
+        refuse_meta(units)
+        if torch.is_grad_enabled() and (top.index, True) not in self.orders:  # the first pass of its kind
+            check_attached_units(units)
         self._drop_stale()
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())

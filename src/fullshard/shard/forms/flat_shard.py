@@ -265,6 +265,12 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatSha
     return FlatShard(args[0]._local_tensor.detach(), args[0]._run)
 
 
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    if tuple(args[1]) != args[0]._run.shape:
+        raise _unsupported(func, args)
+    return FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+
+
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if isinstance(target, FlatShard):
@@ -359,6 +365,7 @@ _LOCAL = {
 }
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.detach.default: _detach,
+    aten.view.default: _view,
     aten.copy_.default: _copy,
     aten.new_empty.default: _new,
     aten.new_zeros.default: _new,

@@ -1,0 +1,60 @@
+"""Optimizers attached to sharded parameters are stepped in backward, where gradients are delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import PhaseError
+from ..shard import NAME_KEY, Unit
+from ..torch_private.attached_optimizers import attached_to
+from ..torch_private.local_tensor import write_grad
+
+
+def step_attached(parameter: torch.Tensor) -> None:
+    """Step the optimizers that are attached to `parameter`, whose gradient is complete, and take the gradient away.
+
+    Raises:
+        PhaseError: see `check_attached`.
+    """
+    check_attached(parameter)
+    for optimizer in attached_to(parameter):
+        optimizer.step()
+    write_grad(parameter, None)
+
+
+def check_units(units: Iterable[Unit]) -> None:
+    """`check_attached` of everything that optimizers may be attached to."""
+    for unit in units:
+        for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+            for tensor in [*(m.sharded for m in bucket.members), *(view.tensor for view in gradients.delivery.views)]:
+                if tensor is not None and attached_to(tensor):
+                    check_attached(tensor)
+
+
+def check_attached(parameter: torch.Tensor) -> None:
+    """Refuse optimizers that would be stepped too early, or train nothing.
+
+    Raises:
+        PhaseError: they are attached to a tensor over several parameters, whose gradients need not be complete at once;
+            or were attached before sharding, which put another object in the parameter's place.
+    """
+    names = parameter.__dict__.get(NAME_KEY) or ", ".join(parameter.__dict__.get("_fqns", ()))
+    if NAME_KEY not in parameter.__dict__:
+        raise PhaseError(
+            "An optimizer was attached to a tensor over several parameters, to be stepped in backward.",
+            parameter=names or None,
+            expected="optimizers attached to single parameters",
+            got=f"one attached to a {'FlatParameter' if names else 'view of optimizer_view'}",
+            remedy="wrap the model with use_orig_params=True, or attach them to model.parameters() of fully_shard",
+        )
+    for optimizer in attached_to(parameter):
+        if not any(one is parameter for group in optimizer.param_groups for one in group["params"]):
+            raise PhaseError(
+                "An optimizer was attached to a parameter before sharding put another object in its place.",
+                parameter=names,
+                expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
+                got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
+                remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
+            )
