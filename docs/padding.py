@@ -61,7 +61,7 @@ def plan(layout: str, shapes: list[Shape], world: int) -> Layout:
     costs = TorchComm().costs(_Accelerator(world))  # type: ignore[arg-type]
     segment = costs.break_even_bytes // ITEMSIZE
     if layout == '"rows"':
-        return plan_rows(specs, world, ALIGN, 0 if len(specs) == 1 else 1 + max(math.prod(shape) for shape in shapes))
+        return plan_rows(specs, world, ALIGN, segment if len(specs) == 1 else 1 + max(map(math.prod, shapes)))
     if layout == '"flat"':
         return plan_flat(specs, world, ALIGN)
     if layout == '"owner"':

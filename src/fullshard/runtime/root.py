@@ -199,7 +199,7 @@ class Root:
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
         self.checks_order = self.comm.communicates and not self.forward_order.known
-        self.trace = Trace(self) if self.pass_grad else None
+        self.trace = Trace(weakref.ref(self)) if self.pass_grad else None
         if self.trace is not None:
             self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
 

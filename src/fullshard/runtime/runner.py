@@ -301,7 +301,8 @@ class Runner:
         """An output of a call received its gradient."""
         root, period = self.root, call.period
         if root is not None and period.trace is not None:
-            root = period.trace.root.reclaimed(self)
+            root = period.trace.root()
+            root = root.reclaimed(self) if root is not None else None
         if root is None:
             raise PhaseError(
                 "A backward reached a unit whose root is gone.",

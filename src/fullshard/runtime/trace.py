@@ -11,7 +11,7 @@ ever passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -39,7 +39,7 @@ class Trace:
     """See the module's docstring.
 
     Args:
-        root: whose pass it is.
+        root: whose pass it is; a weak reference, or nothing.
 
     >>> trace, outer, inner = Trace(), Period(0), Period(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
@@ -53,8 +53,8 @@ class Trace:
 
     __slots__ = ("_steps", "root")
 
-    def __init__(self, root: Any = None) -> None:
-        self.root = root
+    def __init__(self, root: Callable[[], Any] | None = None) -> None:
+        self.root = root or (lambda: None)
         self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
 
     def entered(self, period: Period) -> None:

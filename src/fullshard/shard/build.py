@@ -221,9 +221,7 @@ def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildS
         granules = [kind.of(spec.shape, spec.order) for spec in specs]
         label = f"blocks({kind.granule})"
         return plan_blocks(specs, granules, world, align, alone, label, whole_rows=kind.granule == "row")
-    if len(specs) == 1:
-        alone = 0  # it costs one collective either way, and no copy
-    elif costs.shares:
+    if costs.shares and len(specs) > 1:  # one alone costs one collective either way
         alone = 1 + max(math.prod(spec.shape) for spec in specs)
     return plan_rows(specs, world, align, alone)
 
