@@ -18,9 +18,10 @@ from torch import nn
 
 from ..containers import cast_floating
 from ..errors import PhaseError
-from ..shard import State, Unit, refuse_meta
+from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.transforms import current_transform
+from .asked import Asked
 from .call import Call
 from .outputs import Leftovers, detached_from_unit, on_first_gradient, refuse_views
 from .phases import ROWS, Happening, Phase, impossible, refused_transform
@@ -32,7 +33,7 @@ from .trace import Period
 H = Happening
 
 
-class Runner:
+class Runner(Asked):
     """Runs one unit. Owns no tensors.
 
     Args:
@@ -79,15 +80,6 @@ class Runner:
     def modules(self) -> list[nn.Module]:
         """The unit's modules that are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
-
-    @property
-    def is_top(self) -> bool:
-        """Whether this is the root's own unit."""
-        return self.root is not None and self.root.top is self
-
-    def set(self, **changes: Any) -> None:
-        """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
-        self.settings = self.settings.with_changes(changes)
 
     def happens(self, event: Happening) -> None:
         """Do what the table says, and go to the phase that follows."""
@@ -196,12 +188,6 @@ class Runner:
     _guarded_enter = torch.compiler.disable(enter)
     _guarded_leave = torch.compiler.disable(leave)
     _guarded_break = torch.compiler.disable(break_off)
-
-    def before_pass(self) -> None:
-        """A pass begins at this unit."""
-        if self.post_optim_event is not None:
-            event, self.post_optim_event = self.post_optim_event, None
-            event.wait()
 
     # Actions of the table: forward.
 
@@ -400,43 +386,6 @@ class Runner:
         root = self.root
         if root is not None and not root.in_backward:
             root.begin_backward()
-
-    # What users ask for.
-
-    def unshard(self) -> None:
-        """Start gathering (if it is sharded) on the user's behalf."""
-        self.happens(H.UNSHARD)
-
-    def gather_for_user(self) -> None:
-        """See `unshard`."""
-        unit = self.unit
-        if self.root is not None:
-            self.root.recover_if_broken()
-        if unit.state is not State.SHARDED and unit.changed_since_gather():
-            unit.reshard()
-        if unit.state is State.SHARDED:
-            unit.refresh()
-            refuse_meta([unit])
-            unit.issue_gather(self.settings.comm)
-        self.kept = True
-
-    def wait_unshard(self) -> None:
-        """Finish what `unshard` started, and show the unsharded parameters."""
-        if self.unit.state is State.GATHERING:
-            self.unit.finish_gather()
-        if self.unit.state is State.GATHERED:
-            self.unit.show_unsharded()
-
-    def reshard(self) -> None:
-        """Free the unit and show the sharded parameters."""
-        self.happens(H.RESHARD)
-
-    def free_for_user(self) -> None:
-        """See `reshard`."""
-        self.kept = False
-        self._ran.clear()
-        self.unit.drop_kept()
-        self.unit.reshard()
 
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""

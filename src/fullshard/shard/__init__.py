@@ -20,14 +20,14 @@ from .forms import (
     shard_metadata,
 )
 from .gradients import Gradients, GradState
-from .lookup import members_of, names_of, units_of
+from .lookup import members_of, names_of, refuse_meta, units_of
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Draft, Member, successor_of
 from .offload import Home, home_of
 from .place import Place
 from .reduction import Reduction, collect, has_gradients
 from .retired import OriginalParameter, retire
 from .split import SpmdMesh
-from .unit import State, Unit, owner_of, refuse_meta
+from .unit import State, Unit, owner_of
 from .views import add_views
 
 __all__ = [

@@ -24,8 +24,9 @@ from ..layout import Piece
 from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
 from ..torch_private.local_tensor import read_grad
 from .bucket import Bucket
-from .delivery import Delivery, Scaling
+from .delivery import Delivery
 from .member import Member
+from .scaling import Scaling
 from .scratch import Scratch
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
+from ..errors import PhaseError
 from .bucket import Bucket
 from .gradients import Gradients
 from .member import Member
@@ -36,3 +39,19 @@ def names_of(model: nn.Module) -> dict[int, str]:
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
     return names
+
+
+def refuse_meta(units: Iterable[Unit]) -> None:
+    """Raise if any of these units holds parameters without values.
+
+    Raises:
+        PhaseError: names all of them.
+    """
+    names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
+    if names:
+        raise PhaseError(
+            "A forward was called while parameters are on the meta device and hold no values.",
+            parameter=", ".join(names),
+            remedy="call model.to_empty(device=...) and then initialise every module "
+            "(reset_parameters() or a state dict load)",
+        )

@@ -9,8 +9,8 @@ import torch
 from ..comm import Comm
 from ..events import stream
 from ..torch_private.profiler import named_range
-from .delivery import Scaling
 from .gradients import GradState
+from .scaling import Scaling
 from .unit import Unit
 
 

@@ -8,7 +8,7 @@ Gradients have their own cycle, in `gradients.py`; when things happen is the aff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -39,22 +39,6 @@ def owner_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
     reference = parameter.__dict__.get(OWNER_KEY)
     return reference() if reference else None
-
-
-def refuse_meta(units: Iterable[Unit]) -> None:
-    """Raise if any of these units holds parameters without values.
-
-    Raises:
-        PhaseError: names all of them.
-    """
-    names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
-    if names:
-        raise PhaseError(
-            "A forward was called while parameters are on the meta device and hold no values.",
-            parameter=", ".join(names),
-            remedy="call model.to_empty(device=...) and then initialise every module "
-            "(reset_parameters() or a state dict load)",
-        )
 
 
 class Unit:

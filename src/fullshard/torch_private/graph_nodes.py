@@ -1,8 +1,8 @@
 """Which nodes of autograd's graph were made since some moment.
 
 Private torch API: `torch.autograd._get_sequence_nr` and `Node._sequence_nr`. The public alternative is to make a node
-and keep it, to ask which nodes come before it in the graph, which walks all of it; `tests/test_private_api.py` says when
-they go. Numbers are counted by thread.
+and keep it, to ask which nodes come before it in the graph, which walks all of it. `tests/test_private_api.py` says
+when they go. Numbers are counted by thread.
 """
 
 from __future__ import annotations

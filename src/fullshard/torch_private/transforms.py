@@ -1,8 +1,8 @@
 """Whether a transform of `torch.func` (vmap, grad, jvp, ...) runs the code that asks.
 
-Private torch API: `torch._C._functorch.peek_interpreter_stack`. There is no public alternative: that a tensor is wrapped
-by a transform shows in its type only, and not in all tensors that the code meets. `tests/test_private_api.py` says when
-it goes.
+Private torch API: `torch._C._functorch.peek_interpreter_stack`. There is no public alternative: that a tensor is
+wrapped by a transform shows in its type only, and not in all tensors that the code meets. `tests/test_private_api.py`
+says when it goes.
 """
 
 from __future__ import annotations

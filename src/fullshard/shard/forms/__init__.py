@@ -2,8 +2,9 @@
 
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
-from .flat_shard import FlatShard, norms
+from .flat_shard import FlatShard
 from .local import LocalForm
+from .norms import norms
 from .protocol import Form
 from .row_shard import RowShard, full_of
 from .rows import RowsForm

@@ -25,6 +25,7 @@ from ...mesh import device_type_of, reduce_value
 from ...torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ...torch_private.storage_writer import writes_safetensors
 from ..changes import changes_in_place, give_up_gradient, note_change
+from .norms import norms
 from .row_shard import assign_data
 from .run import Run
 
@@ -304,29 +305,6 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return norms(list(args[0]), float(args[1] if len(args) > 1 else kwargs.get("ord", 2)), kwargs.get("dtype"))
-
-
-def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
-    local = [getattr(s, "_local_tensor", s) for s in shards]
-    zero = [torch.zeros((), dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
-    found = [
-        torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)
-    ]
-    by_axis: dict[int, list[int]] = {}
-    for i, shard in enumerate(shards):
-        if isinstance(shard, FlatShard):
-            by_axis.setdefault(id(shard._run.axis.group), []).append(i)
-    for members in by_axis.values():
-        run = shards[members[0]]._run
-        stacked = torch.stack([found[i] for i in members])
-        if order == float("inf"):
-            stacked = _all_reduce(run, stacked, dist.ReduceOp.MAX)
-        else:
-            stacked = _all_reduce(run, stacked**order) ** (1.0 / order)
-        for i, value in zip(members, stacked.unbind(), strict=True):
-            found[i] = value
-    return found
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,74 @@
+"""What users ask of a unit: `unshard()` and `reshard()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..shard import State, Unit, refuse_meta
+from .phases import Happening
+from .settings import UnitSettings
+
+
+class Asked:
+    """The part of a `Runner` that users call."""
+
+    unit: Unit
+    settings: UnitSettings
+    root: Any
+    kept: bool
+    happens: Callable[[Happening], None]
+    post_optim_event: torch.Event | None
+    _ran: set[int]
+
+    @property
+    def is_top(self) -> bool:
+        """Whether this is the root's own unit."""
+        return self.root is not None and self.root.top is self
+
+    def unshard(self) -> None:
+        """Start gathering (if it is sharded) on the user's behalf."""
+        self.happens(Happening.UNSHARD)
+
+    def gather_for_user(self) -> None:
+        """See `unshard`."""
+        unit = self.unit
+        if self.root is not None:
+            self.root.recover_if_broken()
+        if unit.state is not State.SHARDED and unit.changed_since_gather():
+            unit.reshard()
+        if unit.state is State.SHARDED:
+            unit.refresh()
+            refuse_meta([unit])
+            unit.issue_gather(self.settings.comm)
+        self.kept = True
+
+    def wait_unshard(self) -> None:
+        """Finish what `unshard` started, and show the unsharded parameters."""
+        if self.unit.state is State.GATHERING:
+            self.unit.finish_gather()
+        if self.unit.state is State.GATHERED:
+            self.unit.show_unsharded()
+
+    def reshard(self) -> None:
+        """Free the unit and show the sharded parameters."""
+        self.happens(Happening.RESHARD)
+
+    def free_for_user(self) -> None:
+        """See `reshard`."""
+        self.kept = False
+        self._ran.clear()
+        self.unit.drop_kept()
+        self.unit.reshard()
+
+    def before_pass(self) -> None:
+        """A pass begins at this unit."""
+        if self.post_optim_event is not None:
+            event, self.post_optim_event = self.post_optim_event, None
+            event.wait()
+
+    def set(self, **changes: Any) -> None:
+        """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
+        self.settings = self.settings.with_changes(changes)

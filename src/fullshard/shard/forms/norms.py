@@ -1,0 +1,38 @@
+"""Norms of whole tensors of which ranks hold runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...mesh import reduce_value
+from .run import Run
+
+
+def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
+    local = [getattr(s, "_local_tensor", s) for s in shards]
+    zero = [torch.zeros((), dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
+    found = [
+        torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)
+    ]
+    by_axis: dict[int, list[int]] = {}
+    for i, shard in enumerate(shards):
+        if (run := getattr(shard, "_run", None)) is not None:
+            by_axis.setdefault(id(run.axis.group), []).append(i)
+    for members in by_axis.values():
+        run = shards[members[0]]._run
+        stacked = torch.stack([found[i] for i in members])
+        if order == float("inf"):
+            stacked = _reduced(run, stacked, dist.ReduceOp.MAX)
+        else:
+            stacked = _reduced(run, stacked**order, dist.ReduceOp.SUM) ** (1.0 / order)
+        for i, value in zip(members, stacked.unbind(), strict=True):
+            found[i] = value
+    return found
+
+
+def _reduced(run: Run, value: torch.Tensor, op: Any) -> torch.Tensor:
+    return reduce_value(value, op, run.axis.group) if run.axis.size > 1 else value
