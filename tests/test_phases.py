@@ -54,9 +54,7 @@ def naive(facts: Facts, event: Happening) -> tuple[str, Facts] | None:
     if event is H.BROKEN:
         if facts.again:
             return "close_recompute", Facts(backward_next=True)
-        if facts.forward:
-            return "break_forward", Facts()
-        return ("", facts) if facts == Facts() or facts.backward else None
+        return ("", facts) if facts.backward else ("break_forward", Facts())
     if event is H.PASS_END:
         if facts.others_to_come:
             return "close_forward", Facts()

@@ -32,7 +32,7 @@ from training import (
 )
 from wrapped import Wrapping, wrap_example
 
-API, WRAPPER = sys.modules["fullshard.api.functional.fully_shard"], sys.modules["fullshard.api.wrapper.fsdp"]
+API, WRAPPER = sys.modules["fullshard.api.functional.fully_shard"], sys.modules["fullshard.api.wrapper.instances"]
 layouts = pytest.mark.parametrize("layout", ["rows", "flat", Blocks("row")], ids=str)
 CASES = {
     "plain": {},

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..names import WRAPPED, clean_name
-from ..runtime import Runner, runner_of
+from ..runtime import Phase, Runner, runner_of
 from ..shard import ATTRIBUTE, Bucket, Member
 from . import values
 from .names import Named, Table
@@ -252,4 +252,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
         CheckpointError: a tensor's shape is not the parameter's.
     """
     before_state_dict(module)
+    runner = runner_of(module)
+    if runner is not None and runner.phase is Phase.IDLE:
+        runner.unit.reshard()  # what is gathered, and what was written to it, is about to be replaced
     cut_whole_values(Table(module, lambda name: name), state_dict, prefix)

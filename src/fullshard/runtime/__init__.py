@@ -3,6 +3,7 @@
 from .copy import deepcopy_module
 from .ignored import Ignored
 from .noticed import install as notice_torch
+from .phases import Phase
 from .reducer import InFlight
 from .root import Root
 from .runner import Runner
@@ -15,6 +16,7 @@ __all__ = [
     "Ignored",
     "InFlight",
     "Order",
+    "Phase",
     "PrefetchSettings",
     "ReduceSettings",
     "Root",
