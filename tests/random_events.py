@@ -41,6 +41,8 @@ class Plan:
         self.chosen = {name for name in POSSIBLE if self.draw.random() < 0.3}
         if self.more:
             self.chosen |= {name for name in MORE if self.draw.random() < 0.3}
+        if "change" in self.chosen:  # what is written to whole parameters after unshard() is refused by name
+            self.chosen.discard("unshard")
 
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Momentum and decay where a parameter without a gradient is passed over, as it is in one process."""
