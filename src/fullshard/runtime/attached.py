@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 
 from ..errors import PhaseError
-from ..shard import NAME_KEY, Unit
+from ..shard import NAME_KEY, PART_KEY, Unit, owner_of
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import write_grad
+
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def step_attached(parameter: torch.Tensor) -> None:
@@ -18,8 +21,11 @@ def step_attached(parameter: torch.Tensor) -> None:
     Raises:
         PhaseError: see `check_attached`.
     """
-    check_attached(parameter)
-    for optimizer in attached_to(parameter):
+    attached = attached_to(parameter)
+    if not all([optimizer in _checked for optimizer in attached]):
+        check_attached(parameter)
+        _checked.update(attached)
+    for optimizer in attached:
         optimizer.step()
     write_grad(parameter, None)
 
@@ -40,20 +46,20 @@ def check_attached(parameter: torch.Tensor) -> None:
         PhaseError: they are attached to a tensor over several parameters, whose gradients need not be complete at once;
             or were attached before sharding, which put another object in the parameter's place.
     """
-    names = parameter.__dict__.get(NAME_KEY) or ", ".join(parameter.__dict__.get("_fqns", ()))
-    if NAME_KEY not in parameter.__dict__:
+    known, unit = parameter.__dict__, owner_of(parameter)
+    if unit is None or not any(member.sharded is parameter for member in unit.members):
         raise PhaseError(
             "An optimizer was attached to a tensor over several parameters, to be stepped in backward.",
-            parameter=names or None,
+            parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or None,
             expected="optimizers attached to single parameters",
-            got=f"one attached to a {'FlatParameter' if names else 'view of optimizer_view'}",
+            got=f"one attached to {known.get(PART_KEY)}",
             remedy="wrap the model with use_orig_params=True, or attach them to model.parameters() of fully_shard",
         )
     for optimizer in attached_to(parameter):
         if not any(one is parameter for group in optimizer.param_groups for one in group["params"]):
             raise PhaseError(
                 "An optimizer was attached to a parameter before sharding put another object in its place.",
-                parameter=names,
+                parameter=known.get(NAME_KEY),
                 expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
                 got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
                 remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
