@@ -258,8 +258,8 @@ def set_optimizer_state_dict(
     Args:
         model, optimizers: as for `get_optimizer_state_dict`.
         optim_state_dict: sharded or whole values; flat if `flatten_optimizer_state_dict` says so.
-        options: as for `set_model_state_dict`. `strict`: parameters of `fully_shard` that require a gradient must
-            have state, as PyTorch has it.
+        options: as for `set_model_state_dict`. `strict`: parameters that require a gradient must have state, as
+            PyTorch has it.
 
     Raises:
         CheckpointError: shapes or scalars that do not fit, or state that is missing; nothing was loaded then.
@@ -277,8 +277,7 @@ def set_optimizer_state_dict(
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)
-    needs_all = options.strict and not table.wrapped
-    loaded = [state_to_load(table, optimizer.param_groups, saved, needs_all=needs_all) for optimizer in given]
+    loaded = [state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict) for optimizer in given]
     for optimizer, state in zip(given, loaded, strict=True):
         optimizer.load_state_dict(state)
 

@@ -8,7 +8,7 @@ of the table; a file does not know which of them was used, nor on how many ranks
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -208,7 +208,7 @@ def cut_states(
         Nothing for tensors none of whose parameters has state, or of which this rank holds nothing.
 
     Raises:
-        MissingStateError: a parameter lacks state, but another of the same tensor does not, or `needs_all`.
+        MissingStateError: a parameter lacks state, or a key of it that another of the same tensor has; or `needs_all`.
         CheckpointError: a shape that is not the parameter's, or parameters of one tensor with different scalars.
     """
     number = {row.name: i for i, row in enumerate(table.parameters)}
@@ -216,16 +216,9 @@ def cut_states(
     for one in sorted(held, key=lambda one: min(number[row.name] for row in one.rows)):
         found = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in one.rows]
         present = [(row, own) for row, own in found if own]
-        lacking = [row.name for row, own in found if not own]
         unknown = needs_all and one.tensor.requires_grad and any(own is None for _, own in found)
-        if lacking and (present or unknown):
-            raise MissingStateError(
-                "The optimizer state to load lacks a parameter.",
-                parameter=", ".join(lacking),
-                expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
-                got="none",
-                remedy="load it with use_orig_params=True" if present else "save a state that has it, or strict=False",
-            )
+        if present or unknown:
+            _check_complete(found, present)
         state: dict[str, Any] = {}
         for row, own in present:
             for key, value in own.items():
@@ -233,6 +226,35 @@ def cut_states(
         if state and (one.tensor.numel() or one.rows[0].bucket is None):
             result[one.index] = state
     return result
+
+
+def _check_complete(
+    found: Sequence[tuple[Named, Mapping[str, Any] | None]], present: Sequence[tuple[Named, Mapping[str, Any]]]
+) -> None:
+    """Refuse state of one tensor that lacks a parameter, or a key that another parameter of the tensor has.
+
+    Raises:
+        MissingStateError: names them.
+    """
+    remedy = "load it with use_orig_params=True" if present else "save a state that has it, or strict=False"
+    if lacking := [row.name for row, own in found if not own]:
+        raise MissingStateError(
+            "The optimizer state to load lacks a parameter.",
+            parameter=", ".join(lacking),
+            expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
+            got="none",
+            remedy=remedy,
+        )
+    keys = dict.fromkeys(key for _, own in present for key in own)
+    for row, own in present:
+        if missing := [key for key in keys if key not in own]:
+            raise MissingStateError(
+                "The optimizer state to load of a parameter lacks what that of others in the same tensor has.",
+                parameter=row.name,
+                expected=", ".join(map(str, keys)),
+                got=f"none of {', '.join(map(str, missing))}",
+                remedy=remedy,
+            )
 
 
 def _cut_into(state: dict[str, Any], one: Held, row: Named, key: str, value: Any, table: Table) -> None:
@@ -336,5 +358,6 @@ def state_to_load(
         names = [name for one in own for row in one.rows for name in row.names]
         settings = {**group, **next((known[name] for name in names if name in known), {})}
         settings.pop("param_names", None)
-        result.append({**settings, "params": [keys[one.index] for one in own]})
+        names_kept = {"param_names": group["param_names"]} if "param_names" in group else {}
+        result.append({**settings, **names_kept, "params": [keys[one.index] for one in own]})
     return {"state": {keys[index]: state for index, state in states.items()}, "param_groups": result}
