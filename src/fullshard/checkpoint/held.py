@@ -120,11 +120,19 @@ def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
     return found
 
 
+def structure_of(held: Iterable[Held], groups: int) -> list[list[str]]:
+    """The names in each of an optimizer's groups, in an order that is the same on every rank."""
+    found: list[list[str]] = [[] for _ in range(groups)]
+    for one in held:
+        found[one.group].extend(row.name for row in one.rows)
+    return [sorted(names) for names in found]
+
+
 def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: FullshardError | None) -> Kinds:
     """What state there is on any rank: one that holds nothing of a parameter learns of it from the others. Collective.
 
     Args:
-        structure: names by group of the optimizer, in an order that is the same on every rank.
+        structure: see `structure_of`.
         error: what went wrong on this rank; raised on all.
 
     Raises:

@@ -17,7 +17,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from . import values
-from .held import Held, Kind, Kinds, agreed, held_by, kinds_of
+from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
 from .names import Named, Table
 from .values import Form
 
@@ -87,10 +87,7 @@ def collect(
         DivergenceError: ranks' optimizers hold different parameters.
     """
     states = {id(one): _state_of(table, one, optimizer, given) for one in held}
-    structure: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for one in held:
-        structure[one.group].extend(row.name for row in one.rows)
-    structure = [sorted(names) for names in structure]
+    structure = structure_of(held, len(optimizer.param_groups))
     for repeated in (False, True):
         lacking = [one for one in held if not states[id(one)]]
         if lacking and (blank == "where missing" or repeated):
@@ -334,7 +331,7 @@ def named_state(
 def state_to_load(
     table: Table, groups: list[Any], saved: Mapping[str, Any], named: bool = False, needs_all: bool = False
 ) -> dict[str, Any]:
-    """`saved`, in the form of `named_state`, in the form that `optimizer.load_state_dict` takes. See `cut_states`.
+    """`saved`, in the form of `named_state`, in the form that `optimizer.load_state_dict` takes. Collective.
 
     Args:
         groups: the optimizer's `param_groups`.
@@ -342,13 +339,20 @@ def state_to_load(
         named: keys are the model's own names of the tensors, wrapping included, rather than numbers.
 
     Raises:
-        MissingStateError: `saved` has no `state`; see `cut_states` for others.
+        MissingStateError: `saved` has no `state` on some rank; see `cut_states` for others.
+        DivergenceError: ranks' optimizers hold different parameters.
     """
+    held: list[Held] = []
+    error: CheckpointError | None = None
+    try:
+        held = held_by(table, groups)
+    except CheckpointError as found:
+        error = found
     if "state" not in saved:
-        raise MissingStateError(
+        error = MissingStateError(
             "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
         )
-    held = held_by(table, groups)
+    agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)
     keys = {one.index: table.raw.get(id(one.tensor), one.rows[0].name) if named else one.index for one in held}
     known = {name: group for group in saved.get("param_groups", ()) for name in group["params"]}
