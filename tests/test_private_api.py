@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.torch_private import collectives as direct
-from fullshard.torch_private import foreach, graph_nodes, tensor_hooks, transforms
+from fullshard.torch_private import foreach, graph_nodes, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import named_range
@@ -166,6 +166,18 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     before, since = leaf * 2, graph_nodes.next_node()
     assert since > 0 and graph_nodes.made_since(leaf * 3, since)
     assert not graph_nodes.made_since(before, since) and not graph_nodes.made_since(leaf, since)
+
+
+def test_versions_go_up_and_back() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    kept = versions.Versions([leaf])
+    result = (leaf * leaf).sum()
+    kept.spoil()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward(retain_graph=True)
+    kept.restore()
+    result.backward()
+    assert versions.HAS_VERSIONS and leaf.grad is not None
 
 
 def test_transforms_are_told() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
@@ -22,6 +23,7 @@ from corners.right_or_named import (
     Loss,
     Network,
     batch,
+    differences,
     front_ends,
     inner,
     mean_square,
@@ -195,3 +197,67 @@ def kept_by_first(front: str) -> list[str]:
 @front_ends
 def test_a_loss_kept_on_the_first_module(run_ranks, front):
     assert_same(run_ranks(kept_by_first, front, timeout=20))
+
+
+# Graphs that are kept where nobody looks: freed memory is never read.
+
+ELSEWHERE: list[Tensor] = []
+
+
+class KeepingElsewhere(Block):
+    """Keeps a loss in a list of the program's, beside an output that leads back as usual."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ELSEWHERE.append(self.up(x).square().mean())
+        return super().forward(x)
+
+
+def kept_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
+    ELSEWHERE.clear()
+    model(x)
+    return ELSEWHERE.pop()
+
+
+def kept_by_nobody(front: str) -> list[str]:
+    return right_or_named(front, lambda: Network(KeepingElsewhere), kept_elsewhere, ("blocks.1.up.weight", "remedy"))
+
+
+@front_ends
+def test_a_loss_kept_elsewhere(run_ranks, front):
+    assert_same(run_ranks(kept_by_nobody, front, timeout=20))
+
+
+class Sometimes(Block):
+    """Its loss is None at first, and set from the third forward on: where it may be is known from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.loss = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.loss = self.up(x).square().mean() if self.count > 2 else None
+        return super().forward(x)
+
+
+def sometimes(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x).square().mean()
+    loss = inner(model.blocks[1]).loss
+    return output if loss is None else loss
+
+
+def kept_sometimes(front: str) -> list[str]:
+    """Two steps without the loss, then two with it."""
+    model, plain = sharded(front, Network(Sometimes)), Network(Sometimes)
+    problems = []
+    for step in range(4):
+        for each, ranks in ((model, [dist.get_rank()]), (plain, list(range(dist.get_world_size())))):
+            each.zero_grad()
+            sometimes(each, batch(step, ranks)).backward()
+        problems += differences(model, plain, f"step {step}")
+    return problems
+
+
+@front_ends
+def test_a_loss_kept_now_and_then(run_ranks, front):
+    assert_same(run_ranks(kept_sometimes, front, timeout=20))

@@ -10,6 +10,7 @@ put there when the first model is sharded.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import PhaseError
-from ..shard import Member, Unit, owner_of
+from ..shard import Member, State, Unit, owner_of
 from .root import ROOTS
 
 _installed: list[Any] = []
@@ -66,8 +67,35 @@ def _members_shown_as(unit: Unit, tensor: torch.Tensor) -> list[Member]:
     return [m for b in unit.buckets for m in b.members if m.sharded is tensor or b.flat_parameter is tensor]
 
 
+def freed_in_graph(error: RuntimeError) -> PhaseError | None:
+    """What to say of autograd's error that a saved tensor was changed, which parameters count as while they are freed.
+
+    None if it is another error, or no freed parameter has the shape that it tells.
+    """
+    told = _CHANGED.search(str(error))
+    if told is None:
+        return None
+    shape = tuple(int(size) for size in told[1].split(",") if size.strip())
+    freed = [one.unit for root in list(ROOTS) for one in root.units if one.unit.state is State.SHARDED]
+    names = [m.name for unit in freed for m in unit.members if m.shape in (shape, shape[::-1])]
+    if not names:
+        return None
+    return PhaseError(
+        "A backward needs a tensor that is gone: a parameter whose unit is freed, unless one of yours was changed in "
+        "place.",
+        parameter=", ".join(names) + " (those of its shape)",
+        expected="a loss that depends on what the units' forwards returned, or left on their modules as attributes",
+        got=f"a graph kept elsewhere, through a tensor of shape {shape}",
+        remedy="return from the forward what you differentiate, or make it an attribute of the module; "
+        "set_reshard_after_forward(False) keeps the unit gathered",
+    )
+
+
+_CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")
+
+
 def install() -> None:
-    """Notice every optimizer's `zero_grad` and every backward's `inputs`. Once."""
+    """Notice every optimizer's `zero_grad` and every backward's `inputs`, and say which errors are ours. Once."""
     if _installed:
         return
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
@@ -88,7 +116,12 @@ def install() -> None:
         if len(args) > 5:  # inputs, by position
             args, inputs = args[:5], args[5]
         kwargs["inputs"] = in_graph(inputs)
-        original_backward(*args, **kwargs)
+        try:
+            original_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if (named := freed_in_graph(error)) is not None:
+                raise named from error
+            raise
 
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     torch.autograd.backward = backward

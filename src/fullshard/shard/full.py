@@ -13,6 +13,7 @@ from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all, same_form
 from ..torch_private.local_tensor import local_of, set_local
+from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
 from .member import Member, attributes_of
 from .scratch import Scratch
@@ -119,6 +120,8 @@ class PlainFull:
             # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
             # look to autograd like a change of what it saved.
             show_as_parameter(member, buffer.as_strided(member.slot.shape, member.slot.stride, offset).data)
+        shown = [(m, m.unsharded) for m in members if m.unsharded is not None]
+        self._versions = Versions([p if m.split is None else local_of(p) for m, p in shown])
         self.free()
 
     def _place_of(self, member: Member) -> tuple[torch.Tensor, int]:
@@ -162,6 +165,7 @@ class PlainFull:
         except BaseException:
             self.free()
             raise
+        self._versions.restore()
         return self.copied.nbytes
 
     def cut(self, axis: Axis) -> torch.Tensor:
@@ -177,6 +181,7 @@ class PlainFull:
             self.whole.free()
             self.copied.free()
             self.staging.free()
+            self._versions.spoil()
 
     def addresses(self) -> list[int]:
         return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]
