@@ -51,6 +51,11 @@ class MeshAxes:
     global_rank: int
 
     @property
+    def all(self) -> list[Axis]:
+        """The shard axis, and the replicate axis if there is one."""
+        return [self.shard] if self.replicate is None else [self.shard, self.replicate]
+
+    @property
     def world(self) -> int:
         """Ranks that each hold different data: shard times replicate."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)

@@ -1,52 +1,15 @@
-"""Whether all ranks do the same: run units in one order, along the first pass, and reduce the same in a backward."""
+"""Whether all ranks reduce the same in a backward, and which parameters any of them had gradients for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
-from ..mesh import Axis, MeshAxes
+from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
-
-END = -1  # in place of a unit's index: the pass is over
-
-
-def check_order(index: int, names: Sequence[str], axes: Iterable[Axis], comm: Comm, device: torch.device) -> None:
-    """Raise on every rank if the ranks of an axis are about to gather different units. Collective over each axis.
-
-    Without this, gathers of equal sizes would swap two units' parameters and say nothing, and others would hang.
-
-    Args:
-        index: of the unit in `names`; `END` when the pass is over.
-
-    Raises:
-        DivergenceError: names two ranks and what each is about to run.
-    """
-    mine = torch.tensor([index], dtype=torch.int64, device=device)
-    for axis in axes:
-        if axis.size == 1:
-            continue
-        found = torch.empty(axis.size, dtype=torch.int64, device=device)
-        comm.gather(axis, found, mine).wait()
-        indices = found.tolist()
-        other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
-        if other is None:
-            continue
-
-        def told(at: int, indices: list[int] = indices) -> str:
-            unit = indices[at]
-            return "has come to the end of its forward" if unit == END else f"runs unit {names[unit] or '(root)'!r}"
-
-        raise DivergenceError(
-            "ranks run their units in different orders (checked along the first forward).\n"
-            f"  rank {axis.ranks[0]} {told(0)}\n"
-            f"  rank {axis.ranks[other]} {told(other)}\n"
-            "  remedy:    let every rank run the same units in the same order: where a rank has nothing to compute in "
-            "one, call it all the same and multiply its result by zero"
-        )
 
 
 class UseAgreement:
@@ -143,8 +106,8 @@ class UseAgreement:
         vector = torch.tensor([*used, *changed, fingerprint], dtype=torch.int64)
         on_cpu = axes.device.type == "cpu"
         sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)
-        for axis in (axes.shard, axes.replicate):
-            if axis is not None and axis.size > 1:
+        for axis in axes.all:
+            if axis.size > 1:
                 self.comm.all_reduce(axis, sums, False).wait()
         tail = sums[len(used) :]
         if on_cpu:

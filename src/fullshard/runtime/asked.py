@@ -60,8 +60,11 @@ class Asked:
         """See `reshard`."""
         self.kept = False
         self._ran.clear()
+        written = self.unit.written()
         self.unit.drop_kept()
         self.unit.reshard()
+        if written:
+            raise self.unit.written_error(written)
 
     def before_pass(self) -> None:
         """A pass begins at this unit."""

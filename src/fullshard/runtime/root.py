@@ -13,13 +13,13 @@ import torch.distributed as dist
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
-from ..mesh import Axis, MeshAxes
-from ..shard import State, refuse_meta
+from ..mesh import Axis
+from ..shard import Member, State, Unit, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
-from .agreement import END, check_order
 from .attached import check_units as check_attached_units
+from .first_pass import FirstPass, differing
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
@@ -61,7 +61,7 @@ class Root:
     Attributes:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
-        checks_order: whether the pass is the first of its kind, and compared with the other ranks'.
+        first_pass: what the pass that runs now is compared by with the other ranks', if it is the first of its kind.
         trace: of the pass that runs now, if it builds a graph.
         recomputed: the unit that was recomputed last; its backward comes next.
         reducer: reductions of gradients.
@@ -79,7 +79,7 @@ class Root:
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
-        self.checks_order = False
+        self.first_pass: FirstPass | None = None
         self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
         self.forward_order = Order()
         self.backward_order = Order()
@@ -148,11 +148,6 @@ class Root:
         one.unit.ledger = Ledger(reducing=held)
         self._lent = True
 
-    def axes(self) -> MeshAxes | None:
-        """Of the largest mesh in use, over which ranks are compared."""
-        found = [bucket.axes for one in self.units for bucket in one.unit.buckets]
-        return max(found, key=lambda axes: axes.world) if found else None
-
     def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Check once that all ranks hold the same units; see `same_model.py`.
 
@@ -165,9 +160,7 @@ class Root:
         for one in self.units:
             for bucket in one.unit.buckets:
                 device = bucket.axes.device
-                for axis in (bucket.axes.shard, bucket.axes.replicate):
-                    if axis is not None:
-                        axes[id(axis.group)] = axis
+                axes |= {id(axis.group): axis for axis in bucket.axes.all}
                 for member in bucket.members:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
@@ -198,58 +191,59 @@ class Root:
         self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
         self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
         self.forward_order.restart()
-        self.checks_order = self.comm.communicates and not self.forward_order.known
+        self.first_pass = None if self.forward_order.known else FirstPass(units, self.comm)
         self.trace = Trace(weakref.ref(self)) if self.pass_grad else None
         if self.trace is not None:
             self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
 
-    def _drop_stale(self) -> None:
-        """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
-
-        The values themselves are compared: nothing else tells of every change (an alias of a shard that a collective
-        wrote to, a fused optimizer).
-        """
-        held = [one.unit for one in self.units if one.unit.buckets and one.unit.holds()]
-        if not held:
-            return
-        for unit in held:
-            unit.drop_kept()
-        held = [unit for unit in held if unit.state is not State.SHARDED]
-        axes = self.axes()
-        if not held or axes is None:
-            return
-        with torch.no_grad(), plain_access():
-            differs = torch.stack([unit.differs() for unit in held]).to(torch.int32)
-            if self.comm.communicates:
-                for axis in (axes.shard, axes.replicate):
-                    if axis is not None and axis.size > 1:
-                        self.comm.all_reduce(axis, differs, False).wait()
-        for unit, count in zip(held, differs.tolist(), strict=True):
-            if count:
-                unit.refuse_written()
-                unit.reshard()
-
-    def check_order(self, one: Runnable | None) -> None:
-        """Compare which unit is about to run with the other ranks; None: the pass is over.
+    def compare(self, one: Runnable) -> None:
+        """In the first pass of its kind: compare with other ranks which unit is to run, and whether its weights stayed.
 
         Raises:
             DivergenceError: another rank is about to run another one.
         """
-        buckets = [b for u in ([one] if one else self.units) for b in u.unit.buckets]
-        if buckets:
-            axes = max((b.axes for b in buckets), key=lambda axes: axes.world)
-            index, names = one.index if one else END, [u.unit.name for u in self.units]
+        if self.first_pass is not None:
             try:
-                check_order(index, names, [a for a in (axes.shard, axes.replicate) if a], self.comm, axes.device)
+                one.unit.moving |= self.first_pass.enter(one.index)
             except DivergenceError:
-                self.checks_order = False  # all ranks raise: there is nothing left to compare
+                self.first_pass = None  # all ranks raise: there is nothing left to compare
                 raise
+
+    def written(self, unit: Unit) -> list[Member]:
+        """Parameters of a unit that its forward, which is over, wrote to."""
+        written = unit.written()
+        if self.first_pass is not None:
+            written += self.first_pass.written(unit)
+        return written
+
+    def _drop_stale(self) -> None:
+        """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
+
+        Raises:
+            PhaseError: what is gathered was written to, through an unsharded parameter.
+        """
+        held = [one.unit for one in self.units if one.unit.buckets and one.unit.holds()]
+        for unit in held:
+            unit.drop_kept()
+        held = [unit for unit in held if unit.state is not State.SHARDED]
+        if not held:
+            return
+        with plain_access():
+            found = differing(held, self.comm)
+        wrong: PhaseError | None = None
+        for unit, members in zip(held, found, strict=True):
+            if members:
+                written = unit.written()
+                unit.reshard()
+                wrong = wrong or (unit.written_error(written) if written else None)
+        if wrong is not None:
+            raise wrong
 
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
-        if self.checks_order:
-            self.check_order(None)
-            self.checks_order = False
+        if self.first_pass is not None:
+            self.first_pass.end()
+            self.first_pass = None
         if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             self._warn_of_order()
         self.forward_order.finish()
@@ -271,7 +265,7 @@ class Root:
 
     def break_forward(self) -> None:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""
-        self.checks_order = False
+        self.first_pass = None
         self.forward_order.restart()
         self._settle()
 
@@ -352,7 +346,9 @@ class Root:
         """Start gathering the units of these indices that are not gathered yet."""
         for index in indices:
             one = self.units[index]
-            if one.unit.state is State.SHARDED and (one.settings.unshard_in_backward or not backward):
+            if one.unit.state is State.SHARDED and (
+                one.settings.unshard_in_backward if backward else not one.unit.moving
+            ):
                 one.unit.issue_gather(one.settings.comm)
                 if backward:
                     self.reducer.note_gather(index)

@@ -195,9 +195,13 @@ class Runner(Asked):
         """Gather for a forward, and prefetch what follows."""
         root, unit = self.root, self.unit
         assert root is not None
-        if root.checks_order:
-            root.check_order(self)
+        if root.first_pass is not None:
+            root.compare(self)
         with_grad = root.pass_grad
+        if unit.moving or (unit.state is not State.SHARDED and unit.changed_since_gather()):
+            unit.moving = True  # by the model's own code, since the pass began
+            unit.reshard()
+            unit.refresh()
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
                 unit.issue_gather(self.settings.comm)
@@ -218,12 +222,13 @@ class Runner(Asked):
     def close_forward(self) -> None:
         """Show the sharded parameters, and free unless they are to stay."""
         self._ran.clear()
-        unit = self.unit
-        unit.refuse_written()
+        unit, root = self.unit, self.root
+        if root is not None and (written := root.written(unit)):
+            self.kept = False
+            raise unit.written_error(written)
         assigned = unit.show_sharded()
         if self._period.trace is not None:
             self._period.trace.left(self._period, self._leads_back)
-        root = self.root
         if unit.state is State.GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False

@@ -214,10 +214,16 @@ class Bucket:
             self.full.free()
 
     def differs(self) -> torch.Tensor:
-        """A 0-d bool: whether what is gathered is not what the shard holds now, on this rank."""
+        """[members], bool: whether what is gathered is not what the shard holds now, on this rank."""
         if self.full is None:
-            return torch.zeros((), dtype=torch.bool, device=self.device)
+            return torch.zeros(len(self.members), dtype=torch.bool, device=self.device)
         return self.full.differs(self._source())
+
+    def checksum(self) -> int:
+        """The sum of the shard's bytes, taken as 64-bit integers; 0 if it is not plain."""
+        if not self.form.plain or not self.shard.numel():
+            return 0
+        return int(self.shard.view(torch.uint8)[: self.shard.nbytes // 8 * 8].view(torch.int64).sum())
 
     def forget_buffers(self) -> None:
         """Make `full` and the unsharded parameters anew at the next gather (of another dtype, say)."""

@@ -45,7 +45,13 @@ class Full(Protocol):
         """Wait for what is in flight and give all memory back."""
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
-        """A 0-d bool: whether this rank's part of what is gathered is not what `source` holds now."""
+        """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
+
+    def written(self) -> list[Member]:
+        """Members whose unsharded parameter somebody changed in place since the gather, or gave another `.data`.
+
+        That is put right as far as memory goes: the next gather gives it the right values.
+        """
 
     def addresses(self) -> list[int]:
         """Where the gathered memory lies now."""
@@ -73,6 +79,12 @@ def show_as_parameter(member: Member, view: torch.Tensor) -> None:
         set_local(member.unsharded, local_of(view))
     else:
         member.unsharded.data = view
+
+
+def plain_part(member: Member) -> torch.Tensor:
+    """The unsharded parameter, or the tensor inside if it is a DTensor."""
+    assert member.unsharded is not None
+    return member.unsharded if member.split is None else local_of(member.unsharded)
 
 
 class PlainFull:
@@ -120,9 +132,21 @@ class PlainFull:
             # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
             # look to autograd like a change of what it saved.
             show_as_parameter(member, buffer.as_strided(member.slot.shape, member.slot.stride, offset).data)
-        shown = [(m, m.unsharded) for m in members if m.unsharded is not None]
-        self._versions = Versions([p if m.split is None else local_of(p) for m, p in shown])
+        self._watch()
         self.free()
+
+    def _watch(self) -> None:
+        """Note what tells later whether users wrote to the unsharded parameters."""
+        shown = [(member, plain_part(member)) for member in self.members]
+        parallel = [(member, member.unsharded) for member in self.members if member.split is not None]
+        self._watched = [member for member, _ in (*shown, *parallel)]
+        self._versions = Versions([tensor for _, tensor in (*shown, *parallel) if tensor is not None])
+        # Where the parameters that have elements lie in either buffer: their addresses, less the buffer's.
+        self._addresses: list[tuple[Scratch, list[torch.Tensor], list[int]]] = []
+        for buffer in (self.whole, self.copied):
+            mine = [t for m, t in shown if self._place_of(m)[0] is buffer.tensor and t.numel()]
+            if mine:
+                self._addresses.append((buffer, mine, [int(t.storage_offset()) * t.element_size() for t in mine]))
 
     def _place_of(self, member: Member) -> tuple[torch.Tensor, int]:
         """The buffer that holds a member while gathered, and its offset there."""
@@ -187,12 +211,33 @@ class PlainFull:
         return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros((), dtype=torch.bool, device=source.device)
-        for member in self.members:
+        found = torch.zeros(len(self.members), dtype=torch.bool, device=source.device)
+        for index, member in enumerate(self.members):
             part = member.part
             if part.numel:
                 shape, strides, at = self.layout.held(member.slot, part)
                 buffer, offset = self._place_of(member)
                 mine = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
-                found |= (buffer.as_strided(shape, strides, offset + at) != mine).any()
+                found[index] = (buffer.as_strided(shape, strides, offset + at) != mine).any()
         return found
+
+    def written(self) -> list[Member]:
+        written = [self._watched[index] for index in self._versions.moved()]
+        for buffer, tensors, offsets in self._addresses:
+            base = buffer.storage.data_ptr()
+            if [tensor.data_ptr() - base for tensor in tensors] != offsets:
+                written += self._point_back()
+        return written
+
+    def _point_back(self) -> list[Member]:
+        """Make unsharded parameters that were given other memory views of the buffers again; returns their members."""
+        astray = []
+        for member in self.members:
+            buffer, offset = self._place_of(member)
+            view = buffer.as_strided(member.slot.shape, member.slot.stride, offset).data
+            part = plain_part(member)
+            if part.numel() and part.data_ptr() != view.data_ptr():
+                show_as_parameter(member, view)
+                astray.append(member)
+        self._watch()
+        return astray

@@ -55,6 +55,7 @@ class Unit:
     Attributes:
         name: from the root, for events and errors; set when the root is known.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
+        moving: whether the model's own code changes the weights within a forward: they are not gathered ahead in one.
         changes: how often users' code is known to have changed the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
     """
@@ -70,11 +71,11 @@ class Unit:
         self.ledger = Ledger()
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
         self.kept_axis: Axis | None = None
+        self.moving = False
         self.changes = 0
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
         self.showing = Showing()
-        self._versions: list[int] = []  # of the unsharded parameters when they were shown
         self._gathered_version = 0  # `version()` when what is gathered was
 
     @property
@@ -175,10 +176,10 @@ class Unit:
         return self.state is not State.SHARDED or any(bucket.kept is not None for bucket in self.buckets)
 
     def differs(self) -> torch.Tensor:
-        """A 0-d bool: whether what is gathered is not what this rank's shards hold now."""
+        """[members], bool: whether what is gathered is not what this rank's shards hold now."""
         if self.state is State.GATHERING:
             self.finish_gather()
-        return torch.stack([bucket.differs() for bucket in self.buckets]).any()
+        return torch.cat([bucket.differs() for bucket in self.buckets])
 
     def drop_kept(self) -> None:
         """Release what a reshard to a smaller group kept."""
@@ -202,9 +203,7 @@ class Unit:
         """
         if self._shown:
             return None
-        assigned = self.showing.show_unsharded(lambda: self.members)
-        self._versions = [m.unsharded._version for b in self.buckets for m in b.members]  # type: ignore[union-attr]
-        return assigned
+        return self.showing.show_unsharded(lambda: self.members)
 
     def show_sharded(self) -> Member | None:
         """Register the sharded parameters on the modules.
@@ -222,27 +221,24 @@ class Unit:
         """Parameters, or where they are registered, are others now."""
         self.showing.forget()
 
-    def refuse_written(self) -> None:
-        """Raise if a forward wrote to a parameter: to what was gathered, which is about to be given back.
+    def written(self) -> list[Member]:
+        """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
+        if not self._shown:
+            return []
+        return [member for b in self.buckets if b.full is not None for member in b.full.written()]
 
-        Raises:
-            PhaseError: names it.
-        """
-        if not self._shown or [m.unsharded._version for b in self.buckets for m in b.members] == self._versions:  # type: ignore[union-attr]
-            return
-        for member, version in zip(self.members, self._versions, strict=True):
-            if member.unsharded is not None and member.unsharded._version != version:
-                self._versions = [m.unsharded._version for m in self.members if m.unsharded is not None]
-                raise PhaseError(
-                    "A forward wrote to its own parameter: to the gathered copy, which ranks would keep or lose apart.",
-                    parameter=member.name,
-                    rank=self.rank,
-                    expected="parameters that change between steps only",
-                    got=f"a change in place in the forward of unit {self.name or '(root)'!r}",
-                    remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a "
-                    "changed copy; Embedding(max_norm=) renormalises rows in its forward: leave max_norm out, or put "
-                    "the weight in ignored_params",
-                )
+    def written_error(self, members: Sequence[Member]) -> PhaseError:
+        """The error for a forward that wrote to its own parameters."""
+        return PhaseError(
+            "A forward wrote to its own parameter: to the gathered copy, which ranks would keep or lose apart.",
+            parameter=", ".join(dict.fromkeys(member.name for member in members)),
+            rank=self.rank,
+            expected="parameters that change between steps only",
+            got=f"a change in place, or of .data, in the forward of unit {self.name or '(root)'!r}",
+            remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a "
+            "changed copy; Embedding(max_norm=) renormalises rows in its forward: leave max_norm out, or put "
+            "the weight in ignored_params",
+        )
 
     def assigned_error(self, member: Member) -> PhaseError:
         """The error for a Parameter that was assigned to a module while forwards run."""
@@ -262,6 +258,14 @@ class Unit:
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
         return self.version() != self._gathered_version
+
+    def replaced(self) -> bool:
+        """Whether a sharded parameter or its storage is not the one that was made here."""
+        return any([bucket.replaced() for bucket in self.buckets])
+
+    def checksum(self) -> int:
+        """Of the shards' bytes; of equal value for equal shards. Reads them to the host."""
+        return sum([bucket.checksum() for bucket in self.buckets])
 
     def full_addresses(self) -> set[int]:
         """Addresses of the gathered memory, which `free` gives back."""

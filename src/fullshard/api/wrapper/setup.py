@@ -242,7 +242,7 @@ def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set
     Raises:
         ConfigError: a DTensor whose parts differ between the ranks that are to be made equal.
     """
-    given = [axis for axis in (axes.shard, axes.replicate) if axis is not None]
+    given = axes.all
     for owner in own_modules(module, ()):
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:

@@ -128,7 +128,7 @@ class RowShard(DTensor):
                 raise freed_error(args, func) from error
             result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
-            note_change(args)
+            note_change(args[:1])
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
             as_row_shard(result)  # a transpose of a weight is misused just as the weight is
             if (name := name_of(args)) is not None:

@@ -27,6 +27,7 @@ from ...errors import ConfigError, DivergenceError
 from ...layout import Layout, Part, Slot
 from ...mesh import Axis, MeshAxes
 from ...torch_private.local_tensor import local_of, set_local
+from ...torch_private.versions import Versions
 from ..full import Full, show_as_parameter
 from ..member import Member, identity_of
 from ..scratch import Scratch
@@ -155,6 +156,7 @@ class SubclassFull:
         self._rows: list[tuple[int, int]] = []  # of each: rows that every rank sends, padded; rows of all without it
         self._metadata: Any = None
         self._pending: list[Pending] = []
+        self._versions: Versions | None = None
 
     @property
     def nbytes(self) -> int:
@@ -250,6 +252,8 @@ class SubclassFull:
             self.free()
             raise
         held = sum(t.untyped_storage().nbytes() for t in self._inner)
+        assert self.member.unsharded is not None
+        self._versions = Versions([self.member.unsharded])
         return held + sum(out.nbytes for out, keeps in zip(self._received, self._keeps, strict=True) if keeps)
 
     def _fill(self) -> None:
@@ -308,7 +312,10 @@ class SubclassFull:
         return [out.storage.data_ptr() for out in self._received]
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
-        return torch.ones((), dtype=torch.bool, device=self.device)  # it cannot be told: gathered anew
+        return torch.ones(1, dtype=torch.bool, device=self.device)  # it cannot be told: gathered anew
+
+    def written(self) -> list[Member]:
+        return [self.member] if self._versions is not None and self._versions.moved() else []
 
     def _mesh(self) -> DeviceMesh:
         """The mesh of the shard axis alone."""

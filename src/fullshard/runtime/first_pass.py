@@ -1,0 +1,113 @@
+"""What ranks compare along the first pass of each kind, and never again.
+
+Which unit each is about to run: without that, gathers of equal sizes would swap two units' parameters and say nothing,
+and others would hang. Whether the model's own code changed a unit's weights since the pass began (a momentum encoder):
+such a unit is never gathered ahead in forward. And whether a forward wrote to what was gathered for it: values are
+compared, exactly; later passes go by version counters, which miss writes through `.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..comm import Comm
+from ..errors import DivergenceError
+from ..mesh import Axis, MeshAxes
+from ..shard import Member, Unit
+
+END = -1  # in place of a unit's index: the pass is over
+
+
+class FirstPass:
+    """See the module's docstring.
+
+    Args:
+        units: all under the root, as they are when the pass begins.
+        comm: collectives.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self.units, self.comm = units, comm
+        self._marks = [(unit.version(), unit.checksum()) for unit in units]
+
+    def enter(self, index: int) -> bool:
+        """A unit is about to be gathered for its forward. Collective over its mesh.
+
+        Returns:
+            Whether its weights were changed since the pass began, on any rank.
+
+        Raises:
+            DivergenceError: another rank is about to run another one.
+        """
+        unit = self.units[index]
+        if not unit.buckets:
+            return False
+        changed = unit.replaced() or self._marks[index] != (unit.version(), unit.checksum())
+        return self._compare(index, changed, largest([unit]))
+
+    def end(self) -> None:
+        """The pass is over.
+
+        Raises:
+            DivergenceError: another rank is about to run a unit.
+        """
+        if any([unit.buckets for unit in self.units]):
+            self._compare(END, False, largest(self.units))
+
+    def written(self, unit: Unit) -> list[Member]:
+        """Parameters of a gathered unit that are not what their shards hold, on any rank. Collective over its mesh."""
+        if not unit.buckets or unit.changed_since_gather():
+            return []
+        (found,) = differing([unit], self.comm)
+        return found
+
+    def _compare(self, index: int, changed: bool, axes: MeshAxes) -> bool:
+        for axis in axes.all:
+            if axis.size > 1 and self.comm.communicates:
+                changed = self._compare_over(axis, index, changed, axes.device)
+        return changed
+
+    def _compare_over(self, axis: Axis, index: int, changed: bool, device: torch.device) -> bool:
+        mine = torch.tensor([index, changed], dtype=torch.int64, device=device)
+        found = torch.empty(2 * axis.size, dtype=torch.int64, device=device)
+        self.comm.gather(axis, found, mine).wait()
+        indices, changes = found.view(axis.size, 2).T.tolist()
+        other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
+        if other is None:
+            return any(changes)
+
+        def told(at: int) -> str:
+            unit = indices[at]
+            name = "(root)" if unit == END else self.units[unit].name or "(root)"
+            return "has come to the end of its forward" if unit == END else f"runs unit {name!r}"
+
+        raise DivergenceError(
+            "ranks run their units in different orders (checked along the first forward).\n"
+            f"  rank {axis.ranks[0]} {told(0)}\n"
+            f"  rank {axis.ranks[other]} {told(other)}\n"
+            "  remedy:    let every rank run the same units in the same order: where a rank has nothing to compute in "
+            "one, call it all the same and multiply its result by zero"
+        )
+
+
+def largest(units: Sequence[Unit]) -> MeshAxes:
+    """Of the largest mesh that these units, some of which hold parameters, are sharded over."""
+    return max([bucket.axes for unit in units for bucket in unit.buckets], key=lambda axes: axes.world)
+
+
+def differing(units: Sequence[Unit], comm: Comm) -> list[list[Member]]:
+    """For each gathered unit, the parameters whose values are not those of their shards, on any rank. Collective.
+
+    The values themselves are compared: nothing else tells of every change (an alias of a shard that a collective wrote
+    to, a fused optimizer).
+    """
+    with torch.no_grad():
+        flags = torch.cat([unit.differs() for unit in units]).to(torch.int32)
+        axes = largest(units)
+        for axis in axes.all:
+            if axis.size > 1 and comm.communicates:
+                comm.all_reduce(axis, flags, False).wait()
+    counts = iter(flags.tolist())
+    return [[member for member in unit.members if next(counts)] for unit in units]

@@ -1,0 +1,160 @@
+"""A forward that changes the weights of units it runs later: a momentum encoder. Such a unit computes with the new ones.
+
+Gathers ahead of time would hand it the old ones, from the second pass on.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from every_kind import KINDS, assert_equal, every_kind, example_of, gradients, parameters, sharded
+from torch import Tensor, nn
+
+from fullshard import record_events
+from training import Options
+from wrapped import Wrapping
+
+WAYS = ["in place", "through .data", ".data =", "foreach", "detached"]
+
+
+def move(keys: list[Tensor], queries: list[Tensor], how: str) -> None:
+    """Half of the way from the keys to the queries."""
+    if how == "foreach":
+        torch._foreach_lerp_(keys, queries, 0.5)
+        return
+    for key, query in zip(keys, queries, strict=True):
+        if how == "in place":
+            key.mul_(0.5).add_(query, alpha=0.5)
+        elif how == "through .data":
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+        elif how == ".data =":
+            key.data = key.data * 0.5 + query.data * 0.5
+        elif how == "detached":
+            key.detach().lerp_(query.detach(), 0.5)
+
+
+class Momentum(nn.Module):
+    """Compares a query with a key, whose encoder follows the other one, from pass `begins` on."""
+
+    def __init__(self, how: str, begins: int, alike: bool) -> None:
+        super().__init__()
+        self.how, self.begins, self.passes = how, begins, 0
+        self.query = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.key = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+        if alike:
+            self.key.load_state_dict(self.query.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            if self.passes >= self.begins:
+                move(list(self.key.parameters()), list(self.query.parameters()), self.how)
+            self.passes += 1
+            key = self.key(x)
+        return query * key
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+@every_kind
+def test_units_compute_with_weights_that_a_forward_changed(run_ranks, kind):
+    assert not [problem for found in run_ranks(trains, kind, WAYS, 0, False) for problem in found]
+
+
+@every_kind
+def test_a_key_encoder_that_begins_as_the_query_encoder(run_ranks, kind):
+    """The first pass changes nothing by itself: what it does shows all the same."""
+    assert not [
+        problem for found in run_ranks(trains, kind, ["in place", ".data =", "foreach"], 0, True) for problem in found
+    ]
+
+
+@every_kind
+def test_a_forward_that_changes_weights_in_later_passes_only(run_ranks, kind):
+    assert not [problem for found in run_ranks(trains, kind, ["in place", "foreach"], 2, False) for problem in found]
+
+
+def trains(kind: str, hows: list[str], begins: int, alike: bool) -> list[str]:
+    """What is wrong in three steps, by way of changing; outputs, gradients and weights are held to one process."""
+    problems = []
+    for how in hows:
+        example = example_of(lambda how=how: Momentum(how, begins, alike), "query.0", "query.1", "key.0", "key.1")
+        model, plain = sharded(example, kind), example.make(torch.float64)
+        for step in range(4):
+            try:
+                compare(model, plain, step, how)
+            except AssertionError as error:
+                problems.append(str(error))
+                break
+    return problems
+
+
+def compare(model: nn.Module, plain: nn.Module, step: int, how: str) -> None:
+    """One step of both; weights of one process are those of the last micro-batch, as all saw the same weights."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    keys = [p.detach().clone() for p in plain.key.parameters()]
+    passes = plain.passes
+    model(batch(step, rank)).square().mean().backward()
+    for other in range(world):
+        with torch.no_grad():
+            for key, value in zip(plain.key.parameters(), keys, strict=True):
+                key.copy_(value)
+        plain.passes = passes
+        (plain(batch(step, other)).square().mean() / world).backward()
+    found = {name: grad for name, grad in gradients(model).items() if name.startswith("query")}
+    wanted = {n: p.grad for n, p in plain.named_parameters() if n.startswith("query")}
+    assert_equal(found, wanted, f"{how}, step {step}: gradients", 1e-9)
+    for one in (model, plain):
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {n: p.detach() for n, p in plain.named_parameters()}
+    assert_equal(parameters(model), wanted, f"{how}, step {step}: weights", 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["rows", "flat", "originals"])
+def test_only_units_that_change_are_not_gathered_ahead(run_ranks, kind):
+    """The others are, as before: the price is paid where it is due."""
+    for ahead in run_ranks(gathered_ahead, kind, world=2):
+        assert ahead["query.1"] and not ahead["key.0"] and not ahead["key.1"], ahead
+
+
+def gathered_ahead(kind: str) -> dict[str, bool]:
+    """By unit, whether its gather began before the unit that runs before it had ended."""
+    example = example_of(lambda: Momentum("in place", 0, False), "query.0", "query.1", "key.0", "key.1")
+    model = sharded(example, kind)
+    order: list[str] = []
+    for name, module in model.named_modules():
+        if (name := name.replace("_fsdp_wrapped_module.", "")) in ("query.0", "key.0"):
+            module.register_forward_hook(lambda *_, name=name: order.append(f"end {name}"))
+    for _ in range(2):
+        model(batch(0, dist.get_rank())).sum().backward()
+    order.clear()
+    with record_events(lambda event: order.append(f"{event.verb} {event.unit}")):
+        model(batch(0, dist.get_rank()))
+    begun = {name: order.index(f"gather {name}") for name in ("query.1", "key.0", "key.1")}
+    ends = {name: order.index(f"end {name}") for name in ("query.0", "key.0")}
+    return {
+        "query.1": begun["query.1"] < ends["query.0"],
+        "key.0": begun["key.0"] < ends["query.0"],
+        "key.1": begun["key.1"] < ends["key.0"],
+    }
+
+
+STAYING = {"rows": Options(reshard=False), "wrapper": Wrapping(strategy="SHARD_GRAD_OP")}
+
+
+@pytest.mark.parametrize("kind", STAYING)
+def test_units_that_stay_gathered_are_gathered_anew(run_ranks, kind):
+    assert not [problem for found in run_ranks(kept, kind) for problem in found]
+
+
+def kept(kind: str) -> list[str]:
+    before, KINDS[kind] = KINDS[kind], STAYING[kind]
+    try:
+        return trains(kind, ["in place", ".data ="], 0, False)
+    finally:
+        KINDS[kind] = before
