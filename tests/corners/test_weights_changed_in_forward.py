@@ -1,4 +1,4 @@
-"""A forward that changes the weights of units it runs later: a momentum encoder. Such a unit computes with the new ones.
+"""A forward that changes the weights of units it runs later, as a momentum encoder is: they compute with the new ones.
 
 Gathers ahead of time would hand it the old ones, from the second pass on.
 """

@@ -1,7 +1,7 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
-from .ignored import Ignored
+from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
 from .reducer import InFlight
@@ -9,11 +9,10 @@ from .root import Root
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
-from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, run_method, runner_of, runners_in, unit_of
+from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, runner_of, runners_in, unit_of
 
 __all__ = [
     "RUNNER_KEY",
-    "Ignored",
     "InFlight",
     "Order",
     "Phase",
@@ -28,6 +27,7 @@ __all__ = [
     "left_alone",
     "move_buffers",
     "notice_torch",
+    "run",
     "run_method",
     "runner_of",
     "runners_in",

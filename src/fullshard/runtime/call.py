@@ -26,8 +26,6 @@ Input = tuple[torch.Tensor, Any, int, Any, Any]
 class Watcher(Protocol):
     """What is told of calls: a `Runner`."""
 
-    open_calls: int
-
     def before_backward(self, call: Call) -> None:
         """An output of a call got its gradient."""
 
@@ -60,12 +58,10 @@ class Call:
         self.version = runner.version()
         self._inputs: list[Input] = []
         self._first_node = next_node()
-        runner.open_calls += 1
         period.calls += 1
 
     def __del__(self) -> None:
         if not self.done:
-            self.runner.open_calls -= 1
             self.period.calls -= 1
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,6 +156,5 @@ class Call:
         """All parameters of the call have their gradients."""
         if not self.done:
             self.done = True
-            self.runner.open_calls -= 1
             self.period.calls -= 1
         self.runner.after_backward(self.period)

@@ -10,8 +10,9 @@ from torch import nn
 
 from ..errors import PhaseError
 from ..shard import Unit, clone_unit, place_clone
+from .module_call import FORWARD_METHODS_KEY, run_method
 from .runner import Runner
-from .units import FORWARD_METHODS_KEY, RUNNER_KEY, run_method, runners_in
+from .units import RUNNER_KEY, runners_in
 
 _COPYING = "fullshard: units being copied"
 

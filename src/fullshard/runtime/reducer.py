@@ -32,7 +32,6 @@ class Reducible(Protocol):
     unit: Unit
     settings: UnitSettings
     index: int
-    open_calls: int
 
 
 InFlight = deque[tuple["Reducer", Reducible, Reduction]]

@@ -23,10 +23,8 @@ from .first_pass import FirstPass, differing
 from .phases import Happening
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
-from .schedule import Order
-from .trace import Period, Trace
-
-_MOST_PASSES = 64  # without a backward, that are remembered
+from .schedule import Orders
+from .trace import Period, Traces
 
 ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()
 """All that are alive in this process."""
@@ -62,7 +60,7 @@ class Root:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
         first_pass: what the pass that runs now is compared by with the other ranks', if it is the first of its kind.
-        trace: of the pass that runs now, if it builds a graph.
+        orders, traces: of units, to prefetch by; and of the passes whose backwards may come.
         recomputed: the unit that was recomputed last; its backward comes next.
         reducer: reductions of gradients.
     """
@@ -80,17 +78,11 @@ class Root:
         self.pass_top: Runnable | None = None
         self.pass_grad = False
         self.first_pass: FirstPass | None = None
-        self.orders: dict[tuple[int, bool], Order] = {}  # by (top of the pass, with gradients)
-        self.forward_order = Order()
-        self.backward_order = Order()
-        self.trace: Trace | None = None
-        self._recent: list[Trace] = []  # of passes since the last backward ended
-        self._touched: list[Trace] = []  # of passes that the backward which runs now has reached
+        self.orders, self.traces = Orders(), Traces()
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(units, comm, in_flight)
         self._backward: BackwardEnd | None = None
         self._names = [one.unit.name for one in units]
-        self._warned = False  # of another order
         self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
 
@@ -185,16 +177,15 @@ class Root:
         self.additions.check()
         units = [one.unit for one in self.units]
         refuse_meta(units)
-        if torch.is_grad_enabled() and (top.index, True) not in self.orders:  # the first pass of its kind
+        with_grad = torch.is_grad_enabled()
+        first = self.orders.begin_forward(top.index, with_grad)
+        if first and with_grad:
             check_attached_units(units)
         self._drop_stale()
-        self.pass_top, self.pass_grad = top, torch.is_grad_enabled()
-        self.forward_order = self.orders.setdefault((top.index, self.pass_grad), Order())
-        self.forward_order.restart()
-        self.first_pass = None if self.forward_order.known else FirstPass(units, self.comm)
-        self.trace = Trace(weakref.ref(self)) if self.pass_grad else None
-        if self.trace is not None:
-            self._recent = [*self._recent[-_MOST_PASSES:], self.trace]
+        self.pass_top, self.pass_grad = top, with_grad
+        self.first_pass = FirstPass(units, self.comm) if first else None
+        if with_grad:
+            self.traces.begin(weakref.ref(self))
 
     def compare(self, one: Runnable) -> None:
         """In the first pass of its kind: compare with other ranks which unit is to run, and whether its weights stayed.
@@ -244,18 +235,16 @@ class Root:
         if self.first_pass is not None:
             self.first_pass.end()
             self.first_pass = None
-        if not self._warned and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        if not self.orders.told and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             self._warn_of_order()
-        self.forward_order.finish()
-        if self.pass_grad:
-            self.backward_order.suggest(self.forward_order.known[::-1])
+        self.orders.end_forward(self.pass_grad)
         self._settle()
 
     def _warn_of_order(self) -> None:
         """Say once that a pass ran units in another order than the ones before: ranks are compared along the first."""
-        found = self.forward_order.departure()
+        found = self.orders.forward.departure()
         if found is not None:
-            self._warned = True
+            self.orders.told = True
             known, now = ("none" if i is None else f"unit {self.units[i].unit.name or '(root)'!r}" for i in found)
             warnings.warn(
                 f"Forward order differs from that of the first iteration: rank {self.top.unit.rank} ran {now} where it "
@@ -266,13 +255,13 @@ class Root:
     def break_forward(self) -> None:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""
         self.first_pass = None
-        self.forward_order.restart()
+        self.orders.forward.restart()
         self._settle()
 
     def _settle(self) -> None:
         for one in self.units:
             one.happens(Happening.PASS_END)
-        self.pass_top = self.trace = None
+        self.pass_top = self.traces.current = None
 
     # Backward.
 
@@ -290,12 +279,7 @@ class Root:
 
     def reach(self, period: Period, begins: bool) -> None:
         """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
-        trace = period.trace
-        if trace is None:
-            return
-        if trace not in self._touched:
-            self._touched.append(trace)
-        for passed, starts in trace.back_to(period, begins):
+        for passed, starts in self.traces.back_to(period, begins):
             self._pass(passed, starts)
 
     def _pass(self, period: Period, begins: bool) -> None:
@@ -306,20 +290,11 @@ class Root:
         else:
             one.happens(Happening.INPUT_GRAD_KEPT if torch.is_grad_enabled() else Happening.INPUT_GRAD)
 
-    def upcoming(self, depth: int) -> tuple[int, ...]:
-        """The up to `depth` units whose backward is expected next."""
-        return self._touched[-1].upcoming(depth) if self._touched else ()
-
-    def comes_again(self, index: int) -> bool:
-        """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
-        return any([trace.holds(index) for trace in (*self._touched, *self._recent)])
-
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         try:
-            for trace in self._touched:
-                for period, begins in trace.rest():
-                    self._pass(period, begins)
+            for period, begins in self.traces.rest():
+                self._pass(period, begins)
             for one in reversed(self.units):
                 one.happens(Happening.END)
             self.reducer.end()
@@ -329,8 +304,8 @@ class Root:
             except Exception as second:
                 error.add_note(f"The units could not be put back after this: {second!r}")
             raise
-        self.backward_order.finish()
-        self._recent, self._touched = [], []
+        self.orders.backward.finish()
+        self.traces.forget()
         self.recomputed = self._backward = None
 
     def dissolve(self) -> None:
@@ -365,10 +340,9 @@ class Root:
         """
         self._backward = None
         self.reducer.reset()
-        self._recent, self._touched = [], []
-        for order in (*self.orders.values(), self.backward_order):
-            order.restart()
-        self.pass_top = self.trace = None
+        self.traces.forget()
+        self.orders.restart()
+        self.pass_top = self.traces.current = None
         self.recomputed = None
         failed: Exception | None = None  # of one unit: the others are put back all the same
         with plain_access(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs one unit: does what the table of phases says when its module is called and when gradients arrive.
+"""Runs one unit: does what the table of phases says when its module is called (`module_call.py`) and in backward.
 
 before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit
 after forward    show the sharded ones, free (unless kept), watch the outputs
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..containers import cast_floating
 from ..errors import PhaseError
 from ..shard import State, Unit
-from ..torch_private.dynamo import dynamo_is_active
-from ..torch_private.transforms import current_transform
 from .asked import Asked
 from .call import Call
-from .outputs import Leftovers, detached_from_unit, on_first_gradient, refuse_views
-from .phases import ROWS, Happening, Phase, impossible, refused_transform
-from .reducer import InFlight
+from .outputs import Leftovers, on_first_gradient, refuse_views
+from .phases import ROWS, Happening, Phase, impossible
 from .root import Root
 from .settings import UnitSettings
 from .trace import Period
@@ -46,8 +41,9 @@ class Runner(Asked):
         phase: see `phases.py`.
         root: the context of all units under one root; None until the first forward.
         index: of this unit in the root.
-        open_calls: forward calls with gradients whose backward has not come.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
+        calls: forwards of this unit's modules and methods that run now, innermost last; None without gradients.
+        period: since the unit was opened for a forward last.
         leftovers: what forwards leave on the unit's modules; None until there is a root.
     """
 
@@ -63,17 +59,12 @@ class Runner(Asked):
         self.root: Root | None = None
         self.index = -1
         self.phase = Phase.IDLE
-        self.open_calls = 0
         self.kept = False
         self.leftovers: Leftovers | None = None
-        self.shared_in_flight: InFlight | None = None  # reductions of roots that share one communication context
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
-        self._depth = 0  # of this unit's modules and methods, how many are inside their forward now
+        self.calls: list[Call | None] = []
+        self.period = Period(-1)
         self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
-        self._calls: list[Call | None] = []  # of the forwards that run now, innermost last
-        self._period = Period(-1)  # since the unit was opened for a forward
-        self._leads_back = False  # whether an output of the forward that runs now leads to a backward
-        self._hides = False  # whether what the last forward returned may hide a graph: the unit stays gathered for it
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -91,62 +82,24 @@ class Runner(Asked):
             getattr(self, action)()
         self.phase = following
 
-    # The module's call.
+    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `refuse_views`."""
+        refuse_views(tensors, self.unit)
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
-        if torch.compiler.is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
-            enter, leave, break_off = self._guarded_enter, self._guarded_leave, self._guarded_break
-        else:
-            enter, leave, break_off = self.enter, self.leave, self.break_off
-        try:
-            args, kwargs = enter(args, kwargs)
-            return leave(module, forward(*args, **kwargs))
-        except BaseException as error:
-            break_off(error)
-            raise
+    def watch_parameters(self) -> None:
+        """Be told of a backward by the gradients of the unit's parameters, where no input or output tells."""
+        on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather, and watch the inputs; returns them, cast and watched."""
-        self._depth += 1
-        if current_transform() is not None:
-            raise refused_transform(self.unit.name)
-        root = self.root
-        if root is None:
-            root = self.find_root(self)
-        recomputing = root.in_backward
-        if not recomputing and root.pass_top is None:
-            root.begin_forward(self)
-        self.happens(H.REENTER if recomputing else H.ENTER)
-        policy = self.settings.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args = cast_floating(policy.param_dtype, args)
-            kwargs = cast_floating(policy.param_dtype, kwargs)
-        if not torch.is_grad_enabled():
-            self._calls.append(None)
-            return args, kwargs
-        call = Call(self, self._period)
-        self._calls.append(call)
-        args, kwargs = call.watch_inputs(args, kwargs)
-        if not call.watches:
-            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
-        return args, kwargs
+    def watch_what_is_hidden(self, call: Call) -> None:
+        """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
+        if self.leftovers is not None and (left := self.leftovers.tensors()):
+            call.watch(left)
+        if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
+            call.period.hides = call.leads_back = True
+            self.watch_parameters()
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
-        """Watch the output, and free. Returns the output, cast."""
-        call = self._calls.pop()
-        unit = self.unit
-        output = detached_from_unit(output, unit)
-        if call is not None:
-            output = call.watch_outputs(output)
-            self._watch_what_is_hidden(call)
-            self._leads_back = self._leads_back or call.leads_back
-        dtype = self.settings.policy.output_dtype
-        if dtype is not None:
-            output = cast_floating(dtype, output)
-        self._depth -= 1
-        if self._depth:
-            return output
+    def left(self, module: nn.Module) -> None:
+        """The outermost forward of a module that runs now is over."""
         root = self.root
         assert root is not None
         top = root.pass_top is self
@@ -157,37 +110,6 @@ class Runner(Asked):
             self.happens(H.LEAVE)
         if top and self.phase is Phase.IDLE:
             root.end_forward()
-        return output
-
-    def _watch_what_is_hidden(self, call: Call) -> None:
-        """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
-        if self.leftovers is not None and (left := self.leftovers.tensors()):
-            call.watch(left)
-        if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
-            self._hides = call.leads_back = True
-            on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
-
-    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `refuse_views`."""
-        refuse_views(tensors, self.unit)
-
-    def break_off(self, error: BaseException) -> None:
-        """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here."""
-        self._depth = max(self._depth - 1, 0)
-        del self._calls[self._depth :]
-        root = self.root
-        if self._depth or root is None:
-            return
-        try:
-            self.happens(H.BROKEN)
-            if root.pass_top is self:
-                root.break_forward()
-        except Exception as second:
-            error.add_note(f"Unit {self.unit.name or '(root)'!r} could not be put back after this: {second!r}")
-
-    _guarded_enter = torch.compiler.disable(enter)
-    _guarded_leave = torch.compiler.disable(leave)
-    _guarded_break = torch.compiler.disable(break_off)
 
     # Actions of the table: forward.
 
@@ -208,12 +130,11 @@ class Runner(Asked):
             unit.finish_gather(keep=with_grad)
         if (assigned := unit.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
-        self._period = Period(self.index, root.trace if torch.is_grad_enabled() else None)
-        self._leads_back = self._hides = False
-        if self._period.trace is not None:
-            self._period.trace.entered(self._period)
+        self.period = Period(self.index, root.traces.current if torch.is_grad_enabled() else None)
+        if self.period.trace is not None:
+            self.period.trace.entered(self.period)
         prefetch = self.settings.prefetch
-        upcoming = root.forward_order.visit(self.index, prefetch.forward)
+        upcoming = root.orders.forward.visit(self.index, prefetch.forward)
         if prefetch.forward_units is not None:
             upcoming = tuple(runner.index for runner in prefetch.forward_units)
         if upcoming:
@@ -227,8 +148,8 @@ class Runner(Asked):
             self.kept = False
             raise unit.written_error(written)
         assigned = unit.show_sharded()
-        if self._period.trace is not None:
-            self._period.trace.left(self._period, self._leads_back)
+        if self.period.trace is not None:
+            self.period.trace.left(self.period, self.period.leads_back)
         if unit.state is State.GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False
@@ -238,7 +159,7 @@ class Runner(Asked):
     def break_forward(self) -> None:
         """After an exception: as `close_forward`, whatever was to stay."""
         self._ran.clear()
-        self._calls.clear()
+        self.calls.clear()
         self.unit.show_sharded()
         if self.unit.state is not State.SHARDED and not self.kept:
             self.unit.free()
@@ -253,7 +174,7 @@ class Runner(Asked):
 
     def reshards(self, with_grad: bool) -> bool:
         """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
-        if self._hides:
+        if self.period.hides:
             return False
         if self.settings.reshard_after_forward is None:
             return not self.is_top or not with_grad
@@ -265,9 +186,9 @@ class Runner(Asked):
         """Gather for a forward within a backward, and prefetch by the backward's order."""
         root = self.root
         assert root is not None
-        self._period = Period(self.index)
+        self.period = Period(self.index)
         self._gather_and_show()
-        upcoming = root.backward_order.visit(self.index, self.settings.prefetch.forward)
+        upcoming = root.orders.backward.visit(self.index, self.settings.prefetch.forward)
         if upcoming:
             root.prefetch(upcoming, backward=True)
 
@@ -320,8 +241,8 @@ class Runner(Asked):
         if self.settings.unshard_in_backward:
             self._gather_and_show()
         root.reducer.deliver_completed()
-        learned = root.backward_order.visit(self.index, prefetch.backward)
-        upcoming = root.upcoming(prefetch.backward) or learned
+        learned = root.orders.backward.visit(self.index, prefetch.backward)
+        upcoming = root.traces.upcoming(prefetch.backward) or learned
         if prefetch.backward_units is not None:
             upcoming = tuple(runner.index for runner in prefetch.backward_units)
         if prefetch.late:
@@ -354,13 +275,13 @@ class Runner(Asked):
         self.release()
         root = self.root
         assert root is not None
-        root.reducer.close(self, root.comes_again(self.index))
+        root.reducer.close(self, root.traces.hold(self.index))
 
     def release(self, prefetches: bool = True) -> None:
         """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
         unit = self.unit
         unit.show_sharded()
-        self._hides = False
+        self.period.hides = False
         if self.settings.reshard_after_backward:
             unit.drop_kept()
             self.kept = False
@@ -395,9 +316,8 @@ class Runner(Asked):
     def reset(self) -> None:
         """After an exception: as at the beginning of a step."""
         self.phase = Phase.IDLE  # whatever the unit raises
-        self.kept = self._leads_back = self._hides = False
+        self.kept = self.period.leads_back = self.period.hides = False
         self._ran.clear()
-        self._depth = 0
-        self._calls.clear()
+        self.calls.clear()
         self._late = ()
         self.unit.reset()

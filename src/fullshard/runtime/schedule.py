@@ -72,3 +72,39 @@ class Order:
         self._seen.clear()
         self._at = 0
         self._follows = bool(self._known)
+
+
+class Orders:
+    """The orders of all kinds of passes under one root.
+
+    A kind of forward is named by the unit that it begins at and whether it builds a graph.
+
+    Attributes:
+        forward: of the pass that runs now, or ran last.
+        backward: of backwards.
+        told: whether users were told that an order changed.
+    """
+
+    __slots__ = ("_forwards", "backward", "forward", "told")
+
+    def __init__(self) -> None:
+        self._forwards: dict[tuple[int, bool], Order] = {}
+        self.forward, self.backward = Order(), Order()
+        self.told = False
+
+    def begin_forward(self, top: int, with_grad: bool) -> bool:
+        """A pass begins; returns whether it is the first of its kind to be complete."""
+        self.forward = self._forwards.setdefault((top, with_grad), Order())
+        self.forward.restart()
+        return not self.forward.known
+
+    def end_forward(self, with_grad: bool) -> None:
+        """The pass is complete; a backward will go the other way."""
+        self.forward.finish()
+        if with_grad:
+            self.backward.suggest(self.forward.known[::-1])
+
+    def restart(self) -> None:
+        """Forget what was broken off."""
+        for order in (*self._forwards.values(), self.backward):
+            order.restart()

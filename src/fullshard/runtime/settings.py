@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from ..comm import Comm
 from ..policies import MixedPrecisionPolicy
-from .ignored import Ignored
+from ..shard import Ignored
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class UnitSettings:
         reduce, prefetch: see there.
         group_memory: whether `comm` communicates through memory of the process group's backend.
         ignored: what is in the unit's modules and was to be left alone.
+        in_flight: reductions of several roots that share one communication context, if this one is such a root.
     """
 
     comm: Comm
@@ -77,6 +79,7 @@ class UnitSettings:
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
     group_memory: bool = False
     ignored: Ignored = field(default_factory=Ignored)
+    in_flight: deque[Any] | None = None
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
         """A copy with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""

@@ -23,12 +23,15 @@ class Period:
         trace: of the pass; None outside of one (recomputation).
         calls: whose backward is still to come.
         opened: whether its backward has begun.
+        leads_back: whether an output of a call needs a gradient, so that a backward may come.
+        hides: whether what a call returned may hide a graph: the unit stays gathered for it.
     """
 
-    __slots__ = ("calls", "opened", "trace", "unit")
+    __slots__ = ("calls", "hides", "leads_back", "opened", "trace", "unit")
 
     def __init__(self, unit: int, trace: Trace | None = None) -> None:
-        self.unit, self.trace, self.calls, self.opened = unit, trace, 0, False
+        self.unit, self.trace, self.calls = unit, trace, 0
+        self.opened = self.leads_back = self.hides = False
 
 
 Step = tuple[Period, bool]
@@ -93,3 +96,51 @@ class Trace:
     def holds(self, unit: int) -> bool:
         """Whether the end of a backward of the unit is still ahead."""
         return any([period.unit == unit and not begins for period, begins in self._steps])
+
+
+_MOST_PASSES = 64  # without a backward, that are remembered
+
+
+class Traces:
+    """The forward passes under one root whose backwards may come, and how far the backward that runs now has gone back.
+
+    Attributes:
+        current: of the pass that runs now, if it builds a graph.
+    """
+
+    __slots__ = ("_reached", "_recent", "current")
+
+    def __init__(self) -> None:
+        self.current: Trace | None = None
+        self._recent: list[Trace] = []  # of passes since the last backward ended
+        self._reached: list[Trace] = []  # of passes that the backward which runs now has come to
+
+    def begin(self, root: Callable[[], Any]) -> None:
+        """A pass that builds a graph begins."""
+        self.current = Trace(root)
+        self._recent = [*self._recent[-_MOST_PASSES:], self.current]
+
+    def back_to(self, period: Period, begins: bool) -> Iterator[Step]:
+        """Go back to a step of the trace that it is part of, if any; see `Trace.back_to`."""
+        trace = period.trace
+        if trace is not None:
+            if trace not in self._reached:
+                self._reached.append(trace)
+            yield from trace.back_to(period, begins)
+
+    def rest(self) -> Iterator[Step]:
+        """Go back to the beginnings of all passes that were reached, one step at a time."""
+        for trace in self._reached:
+            yield from trace.rest()
+
+    def upcoming(self, depth: int) -> tuple[int, ...]:
+        """The up to `depth` units whose backward is expected next."""
+        return self._reached[-1].upcoming(depth) if self._reached else ()
+
+    def hold(self, unit: int) -> bool:
+        """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
+        return any([trace.holds(unit) for trace in (*self._reached, *self._recent)])
+
+    def forget(self) -> None:
+        """The backward is over, or was broken off."""
+        self._recent, self._reached = [], []

@@ -19,7 +19,6 @@ from .runner import Runner
 
 RUNNER_KEY = "_fullshard_runner"
 """Where a unit's module keeps its runner, in its `__dict__`."""
-FORWARD_METHODS_KEY = "_fullshard_forward_methods"
 """Where a module keeps its methods that count as forwards, by name, in its `__dict__`."""
 
 
@@ -80,7 +79,7 @@ def find_root(top: Runner) -> Root:
         runner.unit.refresh()
     refuse_meta([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
-    root = Root(top, units, top.settings.comm, additions, top.shared_in_flight)
+    root = Root(top, units, top.settings.comm, additions, top.settings.in_flight)
     apart = ignored()
     root.agree([known for key, known in named.items() if key in apart])
     root.take_units()
@@ -110,18 +109,6 @@ def _own_modules(runner: Runner) -> list[nn.Module]:
             found.append(module)
             ahead += module.children()
     return list({id(module): module for module in found}.values())
-
-
-def run_method(module: nn.Module, runner: Runner, name: str) -> None:
-    """Make a method of a unit's module count as a forward: the unit is gathered before it and freed after it."""
-    method = getattr(module, name)
-
-    def forward_method(*args: Any, **kwargs: Any) -> Any:
-        return runner.run(module, method, args, kwargs)
-
-    forward_method.__name__ = name
-    object.__setattr__(module, name, forward_method)
-    module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[name] = method
 
 
 def move_buffers(owners: Iterable[nn.Module], device: torch.device) -> None:

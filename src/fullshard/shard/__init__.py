@@ -20,6 +20,7 @@ from .forms import (
     shard_metadata,
 )
 from .gradients import Gradients, GradState
+from .ignored import Ignored
 from .lookup import members_of, names_of, refuse_meta, units_of
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Draft, Member, successor_of
 from .offload import Home, home_of
@@ -48,6 +49,7 @@ __all__ = [
     "GradState",
     "Gradients",
     "Home",
+    "Ignored",
     "LocalForm",
     "Member",
     "OptimizerView",

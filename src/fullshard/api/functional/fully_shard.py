@@ -20,7 +20,6 @@ from ...optim import guard as optimizer_guard
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
-    Ignored,
     PrefetchSettings,
     Runner,
     UnitSettings,
@@ -34,6 +33,7 @@ from ...runtime import (
 )
 from ...shard import (
     BuildSettings,
+    Ignored,
     Rehearsal,
     SpmdMesh,
     build_unit,

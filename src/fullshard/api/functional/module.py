@@ -11,7 +11,7 @@ from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
-from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run_method, runner_of, runners_in
+from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run, run_method, runner_of, runners_in
 
 
 class UnshardHandle:
@@ -44,7 +44,7 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
         runner: Runner = self.__dict__[RUNNER_KEY]
-        return runner.run(self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
+        return run(runner, self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
 
     def _runner(self) -> Runner:
         found = runner_of(self)  # type: ignore[arg-type]
@@ -343,10 +343,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     in_flight: InFlight = deque()
     if first.root is not None:
         in_flight = first.root.reducer.in_flight
-    elif first.shared_in_flight is not None:
-        in_flight = first.shared_in_flight
+    elif first.settings.in_flight is not None:
+        in_flight = first.settings.in_flight
     for one in runners:
-        one.shared_in_flight = in_flight
+        one.set(in_flight=in_flight)
         if one.root is not None:
             one.root.reducer.share(in_flight)
 

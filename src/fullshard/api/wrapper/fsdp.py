@@ -24,6 +24,7 @@ from ...runtime import (
     find_root,
     move_buffers,
     notice_torch,
+    run,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .model_state import StateDictMethods
@@ -248,7 +249,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
                 args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
             if self.full_precision_in_eval:
                 use_full_precision(self, not self.training)
-        return runner.run(self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
+        return run(runner, self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         try:

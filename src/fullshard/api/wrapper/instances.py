@@ -15,7 +15,7 @@ from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError
 from ...names import clean_name
 from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import Ignored, PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
+from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     ATTRIBUTE,
     Bucket,
@@ -24,6 +24,7 @@ from ...shard import (
     FlatParameterForm,
     FlatView,
     Found,
+    Ignored,
     LocalForm,
     Rehearsal,
     Unit,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..shard import Place
+from .place import Place
 
 
 class Ignored:
