@@ -198,7 +198,7 @@ class Reducer:
 
 
 def _trains(unit: Unit) -> bool:
-    return any([gradients.trains() for gradients in unit.gradients])
+    return any([bucket.trains for bucket in unit.buckets])
 
 
 def _has_hooks(unit: Unit) -> bool:

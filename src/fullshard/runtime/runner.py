@@ -94,7 +94,11 @@ class Runner(Asked):
         """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
         if self.leftovers is not None and (left := self.leftovers.tensors()):
             call.watch(left)
-        if call.hides and not call.leads_back and (call.watches or any([g.trains() for g in self.unit.gradients])):
+        if (
+            call.hides
+            and not call.leads_back
+            and (call.watches or any([bucket.trains for bucket in self.unit.buckets]))
+        ):
             call.period.hides = call.leads_back = True
             self.watch_parameters()
 

@@ -54,20 +54,22 @@ class Trace:
     [(0, False)]
     """
 
-    __slots__ = ("_steps", "root")
+    __slots__ = ("_ahead", "_steps", "root")
 
     def __init__(self, root: Callable[[], Any] | None = None) -> None:
         self.root = root or (lambda: None)
         self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
+        self._ahead: dict[int, int] = {}  # by unit: ends of its backwards among the steps
 
     def entered(self, period: Period) -> None:
         """A unit was opened for its forward."""
         self._steps.append((period, False))
+        self._ahead[period.unit] = self._ahead.get(period.unit, 0) + 1
 
     def left(self, period: Period, leads_back: bool = True) -> None:
         """A unit's forward is over; nothing of it stays if no backward can lead to it."""
         if not leads_back and self._steps and self._steps[-1] == (period, False):
-            self._steps.pop()
+            self._pop()
             return
         self._steps.append((period, True))
 
@@ -75,13 +77,20 @@ class Trace:
         """Go back to this step, one by one: those passed over, each when it is done with. None if it is not ahead."""
         steps, wanted = self._steps, (period, begins)
         if (steps and steps[-1] == wanted) or wanted in steps:
-            while (step := steps.pop()) != wanted:
+            while (step := self._pop()) != wanted:
                 yield step
 
     def rest(self) -> Iterator[Step]:
         """Go back to the beginning, one by one."""
         while self._steps:
-            yield self._steps.pop()
+            yield self._pop()
+
+    def _pop(self) -> Step:
+        step = self._steps.pop()
+        period, begins = step
+        if not begins:
+            self._ahead[period.unit] -= 1
+        return step
 
     def upcoming(self, depth: int) -> tuple[int, ...]:
         """The up to `depth` units whose backward begins next."""
@@ -95,7 +104,7 @@ class Trace:
 
     def holds(self, unit: int) -> bool:
         """Whether the end of a backward of the unit is still ahead."""
-        return any([period.unit == unit and not begins for period, begins in self._steps])
+        return self._ahead.get(unit, 0) > 0
 
 
 _MOST_PASSES = 64  # without a backward, that are remembered

@@ -22,6 +22,7 @@ from ..comm import Comm
 from ..errors import ConfigError
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
+from ..torch_private.local_tensor import plain_access
 from .changes import OWNER_KEY
 from .forms.protocol import Form
 from .full import Full
@@ -44,6 +45,10 @@ class Bucket:
         replan: makes the layout of any of these parameters, and the form of such a bucket.
         home: memory of the shard and its gradients, if that is not the mesh's device.
         shard: the shard with its values, if it is not plain; None: one is made, and values copied in.
+
+    Attributes:
+        trains: whether any parameter required a gradient when that was looked at last, at the beginning of a pass and
+            of the unit's backward.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Bucket:
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
         self.shard: Any = self._new_shard(first.dtype, self.device) if shard is None else shard
         self.members = [self._admit(draft, i) for i, draft in enumerate(drafts)]
+        self.trains = any([member.sharded.requires_grad for member in self.members])
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
@@ -301,11 +307,14 @@ class Bucket:
     def follow_requires_grad(self) -> None:
         """Let the unsharded parameters follow what the user set on the sharded ones."""
         self.form.follow(self.members)
-        for member in self.members:
-            unsharded = member.unsharded
-            if unsharded is not None and unsharded.requires_grad != member.sharded.requires_grad:
-                member.trains = member.sharded.requires_grad
-                unsharded.requires_grad_(member.trains)
+        with plain_access():
+            wanted = [member.sharded.requires_grad for member in self.members]
+            self.trains = True in wanted
+            for member, trains in zip(self.members, wanted, strict=True):
+                unsharded = member.unsharded
+                if unsharded is not None and unsharded.requires_grad is not trains:
+                    member.trains = trains
+                    unsharded.requires_grad_(trains)
 
     def take_requires_grad(self) -> None:
         """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""

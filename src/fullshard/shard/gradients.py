@@ -79,13 +79,6 @@ class Gradients:
         """Bytes of the buffer if it is allocated now."""
         return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
 
-    def trains(self) -> bool:
-        """Whether any parameter of the bucket requires a gradient."""
-        for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much
-            if member.sharded.requires_grad:
-                return True
-        return False
-
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
         for member in self.bucket.members:

@@ -27,7 +27,7 @@ def collect(unit: Unit, everything: bool) -> None:
             trainable buckets of a unit are reduced once one is.
     """
     for gradients in unit.gradients:
-        if gradients.waiting() or (everything and gradients.state is GradState.NONE and gradients.trains()):
+        if gradients.waiting() or (everything and gradients.state is GradState.NONE and gradients.bucket.trains):
             before = gradients.live_bytes
             gradients.collect()
             unit.ledger.reducing += gradients.live_bytes - before
