@@ -56,7 +56,7 @@ def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
             raise UsageError(
-                "Communication runner do not work with hybrid strategies.",
+                "Communication hooks do not work with hybrid strategies.",
                 got=child.sharding_strategy.name,
                 remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
