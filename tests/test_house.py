@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -84,56 +85,118 @@ EXPORTS = [
 ]
 
 
+FACES = {"__init__", "wrap", "comm_hooks", "state_dict"}  # names only
+
+
 def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> list[tuple[str, bool]]:
-    """Absolute names of what a file imports, and whether only for type checking."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
+def module_of(path: Path) -> str:
+    """Dotted, below `fullshard`; a package's `__init__` is the package."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports_of(path: Path) -> list[str]:
+    """Absolute names of what a file imports, wherever: inside functions and for type checking, too."""
     package = ["fullshard", *path.relative_to(SOURCE).parts[:-1]]
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            names = [".".join([*base, *([node.module] if node.module else [])])]
-        else:
-            continue
-        found.extend((name, id(node) in typing_only) for name in names)
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            inside = [f"{name}.{alias.name}" for alias in node.names]
+            found += [one if one.removeprefix("fullshard.") in MODULES else name for one in inside]
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def ours(path: Path) -> set[str]:
+    """The modules of this package that a file imports, as `MODULES` names them."""
+    return {
+        name.removeprefix("fullshard.")
+        for name in imports_of(path)
+        if name.startswith("fullshard.") and name.removeprefix("fullshard.") != module_of(path)
+    }
+
+
+by_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+
+
+@by_file
 def test_a_floor_imports_only_floors_below_it(path: Path) -> None:
     mine = package_of(path)
-    for name, typing_only in imports_of(path):
-        if not name.startswith("fullshard.") or typing_only:
-            continue
-        other = name.split(".")[1]
+    for name in ours(path):
+        other = name.split(".")[0]
         assert other == mine or FLOORS[other] < FLOORS[mine], f"{path} (floor {FLOORS[mine]}) imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def depths(modules: set[str]) -> dict[str, int]:
+    """How many modules deep each of these imports others of them; a circle raises."""
+    graph = {name: {one for one in ours(MODULES[name]) if one in modules} for name in modules}
+    found: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():  # raises CycleError, which names the circle
+        found[name] = 1 + max([found[one] for one in graph[name]], default=0)
+    return found
+
+
+def test_there_are_no_circles() -> None:
+    depths(set(MODULES))
+
+
+@pytest.mark.parametrize("package", sorted({name.split(".")[0] for name in MODULES} - FACES))
+def test_imports_inside_a_package_are_at_most_six_deep(package: str) -> None:
+    """Packages' own `__init__`, which only names what is in them, do not count."""
+    inside = {name for name in MODULES if name.startswith(f"{package}.") and MODULES[name].name != "__init__.py"}
+    deep = {name: depth for name, depth in depths(inside).items() if depth > 6}
+    assert not deep, deep
+
+
+@by_file
+def test_no_underscore_name_is_imported_from_another_file(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            taken = [alias.name for alias in node.names if alias.name.startswith("_")]
+            assert not taken, f"{path}:{node.lineno} imports {taken}"
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What a class's methods assign to self, and the fields it declares."""
+    fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    stored = {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+    }
+    return fields | stored
+
+
+@by_file
+def test_classes_have_at_most_fifteen_attributes(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            found = attributes_of(node)
+            assert len(found) <= 15, f"{path}: {node.name} has {len(found)}: {sorted(found)}"
+
+
+@by_file
 def test_nothing_imports_pytorchs_own_fsdp_or_testing(path: Path) -> None:
-    for name, _ in imports_of(path):
+    for name in imports_of(path):
         assert not name.startswith(FORBIDDEN), f"{path} imports {name}"
 
 
 def test_layouts_and_schedule_are_pure() -> None:
     for path in FILES:
         if str(path.relative_to(SOURCE)).startswith(PURE):
-            assert not [name for name, _ in imports_of(path) if name.split(".")[0] == "torch"], path
+            assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"], path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+@by_file
 def test_files_and_functions_stay_readable(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400, f"{path} is long; a file has one subject"

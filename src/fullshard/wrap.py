@@ -3,7 +3,6 @@
 from .api.wrapping import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _or_policy,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -11,6 +10,9 @@ from .api.wrapping import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
+)
+from .api.wrapping import (
+    or_policy as _or_policy,
 )
 
 __all__ = [

@@ -37,7 +37,7 @@ from ...shard import (
     show_shared,
     successor_of,
 )
-from ..wrapping import _post_order, plan_wrapping
+from ..wrapping import plan_wrapping, post_order
 from .settings import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from .setup import Arguments, check_arguments, check_initialisable
 
@@ -186,7 +186,7 @@ def plan_blocks(
     known = inspect.signature(constructor).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     blocks = []
-    for child in _post_order(module):
+    for child in post_order(module):
         if id(child) not in answers:
             continue
         unknown = sorted(name for name in answers[id(child)] if name not in known and not takes_any)

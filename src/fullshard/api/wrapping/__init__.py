@@ -1,13 +1,13 @@
 """Which modules become units: policies, and the plan they give."""
 
-from .plan import _post_order, plan_wrapping
+from .plan import plan_wrapping, post_order
 from .policies import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _or_policy,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
+    or_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
@@ -16,12 +16,12 @@ from .policies import (
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
-    "_or_policy",
-    "_post_order",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "or_policy",
     "plan_wrapping",
+    "post_order",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

@@ -96,7 +96,7 @@ def plan_wrapping(
     if choose is not None:
         asked = [(m, choose(m)) for m in module.modules() if id(m) not in skipped]
         answers = {id(m): answer for m, answer in asked if answer is not None}
-        chosen = [(m, answers[id(m)]) for m in _post_order(module) if id(m) in answers]
+        chosen = [(m, answers[id(m)]) for m in post_order(module) if id(m) in answers]
     else:
         _Asking(policy, skipped, uncounted, chosen).below(module)
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
@@ -129,10 +129,10 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
     )
 
 
-def _post_order(model: nn.Module) -> list[nn.Module]:
+def post_order(model: nn.Module) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     for child in model.children():
-        for module in (*_post_order(child), child):
+        for module in (*post_order(child), child):
             found.setdefault(id(module), module)
     return list(found.values())
 
