@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from ...dtypes import KNOWN
 from ...errors import ConfigError, PhaseError
 from ...torch_private.local_tensor import (
+    become,
     delete_grad,
     local_of,
     local_part,
@@ -19,7 +20,6 @@ from ...torch_private.local_tensor import (
     plain_call,
     read_data,
     read_grad,
-    set_local,
     write_grad,
 )
 from ..changes import changes_in_place, give_up_gradient, note_change
@@ -232,4 +232,4 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
         with torch.no_grad():
             local_of(parameter).copy_(local)
     else:
-        set_local(parameter, local)  # the unit takes it over at its next gather
+        become(parameter, value)  # the unit takes it over at its next gather
