@@ -26,7 +26,7 @@ from ..torch_private.local_tensor import plain_access
 from .changes import OWNER_KEY
 from .forms.protocol import Form
 from .full import Full
-from .member import Draft, Member, attributes_of
+from .member import Draft, Member, attributes_of, hooks_onto
 from .offload import Home
 
 
@@ -302,6 +302,7 @@ class Bucket:
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
+            hooks_onto(new.sharded, old.sharded)
             form.succeed(old, new)
             for place in new.places:
                 place.show(new.sharded)
