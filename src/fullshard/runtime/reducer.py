@@ -135,7 +135,9 @@ class Reducer:
 
         Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
         """
-        for parameter in given:
+        with plain_access():
+            watched = [parameter for parameter in given if sees_gradients(parameter)]
+        for parameter in watched:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)
             if hooks or attached:
@@ -206,10 +208,7 @@ def _trains(unit: Unit) -> bool:
 
 
 def _has_hooks(unit: Unit) -> bool:
-    return any([sees_gradients(m.sharded) for bucket in unit.buckets for m in bucket.members]) or any(
-        [
-            view.tensor is not None and sees_gradients(view.tensor)
-            for gradients in unit.gradients
-            for view in gradients.delivery.views
-        ]
-    )
+    views = [view.tensor for gradients in unit.gradients for view in gradients.delivery.views]
+    tensors = [member.sharded for bucket in unit.buckets for member in bucket.members]
+    with plain_access():
+        return any([sees_gradients(tensor) for tensor in [*tensors, *views] if tensor is not None])

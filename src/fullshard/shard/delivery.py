@@ -79,7 +79,7 @@ class Delivery:
                 trains = member.sharded.requires_grad
                 fills = fill_unused and trains and index not in self.aside
                 shows = (fill_unused and trains) or (old is not None and old[index] is not None)
-                if trains and not fills and (not shows or sees_gradients(member.sharded)):
+                if trains and not fills and (not shows or self._is_hooked(index)):
                     self.undecided.append(index)
                 if not shows:
                     continue
@@ -90,6 +90,12 @@ class Delivery:
         for member in self.bucket.members:
             member.got_grad = False
         return self._tensors(given)
+
+    def _is_hooked(self, index: int) -> bool:
+        """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
+        over = [view.tensor for view in self.views if index in view.members]
+        tensors = [self.bucket.members[index].sharded, *[tensor for tensor in over if tensor is not None]]
+        return any([sees_gradients(tensor) for tensor in tensors])
 
     def _tensors(self, given: Sequence[int]) -> list[torch.Tensor]:
         """The sharded parameters of members by index, and the optimizer views over them."""
