@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_kind import (
+    KINDS,
     assert_equal,
     every_kind,
     every_layout,
@@ -237,4 +238,27 @@ def assigning(kind: str) -> bool:
     for rank in range(2):
         (whole(batch(rank, torch.float64)).square().mean() / 2).backward()
     assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+    return True
+
+
+@every_layout
+def test_values_given_to_a_meta_model_through_data_are_refused(run_ranks, kind):
+    assert all(run_ranks(materialised, kind, timeout=SECONDS))
+
+
+def materialised(kind: str) -> bool:
+    """As torch refuses them of a plain parameter; nothing has changed."""
+    with torch.device("meta"):
+        meta = Net()
+    given = {"layout": KINDS[kind].layout} if KINDS[kind].layout is not None else {}
+    for name in ("small", "gain", "wide", ""):
+        fullshard.fully_shard(meta.get_submodule(name), **given)
+    for p in meta.parameters():
+        with pytest.raises(fullshard.ConfigError, match=r"meta device(.|\n)*to_empty"):
+            p.data = torch.ones_like(p.data, device="cpu")
+    meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in meta.parameters():
+            p.fill_(1.0)
+    assert all((whole == 1.0).all() for whole in parameters(meta).values())
     return True
