@@ -11,7 +11,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import assert_equal, every_kind, every_layout, example_of, gradients, parameters, sharded
+from every_kind import (
+    KINDS,
+    assert_equal,
+    every_kind,
+    every_layout,
+    every_parameter,
+    example_of,
+    gradients,
+    parameters,
+    sharded,
+)
 from torch import Tensor, nn
 
 import fullshard
@@ -156,39 +166,60 @@ class Pair(nn.Module):
         self.low, self.high = nn.Linear(2, 3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.high(torch.tanh(self.low(x.to(torch.float32))).to(self.dtype))
+        return self.high(torch.tanh(self.low(x.to(self.dtypes[0]))).to(self.dtypes[1]))
 
-    dtype = torch.float32
+    dtypes = (torch.float32, torch.float32)
 
 
-@every_kind
+@every_parameter
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
-def test_a_cast_of_a_part_of_a_unit_is_exact_or_refused_by_name(run_ranks, kind, when):
+def test_a_cast_of_a_part_of_a_unit_is_refused_by_name(run_ranks, kind, when):
     assert all(run_ranks(casting_part, kind, when, timeout=SECONDS))
 
 
 def casting_part(kind: str, when: str) -> bool:
-    """As parameters of two dtypes from the beginning; never a silent cast of the other layer."""
+    """On every rank, before anything is changed: once the rest is cast too, training goes on."""
     example = example_of(lambda: nn.Sequential(Pair(), nn.Linear(2, 2)), "0")
     model, whole = sharded(example, kind, dtype=torch.float32), example.make()
     if when == "after it":
         model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
         model.zero_grad()
-    for each in (model, whole):
-        module_of(each, "0.high").double()
-        module_of(each, "1").double()
-        for module in each.modules():
-            if isinstance(module, Pair):
-                module.dtype = torch.float64
-    try:
-        model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
-    except fullshard.FullshardError as error:
-        assert "0.high" in str(error) or "0.low" in str(error), error
-        return True
+    cast(model, "0.high", "1")
+    for _ in range(2):
+        with pytest.raises(fullshard.ConfigError, match=r"float64: 0\.high\.weight, 0\.high\.bias"):
+            model(batch(dist.get_rank(), torch.float32))
+    cast(model, "0.low")
+    cast(whole, "0.high", "1", "0.low")
+    model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
     for rank in range(2):
         (whole(batch(rank, torch.float32)).square().mean() / 2).backward()
-    assert {n: p.dtype for n, p in parameters(model).items()} == {n: p.dtype for n, p in whole.named_parameters()}
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients", 1e-6)
+    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 0.0)
+    return True
+
+
+def cast(model: nn.Module, *names: str) -> None:
+    for name in names:
+        module_of(model, name).double()
+    for module in model.modules():
+        if isinstance(module, Pair):
+            module.dtypes = tuple(
+                torch.float64 if f"0.{n}" in names else d for n, d in zip(("low", "high"), module.dtypes, strict=True)
+            )
+
+
+def test_a_cast_of_a_part_of_a_flat_parameter_casts_nothing(run_ranks):
+    """The part has no parameters of its own: they are in its unit's one `FlatParameter`, as in PyTorch's."""
+    assert all(run_ranks(casting_part_of_flat, timeout=SECONDS))
+
+
+def casting_part_of_flat() -> bool:
+    model = sharded(example_of(lambda: nn.Sequential(Pair(), nn.Linear(2, 2)), "0"), "wrapper", dtype=torch.float32)
+    assert not list(module_of(model, "0.high").parameters())
+    module_of(model, "0.high").double()
+    model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     return True
 
 
@@ -207,4 +238,27 @@ def assigning(kind: str) -> bool:
     for rank in range(2):
         (whole(batch(rank, torch.float64)).square().mean() / 2).backward()
     assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+    return True
+
+
+@every_layout
+def test_values_given_to_a_meta_model_through_data_are_refused(run_ranks, kind):
+    assert all(run_ranks(materialised, kind, timeout=SECONDS))
+
+
+def materialised(kind: str) -> bool:
+    """As torch refuses them of a plain parameter; nothing has changed."""
+    with torch.device("meta"):
+        meta = Net()
+    given = {"layout": KINDS[kind].layout} if KINDS[kind].layout is not None else {}
+    for name in ("small", "gain", "wide", ""):
+        fullshard.fully_shard(meta.get_submodule(name), **given)
+    for p in meta.parameters():
+        with pytest.raises(fullshard.ConfigError, match=r"meta device(.|\n)*to_empty"):
+            p.data = torch.ones_like(p.data, device="cpu")
+    meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in meta.parameters():
+            p.fill_(1.0)
+    assert all((whole == 1.0).all() for whole in parameters(meta).values())
     return True

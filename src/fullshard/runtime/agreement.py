@@ -81,12 +81,12 @@ class UseAgreement:
         given: list[torch.Tensor] = []
         for group in by_axes.values():
             used = [flag for delivery in group for flag in delivery.used]
-            asks = any([d.undecided for d in group])
+            asks = any([d.asks() for d in group])
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
             at = 0
             for delivery in group:
                 count = len(delivery.used)
-                given += [member.sharded for member in delivery.decide(present[at : at + count])]
+                given += delivery.decide(present[at : at + count])
                 at += count
         return given
 

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients
+from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, shown_empty
 from ..torch_private.attached_optimizers import attached_to
-from ..torch_private.local_tensor import plain_access
+from ..torch_private.local_tensor import plain_access, read_grad
 from .agreement import UseAgreement
 from .attached import step_attached
 from .settings import UnitSettings
@@ -131,16 +131,22 @@ class Reducer:
         self._run_hooks(given)
 
     def _run_hooks(self, given: Iterable[torch.Tensor]) -> None:
-        """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached."""
-        for parameter in given:
+        """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached.
+
+        Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
+        """
+        with plain_access():
+            watched = [parameter for parameter in given if sees_gradients(parameter)]
+        for parameter in watched:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)
             if hooks or attached:
                 self._settle()
                 with torch._C._EnableTorchFunction():
                     for hook in list(hooks.values()) if hooks else ():
-                        hook(parameter)
-                    if attached:
+                        with shown_empty(parameter):
+                            hook(parameter)
+                    if attached and read_grad(parameter) is not None:
                         step_attached(parameter)
 
     def deliver_completed(self) -> None:
@@ -202,12 +208,7 @@ def _trains(unit: Unit) -> bool:
 
 
 def _has_hooks(unit: Unit) -> bool:
-    return any(
-        [
-            getattr(m.sharded, "_post_accumulate_grad_hooks", None)
-            or m.sharded._backward_hooks
-            or attached_to(m.sharded)
-            for bucket in unit.buckets
-            for m in bucket.members
-        ]
-    )
+    views = [view.tensor for gradients in unit.gradients for view in gradients.delivery.views]
+    tensors = [member.sharded for bucket in unit.buckets for member in bucket.members]
+    with plain_access():
+        return any([sees_gradients(tensor) for tensor in [*tensors, *views] if tensor is not None])

@@ -5,7 +5,7 @@ from .build import BuildSettings, build_unit, plan_unit
 from .changes import note_change
 from .checks import check_parameters
 from .copy import clone_unit, place_clone
-from .delivery import Delivery, FlatView, OptimizerView
+from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
 from .forms import (
     ATTRIBUTE,
@@ -20,10 +20,12 @@ from .forms import (
     shard_metadata,
 )
 from .gradients import Gradients, GradState
+from .hooks import sees_gradients, shown_empty
 from .ignored import Ignored
 from .lookup import members_of, names_of, refuse_meta, units_of
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Draft, Member, successor_of
 from .offload import Home, home_of
+from .optimizer_view import FlatView, OptimizerView
 from .place import Place
 from .reduction import Reduction, collect, has_gradients
 from .retired import OriginalParameter, retire
@@ -81,8 +83,10 @@ __all__ = [
     "plan_unit",
     "refuse_meta",
     "retire",
+    "sees_gradients",
     "shard_metadata",
     "show_shared",
+    "shown_empty",
     "successor_of",
     "units_of",
     "walk",

@@ -26,7 +26,7 @@ from ..torch_private.local_tensor import plain_access
 from .changes import OWNER_KEY
 from .forms.protocol import Form
 from .full import Full
-from .member import Draft, Member, attributes_of
+from .member import Draft, Member, attributes_of, hooks_onto
 from .offload import Home
 
 
@@ -247,7 +247,8 @@ class Bucket:
         """Copy replaced storage into a new shard, or refuse; nothing has changed then.
 
         Raises:
-            ConfigError: the replacement is not this parameter's shard: other shape, mesh, placement or kind.
+            ConfigError: the replacement is not this parameter's shard: other shape, mesh, placement or kind; or the
+                parameters are of several dtypes now.
         """
         found = self.form.adopt(self.members)
         meta = [m.name for m, local in zip(self.members, found, strict=True) if local.is_meta]
@@ -257,6 +258,8 @@ class Bucket:
                 parameter=", ".join(meta),
                 remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
             )
+        if len({local.dtype for local in found}) > 1:
+            raise _several_dtypes(self.members, found, self.axes.global_rank)
         if not self.form.plain:
             self.rehome(found[0])
         else:
@@ -299,6 +302,7 @@ class Bucket:
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
+            hooks_onto(new.sharded, old.sharded)
             form.succeed(old, new)
             for place in new.places:
                 place.show(new.sharded)
@@ -326,3 +330,18 @@ class Bucket:
 
 def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
     return buffer.as_strided(part.shape, part.stride, buffer.storage_offset() + part.offset)
+
+
+def _several_dtypes(members: Sequence[Member], found: Sequence[torch.Tensor], rank: int) -> ConfigError:
+    """The error for a cast of some of a bucket's parameters: the dtype of each is the same on every rank."""
+    names: dict[str, list[str]] = {}
+    for member, local in zip(members, found, strict=True):
+        names.setdefault(str(local.dtype).removeprefix("torch."), []).append(member.name)
+    return ConfigError(
+        "Some parameters of a unit, which lie in one buffer, were cast to another dtype, and others were not.",
+        parameter=", ".join(m.name for m, local in zip(members, found, strict=True) if local.dtype != found[0].dtype),
+        rank=rank,
+        expected="one dtype",
+        got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
+        remedy="cast the whole unit; or cast a part of it before the model is sharded, or make it a unit of its own",
+    )

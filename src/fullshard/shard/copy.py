@@ -16,11 +16,11 @@ from ..errors import PhaseError
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .changes import OWNER_KEY, Owner
-from .delivery import FlatView
 from .forms import FlatParameter, FlatParameterForm
 from .forms.stand_in import stand_in_for
 from .gradients import GradState
 from .member import Member, identity_of
+from .optimizer_view import FlatView
 from .place import Place
 from .unit import Unit
 

@@ -1,110 +1,23 @@
-"""How a reduced slice becomes `.grad`: the slices that are kept from step to step, and optimizers' views of them."""
+"""How a reduced slice becomes `.grad`, and what optimizers' views of it show."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import message
-from ..torch_private.holders import holders
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
+from .gradient_set import GradientSet
+from .hooks import hooked_flat, hooked_member, sees_gradients
 from .member import Member
+from .optimizer_view import OptimizerView
 
-
-@dataclass(eq=False)
-class GradientSet:
-    """One reduced slice and the tensors that show it, kept from step to step.
-
-    Ownership: made by `Delivery`, handed to users as `.grad`. It is written again only when every `.grad` was set to
-    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
-
-    Attributes:
-        flat: [shard_numel], dtype of `.grad`.
-        parts: per member, its gradient as users see it.
-        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
-        shown: per member, whether its part was given out since the whole was last written.
-        held: what `holders` said when nobody else held them.
-    """
-
-    flat: torch.Tensor
-    parts: list[torch.Tensor]
-    views: list[torch.Tensor]
-    shown: list[bool] = field(default_factory=list)
-    held: tuple[int, int] = (-1, -1)
-
-    def __post_init__(self) -> None:
-        self.storage = self.flat.untyped_storage()
-        self.nbytes = self.storage.nbytes()
-        self.shown = [False] * len(self.parts)
-        # Users may hold the tensors that they see, or those inside them.
-        self._watched: list[Any] = [*self.parts, *self.views]
-        self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
-        self._watched += [self.flat, self.storage]
-
-    def settle(self) -> None:
-        """Nobody but the engine holds it now, nor does a frame of the engine's."""
-        self.held = self.holders()
-
-    def holders(self) -> tuple[int, int]:
-        """How many tensors and Python references there are to the slice."""
-        return holders(self.storage, self._watched)
-
-    def reusable(self) -> bool:
-        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
-        return self.held[0] > 0 and self.holders() == self.held
-
-
-class OptimizerView:
-    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
-
-    The optimizer owns the tensor; when it is gone, so is the view.
-
-    Args:
-        tensor: [length], a Parameter over `shard[offset : offset + length]`.
-        offset, length: in elements of the shard.
-        members: indices of the parameters that lie in the run.
-
-    Class attributes:
-        alone: whether users see the view only, so that its gradient is the one that counts.
-    """
-
-    alone = False
-
-    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
-        self._tensor = weakref.ref(tensor)
-        self.offset, self.length, self.members = offset, length, list(members)
-
-    @property
-    def tensor(self) -> nn.Parameter | None:
-        return self._tensor()
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether it is alive and has a `.grad`."""
-        tensor = self.tensor
-        return tensor is not None and tensor.grad is not None
-
-
-class FlatView(OptimizerView):
-    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
-
-    alone = True
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket.flat_parameter, 0, bucket.layout.shard_numel, range(len(bucket.members)))
-        self._bucket = bucket
-
-    @property
-    def tensor(self) -> nn.Parameter | None:
-        found: nn.Parameter = self._bucket.flat_parameter
-        return found
+_ALL = -1
+"""In place of a member's index: all of them, in one `FlatParameter`."""
 
 
 class Delivery:
@@ -118,8 +31,9 @@ class Delivery:
         set: the slice that is shown now, or was last.
         views: optimizer views over the bucket's shard.
         used: per member, whether this rank had a gradient for it in reductions since the ranks last agreed.
-        undecided: indices of members that this rank had no gradient for and that show none: whether they get what was
-            reduced is for all ranks to say.
+        undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
+            get what was reduced, and hooks run, is for all ranks to say.
+        aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
     """
 
     def __init__(self, bucket: Bucket, keeps_compute_dtype: bool = False) -> None:
@@ -128,6 +42,7 @@ class Delivery:
         self.views: list[OptimizerView] = []
         self.used = [False] * len(bucket.members)
         self.undecided: list[int] = []
+        self.aside: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
         self._told_of_zeros = False
 
@@ -138,7 +53,7 @@ class Delivery:
 
     # Deliver.
 
-    def deliver(self, reduced: torch.Tensor, fresh: bool, fill_unused: bool) -> list[Member]:
+    def deliver(self, reduced: torch.Tensor, fresh: bool, fill_unused: bool) -> list[torch.Tensor]:
         """Show `reduced` [shard_numel] as gradients, or add it to those that are there.
 
         Args:
@@ -147,7 +62,8 @@ class Delivery:
             fill_unused: see `Gradients.deliver`.
 
         Returns:
-            The members whose `.grad` was set or added to.
+            What is known to have got a gradient: sharded parameters, also those of which this rank holds nothing, and
+            optimizer views over them.
         """
         self._run_hooks(reduced)
         if fresh or self.all_none():
@@ -156,40 +72,67 @@ class Delivery:
             target, old = self._added(reduced)
         given = []
         for index, member in enumerate(self.bucket.members):
+            fills = False
             if member.got_grad:
                 self.used[index] = True
-            elif not (fill_unused and member.sharded.requires_grad) and (old is None or old[index] is None):
-                if member.sharded.requires_grad:
+            else:
+                trains = member.sharded.requires_grad
+                fills = fill_unused and trains and index not in self.aside
+                shows = (fill_unused and trains) or (old is not None and old[index] is not None)
+                if trains and not fills and (not shows or self._is_hooked(index)):
                     self.undecided.append(index)
-                continue
-            if self._give(index, target):
-                given.append(member)
+                if not shows:
+                    continue
+            self._give(index, target)
+            if member.got_grad or fills:
+                given.append(index)
         self._show_views(target)
         for member in self.bucket.members:
             member.got_grad = False
-        return given
+        return self._tensors(given)
 
-    def _give(self, index: int, target: GradientSet) -> bool:
-        """Show a member's part as its `.grad`; False where this rank has none of it and its form shows no empty one."""
+    def _is_hooked(self, index: int) -> bool:
+        """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
+        over = [view.tensor for view in self.views if index in view.members]
+        tensors = [self.bucket.members[index].sharded, *[tensor for tensor in over if tensor is not None]]
+        return any([sees_gradients(tensor) for tensor in tensors])
+
+    def _tensors(self, given: Sequence[int]) -> list[torch.Tensor]:
+        """The sharded parameters of members by index, and the optimizer views over them."""
+        members = self.bucket.members
+        views = [view.tensor for view in self.views if not set(given).isdisjoint(view.members)] if self.views else []
+        return [*[members[index].sharded for index in given], *[tensor for tensor in views if tensor is not None]]
+
+    def _give(self, index: int, target: GradientSet) -> None:
+        """Show a member's part as its `.grad`; not where this rank has none of it and its form shows no empty one."""
         target.shown[index] = True
         part = target.parts[index]
-        if not self.bucket.form.gives_empty and not part.numel():
-            return False
-        write_grad(self.bucket.members[index].sharded, part)
-        return True
+        if self.bucket.form.gives_empty or part.numel():
+            write_grad(self.bucket.members[index].sharded, part)
 
     def _run_hooks(self, reduced: torch.Tensor) -> None:
-        """Hooks that users registered on sharded parameters see this reduction's gradient, and may replace it."""
+        """Hooks on sharded parameters see this reduction's gradient, and may replace it.
+
+        Where this rank had none the part is set aside, until the ranks have agreed on whether any had.
+        """
         bucket = self.bucket
-        for member in bucket.members:
-            hooks: Any = getattr(member.sharded, "_backward_hooks", None)
-            if hooks and member.got_grad and (bucket.form.gives_empty or member.part.numel):
-                local = bucket.part(reduced, member)
-                for hook in list(hooks.values()):
-                    with torch._C._EnableTorchFunction():
-                        found: Any = hook(bucket.shown(local.to(self.grad_dtype), member))
-                    if found is not None:
-                        local.copy_(bucket.local(found, member))
+        flat = bucket.flat_parameter
+        if flat is not None and flat._backward_hooks:
+            if any([member.got_grad for member in bucket.members]):
+                hooked_flat(bucket, reduced, self.grad_dtype)
+            else:
+                self._set_aside(_ALL, reduced)
+        for index, member in enumerate(bucket.members):
+            if member.sharded._backward_hooks:
+                if member.got_grad:
+                    hooked_member(bucket, member, bucket.part(reduced, member), self.grad_dtype)
+                elif member.sharded.requires_grad:
+                    self._set_aside(index, bucket.part(reduced, member))
+
+    def _set_aside(self, index: int, local: torch.Tensor) -> None:
+        before = self.aside.get(index)
+        self.aside[index] = local.clone() if before is None else before.add_(local)
+        local.zero_()
 
     def _written(self, reduced: torch.Tensor) -> GradientSet:
         """A set that shows `reduced` itself; no `.grad` is there."""
@@ -230,28 +173,45 @@ class Delivery:
         home.settle()
         return made
 
-    def decide(self, present: Sequence[bool]) -> list[Member]:
+    def asks(self) -> bool:
+        """Whether this rank has to know what others used."""
+        return bool(self.undecided or self.aside)
+
+    def decide(self, present: Sequence[bool]) -> list[torch.Tensor]:
         """Give undecided members the gradients that other ranks had.
 
         Args:
             present: by index of a member, whether any rank had a gradient for it.
 
         Returns:
-            The members whose `.grad` was set.
+            What got a gradient: sharded parameters, and optimizer views that got none of it before.
         """
-        undecided, self.undecided = self.undecided, []
-        self.used = [False] * len(self.bucket.members)
-        target, given = self.set, []
+        asked, self.undecided = list(dict.fromkeys(self.undecided)), []
+        undecided = [index for index in asked if present[index]]
+        aside, self.aside = self.aside, {}
+        used, self.used = self.used, [False] * len(self.bucket.members)
+        target = self.set
+        if target is None:
+            return []
+        if _ALL in aside and any(present):
+            hooked_flat(self.bucket, aside[_ALL], self.grad_dtype)
+            target.flat.add_(aside[_ALL].to(target.flat.device))
         for index in undecided:
             member = self.bucket.members[index]
-            if present[index] and target is not None and read_grad(member.sharded) is None:
-                if self._give(index, target):
-                    given.append(member)
-        if target is not None and undecided:
+            grad, part = read_grad(member.sharded), target.parts[index]
+            if (local := aside.get(index)) is not None:
+                hooked_member(self.bucket, member, local, self.grad_dtype)
+                with torch.no_grad():
+                    to = self.bucket.local(part if grad is None else grad, member)
+                    to.copy_(local) if grad is None else to.add_(local.to(to.device))
+            if grad is None:
+                self._give(index, target)
+        if undecided or aside:
             self._show_views(target)
-            if self.views and not all(target.shown) and not self._told_of_zeros:
-                self._told_of_zeros = self._warn_of_zeros(target)
-        return given
+        if self.views and asked and not all(target.shown) and not self._told_of_zeros:
+            self._told_of_zeros = self._warn_of_zeros(target)
+        before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
+        return [t for t in self._tensors(undecided) if all(t is not tensor for tensor in before)]
 
     # What was accumulated without sync.
 

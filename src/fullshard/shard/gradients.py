@@ -255,14 +255,14 @@ class Gradients:
             self.replicating = None
         return self._slice
 
-    def deliver(self, fill_unused: bool) -> list[Member]:
+    def deliver(self, fill_unused: bool) -> list[torch.Tensor]:
         """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
 
         Args:
             fill_unused: give parameters that no rank used a gradient of zeros.
 
         Returns:
-            The members whose `.grad` was set or added to.
+            See `Delivery.deliver`.
         """
         assert self._slice is not None
         if self.scaling.after != 1.0:
@@ -292,6 +292,7 @@ class Gradients:
             for member in self.bucket.members:
                 member.got_grad = False
             self.delivery.undecided = []
+            self.delivery.aside.clear()
             self.delivery.kept.clear()
             self.partial = self.replicating = self._slice = None
             self.state = GradState.NONE

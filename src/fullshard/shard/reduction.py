@@ -108,7 +108,7 @@ class Reduction:
             fill_unused: give parameters that no rank used a gradient of zeros.
 
         Returns:
-            The sharded parameters whose `.grad` changed, and the optimizer views over them.
+            What got a gradient; see `Delivery.deliver`.
         """
         self.replicate(all_reduce)
         given: list[torch.Tensor] = []
@@ -120,8 +120,7 @@ class Reduction:
                 reduced = gradients.finish_replicate()
             if hook is not None:
                 hook(reduced)
-            given += [member.sharded for member in gradients.deliver(fill_unused)]
-            given += [v.tensor for v in gradients.delivery.views if v.tensor is not None and v.has_gradient]
+            given += gradients.deliver(fill_unused)
         self.drop()
         if stream.listeners:
             unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))

@@ -20,7 +20,7 @@ from ..events import Ledger, stream
 from ..mesh import Axis
 from ..torch_private.profiler import named_range
 from .bucket import Bucket
-from .changes import OWNER_KEY
+from .changes import OWNER_KEY, Owner
 from .gradients import Gradients
 from .member import Member, identity_of
 from .place import Place
@@ -286,6 +286,8 @@ class Unit:
                 if self.state is not State.SHARDED:
                     self.free()
                 bucket.take_over()
+                for member in bucket.members:  # `_apply` swaps attributes too
+                    member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 gradients.forget()
                 self.showing.forget()
                 self.changes += 1

@@ -9,8 +9,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..torch_private.local_tensor import read_grad
-from .delivery import Delivery, OptimizerView
+from .delivery import Delivery
 from .member import NAME_KEY, PART_KEY
+from .optimizer_view import OptimizerView
 
 
 def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) -> list[nn.Parameter]:

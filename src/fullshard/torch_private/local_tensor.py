@@ -1,6 +1,7 @@
 """The tensor inside a DTensor, and reading attributes of tensor subclasses without asking them.
 
-Private torch API: `DTensor._local_tensor`, `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
+Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` leaves as they
+were), `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
 identity could not be checked every step; and plain attribute access, 2 us in place of 0.1 where a class has a
 `__torch_function__`. `tests/test_private_api.py` says when one goes.
@@ -26,6 +27,7 @@ write_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 delete_grad: Callable[[torch.Tensor], None] = _grad.__delete__
 _data: Any = torch.Tensor.data
 read_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
+write_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -36,6 +38,15 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 def set_local(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make a `DTensor` or a `FlatShard` a view of `local`, of the same shape and dtype."""
     parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+def become(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a `DTensor` or a `FlatShard` what `value`, split as it is, shows: local tensor, dtype and device."""
+    with plain_access(), torch.no_grad():
+        write_data(parameter, value.detach())
+    if isinstance(parameter, DTensor):
+        parameter._spec = value._spec  # type: ignore[attr-defined]
+    set_local(parameter, local_of(value).detach())
 
 
 def local_part(tensor: Any) -> torch.Tensor:

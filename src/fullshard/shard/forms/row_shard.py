@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from ...dtypes import KNOWN
 from ...errors import ConfigError, PhaseError
 from ...torch_private.local_tensor import (
+    become,
     delete_grad,
     local_of,
     local_part,
@@ -19,7 +20,6 @@ from ...torch_private.local_tensor import (
     plain_call,
     read_data,
     read_grad,
-    set_local,
     write_grad,
 )
 from ..changes import changes_in_place, give_up_gradient, note_change
@@ -216,7 +216,7 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
     torch's own setter would change the outer tensor only and leave the values as they were.
 
     Raises:
-        ConfigError: `value` is not split as the parameter is.
+        ConfigError: `value` is not split as the parameter is, or one of them is on the meta device.
     """
     if not same_split or tuple(value.shape) != tuple(parameter.shape):
         raise ConfigError(
@@ -226,10 +226,18 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
             got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
             remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
         )
+    if value.is_meta != parameter.is_meta:
+        raise ConfigError(
+            "A sharded parameter's .data was set to a tensor on the meta device, or away from it.",
+            parameter=name_of((parameter,)) or "?",
+            expected="the meta device for both or for none, as of any tensor",
+            got=f"{parameter.device.type}, set to one on {value.device.type}",
+            remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
+        )
     local = value._local_tensor.detach()
     note_change((parameter,))
     if (local.dtype, local.device) == (parameter.dtype, parameter.device):
         with torch.no_grad():
             local_of(parameter).copy_(local)
     else:
-        set_local(parameter, local)  # the unit takes it over at its next gather
+        become(parameter, value)  # the unit takes it over at its next gather

@@ -1,0 +1,56 @@
+"""Plain tensors over runs of a shard that optimizers update in place of sharded parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from .bucket import Bucket
+
+
+class OptimizerView:
+    """A plain tensor over a run of the shard that an optimizer updates in place of sharded parameters.
+
+    The optimizer owns the tensor; when it is gone, so is the view.
+
+    Args:
+        tensor: [length], a Parameter over `shard[offset : offset + length]`.
+        offset, length: in elements of the shard.
+        members: indices of the parameters that lie in the run.
+
+    Class attributes:
+        alone: whether users see the view only, so that its gradient is the one that counts.
+    """
+
+    alone = False
+
+    def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.offset, self.length, self.members = offset, length, list(members)
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        return self._tensor()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it is alive and has a `.grad`."""
+        tensor = self.tensor
+        return tensor is not None and tensor.grad is not None
+
+
+class FlatView(OptimizerView):
+    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
+
+    alone = True
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket.flat_parameter, 0, bucket.layout.shard_numel, range(len(bucket.members)))
+        self._bucket = bucket
+
+    @property
+    def tensor(self) -> nn.Parameter | None:
+        found: nn.Parameter = self._bucket.flat_parameter
+        return found
