@@ -5,60 +5,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import message
-from ..torch_private.holders import holders
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
+from .gradient_set import GradientSet
 from .member import Member
-
-
-@dataclass(eq=False)
-class GradientSet:
-    """One reduced slice and the tensors that show it, kept from step to step.
-
-    Ownership: made by `Delivery`, handed to users as `.grad`. It is written again only when every `.grad` was set to
-    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
-
-    Attributes:
-        flat: [shard_numel], dtype of `.grad`.
-        parts: per member, its gradient as users see it.
-        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
-        shown: per member, whether its part was given out since the whole was last written.
-        held: what `holders` said when nobody else held them.
-    """
-
-    flat: torch.Tensor
-    parts: list[torch.Tensor]
-    views: list[torch.Tensor]
-    shown: list[bool] = field(default_factory=list)
-    held: tuple[int, int] = (-1, -1)
-
-    def __post_init__(self) -> None:
-        self.storage = self.flat.untyped_storage()
-        self.nbytes = self.storage.nbytes()
-        self.shown = [False] * len(self.parts)
-        # Users may hold the tensors that they see, or those inside them.
-        self._watched: list[Any] = [*self.parts, *self.views]
-        self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
-        self._watched += [self.flat, self.storage]
-
-    def settle(self) -> None:
-        """Nobody but the engine holds it now, nor does a frame of the engine's."""
-        self.held = self.holders()
-
-    def holders(self) -> tuple[int, int]:
-        """How many tensors and Python references there are to the slice."""
-        return holders(self.storage, self._watched)
-
-    def reusable(self) -> bool:
-        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
-        return self.held[0] > 0 and self.holders() == self.held
 
 
 class OptimizerView:
@@ -138,19 +94,18 @@ class Delivery:
 
     # Deliver.
 
-    def deliver(self, reduced: torch.Tensor, fresh: bool, fill_unused: bool) -> list[Member]:
+    def deliver(self, reduced: torch.Tensor, fill_unused: bool) -> list[Member]:
         """Show `reduced` [shard_numel] as gradients, or add it to those that are there.
 
         Args:
             reduced: of this reduction; may be the memory of `writable()` itself.
-            fresh: whether no `.grad` was there when the reduction was issued.
             fill_unused: see `Gradients.deliver`.
 
         Returns:
             The members whose `.grad` was set or added to.
         """
         self._run_hooks(reduced)
-        if fresh or self.all_none():
+        if self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
@@ -207,6 +162,10 @@ class Delivery:
         """A set that shows the sum of `reduced` and what is there; and what is there, by member."""
         members, current = self.bucket.members, self.set
         old = [read_grad(m.sharded) for m in members]
+        if current is not None and current.flat is reduced:  # none was there when the reduction was issued
+            current.shown = [False] * len(members)
+            current.add(old)
+            return current, old
         if current is not None and all(
             grad is part or (grad is None and not (shown and part.numel()))
             for grad, part, shown in zip(old, current.parts, current.shown, strict=True)
@@ -215,9 +174,7 @@ class Delivery:
             return current, old
         fresh = self.set = self._make_set(self._at_home(reduced, self.grad_dtype))
         fresh.settle()
-        for part, grad in zip(fresh.parts, old, strict=True):
-            if grad is not None:
-                part.add_(grad)
+        fresh.add(old)
         return fresh, old
 
     def _at_home(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -244,7 +201,10 @@ class Delivery:
         target, given = self.set, []
         for index in undecided:
             member = self.bucket.members[index]
-            if present[index] and target is not None and read_grad(member.sharded) is None:
+            grad = read_grad(member.sharded)
+            if present[index] and target is not None and grad is not target.parts[index]:
+                if grad is not None:  # autograd's own, which came since the delivery
+                    target.parts[index].add_(grad)
                 if self._give(index, target):
                     given.append(member)
         if target is not None and undecided:
@@ -288,10 +248,14 @@ class Delivery:
             if tensor is not None and any([current.shown[i] for i in view.members]):
                 tensor.grad = grad
 
-    def all_none(self) -> bool:
-        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
+    def all_none(self, begins: bool = False) -> bool:
+        """Whether no `.grad` is there to be added to, on parameters or optimizer views.
+
+        Args:
+            begins: a step does: what a view without gradient left on its parameters goes, whoever set it.
+        """
         for view in self.views:
-            self._agree(view)
+            self._agree(view, begins)
             if view.alone and view.has_gradient:
                 return False
         for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
@@ -299,15 +263,16 @@ class Delivery:
                 return False
         return True
 
-    def _agree(self, view: OptimizerView) -> None:
+    def _agree(self, view: OptimizerView, begins: bool) -> None:
         """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
         tensor = view.tensor
         if tensor is None:
             return
         members = [self.bucket.members[i] for i in view.members]
         if tensor.grad is None:
-            for member in members:
-                write_grad(member.sharded, None)
+            for index, member in zip(view.members, members, strict=True):
+                if begins or (self.set is not None and read_grad(member.sharded) is self.set.parts[index]):
+                    write_grad(member.sharded, None)
         elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
         elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
@@ -350,7 +315,7 @@ class Delivery:
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
         current = self.set
-        if current is None or not current.storage.nbytes() or not self.all_none():
+        if current is None or not current.storage.nbytes() or not self.all_none(begins=True):
             return
         if self.bucket.home is not None:  # the host's memory is kept
             return

@@ -253,7 +253,7 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        return self.changes + sum([bucket.form.version(bucket.members) for bucket in self.buckets])
+        return self.changes + sum([b.form.version(b.members) + b.shard._version for b in self.buckets])
 
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
@@ -285,10 +285,11 @@ class Unit:
             if not self._shown and bucket.replaced():
                 if self.state is not State.SHARDED:
                     self.free()
+                before = self.version()
                 bucket.take_over()
                 gradients.forget()
                 self.showing.forget()
-                self.changes += 1
+                self.changes += 1 + before - self.version()  # the new shard counts from zero
             if self._shown:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
@@ -327,6 +328,7 @@ class Unit:
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
 
         def finish() -> None:
+            before = self.version()
             for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
                 if id(bucket) in moved:
                     for member in bucket.members:
@@ -334,7 +336,7 @@ class Unit:
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
             self.showing.forget()
-            self.changes += 1
+            self.changes += 1 + before - self.version()
 
         return applied, finish
 

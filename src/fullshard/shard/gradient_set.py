@@ -1,0 +1,60 @@
+"""One reduced slice of a bucket, and whether anybody but the engine still holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..torch_private.holders import holders
+
+
+@dataclass(eq=False)
+class GradientSet:
+    """One reduced slice and the tensors that show it, kept from step to step.
+
+    Ownership: made by `Delivery`, handed to users as `.grad`. It is written again only when every `.grad` was set to
+    None and nobody else holds one of the tensors or their memory; else a new set is made and this one left to them.
+
+    Attributes:
+        flat: [shard_numel], dtype of `.grad`.
+        parts: per member, its gradient as users see it.
+        views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
+        shown: per member, whether its part was given out since the whole was last written.
+        held: what `holders` said when nobody else held them.
+    """
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    views: list[torch.Tensor]
+    shown: list[bool] = field(default_factory=list)
+    held: tuple[int, int] = (-1, -1)
+
+    def __post_init__(self) -> None:
+        self.storage = self.flat.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.shown = [False] * len(self.parts)
+        # Users may hold the tensors that they see, or those inside them.
+        self._watched: list[Any] = [*self.parts, *self.views]
+        self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
+        self._watched += [self.flat, self.storage]
+
+    def settle(self) -> None:
+        """Nobody but the engine holds it now, nor does a frame of the engine's."""
+        self.held = self.holders()
+
+    def holders(self) -> tuple[int, int]:
+        """How many tensors and Python references there are to the slice."""
+        return holders(self.storage, self._watched)
+
+    def reusable(self) -> bool:
+        """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
+        return self.held[0] > 0 and self.holders() == self.held
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add to each member's part, where there is something."""
+        for part, grad in zip(self.parts, grads, strict=True):
+            if grad is not None:
+                part.add_(grad)
