@@ -220,13 +220,13 @@ class Delivery:
         if not self.bucket.form.shows_kept:
             return
         flat = self.bucket.flat_parameter
-        if flat is not None and flat.grad is None:
-            flat.grad = torch.zeros_like(flat)
         for index, member in enumerate(self.bucket.members):
             if member.got_grad:
                 self.kept.add(index)
                 if flat is None and read_grad(member.sharded) is None:
                     write_grad(member.sharded, torch.zeros_like(member.sharded))
+                elif flat is not None and flat.grad is None:
+                    flat.grad = torch.zeros_like(flat)
 
     def given_up(self) -> list[Member]:
         """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
