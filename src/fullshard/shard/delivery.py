@@ -248,14 +248,10 @@ class Delivery:
             if tensor is not None and any([current.shown[i] for i in view.members]):
                 tensor.grad = grad
 
-    def all_none(self, begins: bool = False) -> bool:
-        """Whether no `.grad` is there to be added to, on parameters or optimizer views.
-
-        Args:
-            begins: a step does: what a view without gradient left on its parameters goes, whoever set it.
-        """
+    def all_none(self) -> bool:
+        """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
         for view in self.views:
-            self._agree(view, begins)
+            self._agree(view, everything=view.alone)
             if view.alone and view.has_gradient:
                 return False
         for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
@@ -263,15 +259,19 @@ class Delivery:
                 return False
         return True
 
-    def _agree(self, view: OptimizerView, begins: bool) -> None:
-        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+    def _agree(self, view: OptimizerView, everything: bool) -> None:
+        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both.
+
+        Args:
+            everything: also what is not of a delivery; within a step that is autograd's, and stays.
+        """
         tensor = view.tensor
         if tensor is None:
             return
         members = [self.bucket.members[i] for i in view.members]
         if tensor.grad is None:
             for index, member in zip(view.members, members, strict=True):
-                if begins or (self.set is not None and read_grad(member.sharded) is self.set.parts[index]):
+                if everything or (self.set is not None and read_grad(member.sharded) is self.set.parts[index]):
                     write_grad(member.sharded, None)
         elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
@@ -314,8 +314,11 @@ class Delivery:
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
+        for view in self.views:
+            if not view.alone:
+                self._agree(view, everything=True)
         current = self.set
-        if current is None or not current.storage.nbytes() or not self.all_none(begins=True):
+        if current is None or not current.storage.nbytes() or not self.all_none():
             return
         if self.bucket.home is not None:  # the host's memory is kept
             return
