@@ -269,9 +269,7 @@ class Unit:
 
     def full_addresses(self) -> set[int]:
         """Addresses of the gathered memory, which `free` gives back."""
-        found = {address for bucket in self.buckets if bucket.full is not None for address in bucket.full.addresses()}
-        found.discard(0)
-        return found
+        return {at for bucket in self.buckets if bucket.full is not None for at in bucket.full.addresses()} - {0}
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
