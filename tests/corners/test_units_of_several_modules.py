@@ -81,10 +81,12 @@ def plain_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def train(model: nn.Module, whole: nn.Module, loss: Loss, steps: int = 3, micro: int = 1) -> None:
+def train(
+    model: nn.Module, whole: nn.Module, loss: Loss, steps: int = 3, micro: int = 1, viewed: list | None = None
+) -> None:
     """Both for some steps; gradients, what stays gathered, and parameters are compared."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, theirs = (torch.optim.AdamW(each.parameters(), **TRAINING) for each in (model, whole))
+    ours, theirs = (torch.optim.AdamW(each, **TRAINING) for each in (viewed or model.parameters(), whole.parameters()))
     for step in range(steps):
         for number in range(step * micro, (step + 1) * micro):
             loss(model, batch(rank, number)).backward()
@@ -258,6 +260,61 @@ def full_kept(kind: str) -> bool:
         for other in range(2):
             (depending_twice(whole, batch(other, number)) / 2).backward()
     assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+    return True
+
+
+@every_layout
+@pytest.mark.parametrize("loss", ["before the model", "several times, and the model"])
+def test_full_tensor_beside_an_optimizer_view(run_ranks, kind, loss):
+    assert all(run_ranks(full_viewed, kind, loss, timeout=SECONDS))
+
+
+def full_viewed(kind: str, loss: str) -> bool:
+    """The gradients reach the parameters themselves while their view, which shares them, has none yet."""
+    example = fused("called")
+    model, whole = make(example, kind), example.make(torch.float64)
+    train(model, whole, LOSSES[loss], micro=2, viewed=fullshard.optimizer_view(model))
+    return True
+
+
+class Partly(nn.Module):
+    """Rank 1 uses one of the head's weights in its forward only; of the other it has a penalty, as all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(4, 4), Pair(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: bool) -> Tensor:
+        return self.head(torch.tanh(self.body(x)), other)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor, other: bool) -> Tensor:
+        return x @ self.weight + (x @ self.other if other else 0)
+
+
+@every_layout
+def test_full_tensor_of_a_weight_that_one_rank_uses_besides(run_ranks, kind):
+    assert all(run_ranks(full_partly, kind, timeout=SECONDS))
+
+
+def full_partly(kind: str) -> bool:
+    """What comes from the penalty reaches the parameter after its unit's reduction has been delivered."""
+
+    def loss(model: nn.Module, x: Tensor, rank: int) -> Tensor:
+        return with_full(model, "head.other").square().sum() + model(x, rank == 0).square().mean()
+
+    example = Example(Partly, lambda model: [model.body, model.head], kind="vectors")
+    model, whole = make(example, kind), example.make(torch.float64)
+    for number in range(2):
+        loss(model, batch(dist.get_rank(), number), dist.get_rank()).backward()
+        for other in range(2):
+            (loss(whole, batch(other, number), other) / 2).backward()
+        assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, f"gradients {number}")
     return True
 
 

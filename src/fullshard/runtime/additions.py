@@ -54,22 +54,28 @@ class Additions:
         self._modules = [weakref.ref(module) for module in modules]
         self._ignored, self._rank = ignored, rank
         self._seen = -1
+        self._frozen: list[weakref.ref[nn.Parameter]] = []  # that no unit has: refused once they train
 
     def check(self) -> None:
-        """Refuse trainable parameters that were added since the last check. Costs nothing if nothing was registered.
+        """Refuse trainable parameters that were added since the last check, or frozen ones that train since.
+
+        Costs nothing if nothing was registered and nothing that no unit has is frozen.
 
         Raises:
             PhaseError: names them.
         """
-        if self._seen == _Registrations.count:
+        if self._seen == _Registrations.count and not self._trains_now():
             return
-        ignored, found = self._ignored(), []
+        ignored, found, frozen = self._ignored(), [], []
         for ref in self._modules:
             module = ref()
             for name, parameter in module.named_parameters() if module is not None else ():
-                if parameter.requires_grad and id(parameter) not in ignored:
-                    if owner_of(successor_of(parameter)) is None and not torch.nn.parameter.is_lazy(parameter):
-                        found.append(clean_name(name))
+                if id(parameter) in ignored or owner_of(successor_of(parameter)) is not None:
+                    continue
+                if not parameter.requires_grad:
+                    frozen.append(weakref.ref(parameter))
+                elif not torch.nn.parameter.is_lazy(parameter):
+                    found.append(clean_name(name))
         if found:
             raise PhaseError(
                 "Parameters were added to a sharded model, and no unit has them: ranks would train them apart.",
@@ -79,3 +85,8 @@ class Additions:
                 "freeze them, or name them in ignored_params, to leave them alone",
             )
         self._seen = _Registrations.count
+        self._frozen = frozen
+
+    def _trains_now(self) -> bool:
+        """Whether a parameter that was frozen at the last check, and that no unit has, is not any more."""
+        return any([p is not None and p.requires_grad for ref in self._frozen for p in [ref()]])

@@ -67,17 +67,19 @@ def _members_shown_as(unit: Unit, tensor: torch.Tensor) -> list[Member]:
     return [m for b in unit.buckets for m in b.members if m.sharded is tensor or b.flat_parameter is tensor]
 
 
-def freed_in_graph(error: RuntimeError) -> PhaseError | None:
+def freed_in_graph(error: RuntimeError, roots: Any) -> PhaseError | None:
     """What to say of autograd's error that a saved tensor was changed, which parameters count as while they are freed.
 
-    None if it is another error, or no freed parameter has the shape that it tells.
+    None if it is another error, or no freed parameter of the graph above `roots` has the shape that it tells.
     """
     told = _CHANGED.search(str(error))
     if told is None:
         return None
     shape = tuple(int(size) for size in told[1].split(",") if size.strip())
     freed = [one.unit for root in list(ROOTS) for one in root.units if one.unit.state is State.SHARDED]
-    names = [m.name for unit in freed for m in unit.members if m.shape in (shape, shape[::-1])]
+    members = [m for unit in freed for m in unit.members if m.shape in (shape, shape[::-1])]
+    reached = _leaves_above(roots) if members else set()
+    names = [m.name for m in members if id(m.unsharded) in reached]
     if not names:
         return None
     return PhaseError(
@@ -89,6 +91,21 @@ def freed_in_graph(error: RuntimeError) -> PhaseError | None:
         remedy="return from the forward what you differentiate, or make it an attribute of the module; "
         "set_reshard_after_forward(False) keeps the unit gathered",
     )
+
+
+def _leaves_above(roots: Any) -> set[int]:
+    """Ids of the tensors that a backward from `roots` gives gradients to."""
+    given = (roots,) if isinstance(roots, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(roots)
+    ahead: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in given]
+    seen: set[Any] = set()  # of nodes, which live as long as it does: Python makes new objects for them else
+    leaves: set[int] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves.add(id(getattr(node, "variable", None)))
+            ahead += [following for following, _ in node.next_functions]
+    return leaves
 
 
 _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")
@@ -119,7 +136,7 @@ def install() -> None:
         try:
             original_backward(*args, **kwargs)
         except RuntimeError as error:
-            if (named := freed_in_graph(error)) is not None:
+            if (named := freed_in_graph(error, args[0] if args else kwargs["tensors"])) is not None:
                 raise named from error
             raise
 

@@ -1,9 +1,9 @@
 """That users changed sharded parameters, so that a backward whose forward saw other values can be refused.
 
 A shard's version counter does not move when an operation on it is dispatched by a tensor subclass, nor when a fused
-optimizer steps (torch 2.13). What is noted here: optimizers' steps, changes in place of sharded parameters and
-assignments to their `.data`. Values of units that stay gathered are compared with their shards besides, exactly, at the
-beginning of every forward (`Unit.stale`).
+optimizer steps (torch 2.13); it does when `to_local()`'s result is written to. What is noted here: optimizers' steps,
+changes in place of sharded parameters and assignments to their `.data`. Values of units that stay gathered are compared
+with their shards besides, exactly, at the beginning of every forward (`Unit.stale`).
 """
 
 from __future__ import annotations

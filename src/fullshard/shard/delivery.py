@@ -53,12 +53,11 @@ class Delivery:
 
     # Deliver.
 
-    def deliver(self, reduced: torch.Tensor, fresh: bool, fill_unused: bool) -> list[torch.Tensor]:
+    def deliver(self, reduced: torch.Tensor, fill_unused: bool) -> list[torch.Tensor]:
         """Show `reduced` [shard_numel] as gradients, or add it to those that are there.
 
         Args:
             reduced: of this reduction; may be the memory of `writable()` itself.
-            fresh: whether no `.grad` was there when the reduction was issued.
             fill_unused: see `Gradients.deliver`.
 
         Returns:
@@ -66,7 +65,7 @@ class Delivery:
             optimizer views over them.
         """
         self._run_hooks(reduced)
-        if fresh or self.all_none():
+        if self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
@@ -150,6 +149,10 @@ class Delivery:
         """A set that shows the sum of `reduced` and what is there; and what is there, by member."""
         members, current = self.bucket.members, self.set
         old = [read_grad(m.sharded) for m in members]
+        if current is not None and current.flat is reduced:  # none was there when the reduction was issued
+            current.shown = [False] * len(members)
+            current.add(old)
+            return current, old
         if current is not None and all(
             grad is part or (grad is None and not (shown and part.numel()))
             for grad, part, shown in zip(old, current.parts, current.shown, strict=True)
@@ -158,9 +161,7 @@ class Delivery:
             return current, old
         fresh = self.set = self._make_set(self._at_home(reduced, self.grad_dtype))
         fresh.settle()
-        for part, grad in zip(fresh.parts, old, strict=True):
-            if grad is not None:
-                part.add_(grad)
+        fresh.add(old)
         return fresh, old
 
     def _at_home(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -199,12 +200,14 @@ class Delivery:
         for index in undecided:
             member = self.bucket.members[index]
             grad, part = read_grad(member.sharded), target.parts[index]
-            if (local := aside.get(index)) is not None:
-                hooked_member(self.bucket, member, local, self.grad_dtype)
-                with torch.no_grad():
-                    to = self.bucket.local(part if grad is None else grad, member)
+            with torch.no_grad():
+                if (local := aside.get(index)) is not None:
+                    hooked_member(self.bucket, member, local, self.grad_dtype)
+                    to = self.bucket.local(part, member)
                     to.copy_(local) if grad is None else to.add_(local.to(to.device))
-            if grad is None:
+                if grad is not None and grad is not part:  # autograd's own, which came since the delivery
+                    part.add_(grad)
+            if grad is not part:
                 self._give(index, target)
         if undecided or aside:
             self._show_views(target)
@@ -220,13 +223,13 @@ class Delivery:
         if not self.bucket.form.shows_kept:
             return
         flat = self.bucket.flat_parameter
-        if flat is not None and flat.grad is None:
-            flat.grad = torch.zeros_like(flat)
         for index, member in enumerate(self.bucket.members):
             if member.got_grad:
                 self.kept.add(index)
                 if flat is None and read_grad(member.sharded) is None:
                     write_grad(member.sharded, torch.zeros_like(member.sharded))
+                elif flat is not None and flat.grad is None:
+                    flat.grad = torch.zeros_like(flat)
 
     def given_up(self) -> list[Member]:
         """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
@@ -251,7 +254,7 @@ class Delivery:
     def all_none(self) -> bool:
         """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
         for view in self.views:
-            self._agree(view)
+            self._agree(view, everything=view.alone)
             if view.alone and view.has_gradient:
                 return False
         for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
@@ -259,15 +262,20 @@ class Delivery:
                 return False
         return True
 
-    def _agree(self, view: OptimizerView) -> None:
-        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
+    def _agree(self, view: OptimizerView, everything: bool) -> None:
+        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both.
+
+        Args:
+            everything: also what is not of a delivery; within a step that is autograd's, and stays.
+        """
         tensor = view.tensor
         if tensor is None:
             return
         members = [self.bucket.members[i] for i in view.members]
         if tensor.grad is None:
-            for member in members:
-                write_grad(member.sharded, None)
+            for index, member in zip(view.members, members, strict=True):
+                if everything or (self.set is not None and read_grad(member.sharded) is self.set.parts[index]):
+                    write_grad(member.sharded, None)
         elif not view.alone and all(read_grad(member.sharded) is None for member in members):
             tensor.grad = None
         elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
@@ -309,6 +317,9 @@ class Delivery:
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
+        for view in self.views:
+            if not view.alone:
+                self._agree(view, everything=True)
         current = self.set
         if current is None or not current.storage.nbytes() or not self.all_none():
             return

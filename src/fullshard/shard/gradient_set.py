@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,3 +52,9 @@ class GradientSet:
     def reusable(self) -> bool:
         """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
         return self.held[0] > 0 and self.holders() == self.held
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add to each member's part, where there is something."""
+        for part, grad in zip(self.parts, grads, strict=True):
+            if grad is not None:
+                part.add_(grad)

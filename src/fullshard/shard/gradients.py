@@ -60,7 +60,6 @@ class Gradients:
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.scaling = Scaling(True)
         self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
-        self._fresh = False  # whether no `.grad` was there when the reduction was issued
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
 
@@ -211,7 +210,7 @@ class Gradients:
         except BaseException:
             wait_all(self._pending)
             raise
-        self.state, self.scaling, self._fresh, self._slice = GradState.REDUCING, scaling, fresh, out
+        self.state, self.scaling, self._slice = GradState.REDUCING, scaling, out
         return scratch
 
     def is_completed(self) -> bool:
@@ -267,7 +266,7 @@ class Gradients:
         assert self._slice is not None
         if self.scaling.after != 1.0:
             self._slice.mul_(self.scaling.after)
-        given = self.delivery.deliver(self._slice, self._fresh, fill_unused)
+        given = self.delivery.deliver(self._slice, fill_unused)
         self._slice, self.state = None, GradState.NONE
         return given
 

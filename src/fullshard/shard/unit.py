@@ -253,7 +253,7 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        return self.changes + sum([bucket.form.version(bucket.members) for bucket in self.buckets])
+        return self.changes + sum([b.form.version(b.members) + b.shard._version for b in self.buckets])
 
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
@@ -269,9 +269,7 @@ class Unit:
 
     def full_addresses(self) -> set[int]:
         """Addresses of the gathered memory, which `free` gives back."""
-        found = {address for bucket in self.buckets if bucket.full is not None for address in bucket.full.addresses()}
-        found.discard(0)
-        return found
+        return {at for bucket in self.buckets if bucket.full is not None for at in bucket.full.addresses()} - {0}
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
@@ -285,12 +283,13 @@ class Unit:
             if not self._shown and bucket.replaced():
                 if self.state is not State.SHARDED:
                     self.free()
+                before = self.version()
                 bucket.take_over()
                 for member in bucket.members:  # `_apply` swaps attributes too
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 gradients.forget()
                 self.showing.forget()
-                self.changes += 1
+                self.changes += 1 + before - self.version()  # the new shard counts from zero
             if self._shown:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
@@ -329,6 +328,7 @@ class Unit:
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
 
         def finish() -> None:
+            before = self.version()
             for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
                 if id(bucket) in moved:
                     for member in bucket.members:
@@ -336,7 +336,7 @@ class Unit:
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
             self.showing.forget()
-            self.changes += 1
+            self.changes += 1 + before - self.version()
 
         return applied, finish
 

@@ -43,7 +43,8 @@ class RowsForm:
         parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
-        member.local = local_of(parameter)
+        # The very view: it has the shard's version counter, which tells of writes through `to_local()`.
+        set_local(parameter, member.local)
         return parameter
 
     def _dress(self, member: Member, parameter: nn.Parameter) -> None:

@@ -65,13 +65,6 @@ class SubclassForm(RowsForm):
         self.policy = policy
         self.module: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else lambda: None
 
-    def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        chunk: torch.Tensor = member.local
-        parameter = super().make(member, original)
-        set_local(parameter, chunk)
-        member.local = chunk
-        return parameter
-
     def _plain_view(self, member: Member, local: torch.Tensor) -> torch.Tensor:
         if type(local) is torch.Tensor:  # a gradient
             return self._rows(member, local)
