@@ -18,13 +18,14 @@ FLOORS = {
     "torch_private": 3, "layout": 3,
     "mesh": 4,
     "comm": 5,
-    "shard": 6,
-    "runtime": 7,
-    "checkpoint": 8, "optim": 8, "insight": 8,
-    "api": 9,
-    "cli": 10, "integrations": 10,
-    "wrap": 11, "comm_hooks": 11, "state_dict": 11,
-    "__init__": 12,
+    "forms": 6,
+    "shard": 7,
+    "runtime": 8,
+    "checkpoint": 9, "optim": 9, "insight": 9,
+    "api": 10,
+    "cli": 11, "integrations": 11,
+    "wrap": 12, "comm_hooks": 12, "state_dict": 12,
+    "__init__": 13,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")

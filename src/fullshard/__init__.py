@@ -34,6 +34,7 @@ from .comm.protocol import Comm, NullComm, RecordingComm
 from .comm.torch_comm import TorchComm
 from .errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
 from .events import Event, record_events
+from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
 from .layout import Blocks
@@ -41,7 +42,6 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .shard import FlatParameter, FlatShard, RowShard
 
 __version__ = "0.1.0"
 

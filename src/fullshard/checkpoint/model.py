@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..forms import ATTRIBUTE, Member
 from ..names import WRAPPED, clean_name
 from ..runtime import Phase, Runner, runner_of
-from ..shard import ATTRIBUTE, Bucket, Member
+from ..shard import Bucket
 from . import values
 from .names import Named, Table
 from .values import Form

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ..comm import Comm, TorchComm
+from ..forms import Member, owner_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
 from ..runtime import Runner, runner_of
-from ..shard import Bucket, Member, Unit, owner_of
+from ..shard import Bucket, Unit
 from . import values
 
 

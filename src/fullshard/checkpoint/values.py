@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ..comm import Comm
 from ..dtypes import as_moved
 from ..errors import CheckpointError
+from ..forms import FlatShard, Member, full_of
 from ..mesh import MeshAxes
-from ..shard import Bucket, FlatShard, Member, Unit, full_of
+from ..shard import Bucket, Unit
 from ..torch_private.sharded_tensor import (
     chunk_sharded_tensor,
     gather_sharded_tensor,

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..shard import FlatShard, Unit, members_of, owner_of, units_of
+from ..forms import FlatShard, owner_of
+from ..shard import Unit, members_of, units_of
 
 
 @dataclass(frozen=True)

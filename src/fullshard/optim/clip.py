@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ..dtypes import as_real
 from ..errors import ConfigError
+from ..forms import FlatShard, LocalForm, owner_of
 from ..mesh import reduce_value
-from ..shard import FlatShard, LocalForm, owner_of
 
 
 def clip_grad_norm_(

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..shard import NAME_KEY, PART_KEY, SUCCESSOR_KEY, note_change
+from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, note_change
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}

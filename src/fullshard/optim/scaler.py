@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..shard import FlatShard
+from ..forms import FlatShard
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

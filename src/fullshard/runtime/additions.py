@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import PhaseError
+from ..forms import owner_of, successor_of
 from ..names import clean_name
-from ..shard import owner_of, successor_of
 
 
 class _Registrations:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import PhaseError
-from ..shard import NAME_KEY, PART_KEY, Unit, owner_of
+from ..forms import NAME_KEY, PART_KEY, owner_of
+from ..shard import Unit
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import write_grad
 

@@ -14,8 +14,9 @@ import torch
 
 from ..comm import Comm
 from ..errors import DivergenceError
+from ..forms import Member
 from ..mesh import Axis, MeshAxes
-from ..shard import Member, Unit
+from ..shard import Unit
 
 END = -1  # in place of a unit's index: the pass is over
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..errors import PhaseError
-from ..shard import Member, State, Unit, owner_of
+from ..forms import Member, owner_of
+from ..shard import State, Unit
 from .root import ROOTS
 
 _installed: list[Any] = []

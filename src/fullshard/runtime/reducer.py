@@ -128,7 +128,8 @@ class Reducer:
                 given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
         finally:
             reduction.drop()
-        self._run_hooks(given)
+        if given:
+            self._run_hooks(given)
 
     def _run_hooks(self, given: Iterable[torch.Tensor]) -> None:
         """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached.
@@ -208,7 +209,4 @@ def _trains(unit: Unit) -> bool:
 
 
 def _has_hooks(unit: Unit) -> bool:
-    views = [view.tensor for gradients in unit.gradients for view in gradients.delivery.views]
-    tensors = [member.sharded for bucket in unit.buckets for member in bucket.members]
-    with plain_access():
-        return any([sees_gradients(tensor) for tensor in [*tensors, *views] if tensor is not None])
+    return any([gradients.delivery.hooked for gradients in unit.gradients])

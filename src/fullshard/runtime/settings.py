@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..comm import Comm
+from ..forms import Ignored
 from ..policies import MixedPrecisionPolicy
-from ..shard import Ignored
 
 
 @dataclass(frozen=True)

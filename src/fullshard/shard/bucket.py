@@ -20,13 +20,10 @@ from torch import nn
 
 from ..comm import Comm
 from ..errors import ConfigError
+from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access
-from .changes import OWNER_KEY
-from .forms.protocol import Form
-from .full import Full
-from .member import Draft, Member, attributes_of, hooks_onto
 from .offload import Home
 
 

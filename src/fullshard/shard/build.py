@@ -16,18 +16,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
 from ..errors import AssertedError, ConfigError
+from ..forms import (
+    OWNER_KEY,
+    SUCCESSOR_KEY,
+    Draft,
+    Form,
+    Owner,
+    RowsForm,
+    RunsForm,
+    SpmdMesh,
+    SubclassForm,
+    TensorParallel,
+    attributes_of,
+    chunk_of,
+    hooks_onto,
+    is_extension,
+    retire,
+    successor_of,
+)
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, resolve_mesh
 from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
-from .changes import OWNER_KEY, Owner
 from .find import Found
-from .forms import Form, RowsForm, RunsForm, SubclassForm, chunk_of, is_extension
-from .member import SUCCESSOR_KEY, Draft, attributes_of, hooks_onto, successor_of
 from .offload import Home
-from .retired import retire
-from .split import SpmdMesh, TensorParallel
 from .unit import Unit
 
 logger = logging.getLogger("fullshard")

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, LayoutError
+from ..forms import is_extension
 from ..layout import Blocks
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_part
 from .find import Found
-from .forms import is_extension
 
 
 def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> None:

@@ -13,15 +13,11 @@ import torch
 from torch import nn
 
 from ..errors import PhaseError
+from ..forms import OWNER_KEY, FlatParameter, FlatParameterForm, Member, Owner, Place, identity_of, stand_in_for
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
-from .changes import OWNER_KEY, Owner
-from .forms import FlatParameter, FlatParameterForm
-from .forms.stand_in import stand_in_for
 from .gradients import GradState
-from .member import Member, identity_of
 from .optimizer_view import FlatView
-from .place import Place
 from .unit import Unit
 
 
@@ -50,9 +46,10 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         )
     new.name, new.rank, new.kept_axis = unit.name, unit.rank, unit.kept_axis
     for gradients in new.gradients:
-        if (flat := gradients.bucket.flat_parameter) is not None:
-            gradients.delivery.views = [FlatView(gradients.bucket)]
-            flat.__dict__[OWNER_KEY] = Owner(new)
+        form = gradients.bucket.form
+        if isinstance(form, FlatParameterForm) and form.flat is not None:
+            gradients.delivery.views = [FlatView(form, len(gradients.bucket.members))]
+            form.flat.__dict__[OWNER_KEY] = Owner(new)
     for member in new.members:
         member.sharded.__dict__[OWNER_KEY] = Owner(new)
     return new

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import message
+from ..forms import Member
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .hooks import hooked_flat, hooked_member, sees_gradients
-from .member import Member
 from .optimizer_view import OptimizerView
 
 _ALL = -1
@@ -34,6 +34,7 @@ class Delivery:
         undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
             get what was reduced, and hooks run, is for all ranks to say.
         aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
+        hooked: whether users' code runs when any of the parameters or views gets a gradient, by the last `look`.
     """
 
     def __init__(self, bucket: Bucket, keeps_compute_dtype: bool = False) -> None:
@@ -44,6 +45,7 @@ class Delivery:
         self.undecided: list[int] = []
         self.aside: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
+        self.hooked = False
         self._told_of_zeros = False
 
     @property
@@ -61,34 +63,40 @@ class Delivery:
             fill_unused: see `Gradients.deliver`.
 
         Returns:
-            What is known to have got a gradient: sharded parameters, also those of which this rank holds nothing, and
-            optimizer views over them.
+            What is known to have got a gradient and is hooked: sharded parameters, also those of which this rank holds
+            nothing, and optimizer views over them.
         """
-        self._run_hooks(reduced)
+        if self.hooked:
+            self._run_hooks(reduced)
         if self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
         given = []
         for index, member in enumerate(self.bucket.members):
-            fills = False
-            if member.got_grad:
+            got, fills, member.got_grad = member.got_grad, False, False
+            if got:
                 self.used[index] = True
             else:
                 trains = member.sharded.requires_grad
                 fills = fill_unused and trains and index not in self.aside
                 shows = (fill_unused and trains) or (old is not None and old[index] is not None)
-                if trains and not fills and (not shows or self._is_hooked(index)):
+                if trains and not fills and (not shows or (self.hooked and self._is_hooked(index))):
                     self.undecided.append(index)
                 if not shows:
                     continue
             self._give(index, target)
-            if member.got_grad or fills:
+            if got or fills:
                 given.append(index)
         self._show_views(target)
-        for member in self.bucket.members:
-            member.got_grad = False
-        return self._tensors(given)
+        return self._tensors(given) if self.hooked else []
+
+    def look(self) -> None:
+        """Note whether users' code runs when any of the parameters, or of the views over them, gets a gradient."""
+        tensors = [member.sharded for member in self.bucket.members]
+        if self.views:
+            tensors += [tensor for view in self.views if (tensor := view.tensor) is not None]
+        self.hooked = any([sees_gradients(tensor) for tensor in tensors])
 
     def _is_hooked(self, index: int) -> bool:
         """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
@@ -118,15 +126,22 @@ class Delivery:
         flat = bucket.flat_parameter
         if flat is not None and flat._backward_hooks:
             if any([member.got_grad for member in bucket.members]):
-                hooked_flat(bucket, reduced, self.grad_dtype)
+                self._run_flat(reduced)
             else:
                 self._set_aside(_ALL, reduced)
         for index, member in enumerate(bucket.members):
             if member.sharded._backward_hooks:
                 if member.got_grad:
-                    hooked_member(bucket, member, bucket.part(reduced, member), self.grad_dtype)
+                    self._run_member(member, bucket.part(reduced, member))
                 elif member.sharded.requires_grad:
                     self._set_aside(index, bucket.part(reduced, member))
+
+    def _run_flat(self, reduced: torch.Tensor) -> None:
+        names = ", ".join(member.name for member in self.bucket.members)
+        hooked_flat(self.bucket.flat_parameter, names, reduced, self.grad_dtype, self.bucket.axes.global_rank)
+
+    def _run_member(self, member: Member, local: torch.Tensor) -> None:
+        hooked_member(self.bucket.form, member, local, self.grad_dtype, self.bucket.axes.global_rank)
 
     def _set_aside(self, index: int, local: torch.Tensor) -> None:
         before = self.aside.get(index)
@@ -195,14 +210,14 @@ class Delivery:
         if target is None:
             return []
         if _ALL in aside and any(present):
-            hooked_flat(self.bucket, aside[_ALL], self.grad_dtype)
+            self._run_flat(aside[_ALL])
             target.flat.add_(aside[_ALL].to(target.flat.device))
         for index in undecided:
             member = self.bucket.members[index]
             grad, part = read_grad(member.sharded), target.parts[index]
             with torch.no_grad():
                 if (local := aside.get(index)) is not None:
-                    hooked_member(self.bucket, member, local, self.grad_dtype)
+                    self._run_member(member, local)
                     to = self.bucket.local(part, member)
                     to.copy_(local) if grad is None else to.add_(local.to(to.device))
                 if grad is not None and grad is not part:  # autograd's own, which came since the delivery
@@ -213,6 +228,8 @@ class Delivery:
             self._show_views(target)
         if self.views and asked and not all(target.shown) and not self._told_of_zeros:
             self._told_of_zeros = self._warn_of_zeros(target)
+        if not self.hooked:
+            return []
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
         return [t for t in self._tensors(undecided) if all(t is not tensor for tensor in before)]
 

@@ -10,12 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from ..errors import LayoutError
+from ..forms import HiddenParameter, Place, TensorParallel, owner_of, successor_of
 from ..mesh import MeshAxes
-from .forms.stand_in import HiddenParameter
-from .member import successor_of
-from .place import Place
-from .split import TensorParallel
-from .unit import Unit, owner_of
 
 
 @dataclass
@@ -34,7 +30,7 @@ class Found:
     name: str
     parameter: Any
     places: list[Place] = field(default_factory=list)
-    owner: Unit | None = None
+    owner: Any = None  # a `Unit`
     placement: Shard | None = None  # what `shard_placement_fn` chose
     axes: MeshAxes | None = None
     module: nn.Module | None = None  # the first that has it
@@ -152,7 +148,7 @@ class Rehearsal:
 def check_ties(
     module: nn.Module,
     unit_of: UnitOf,
-    within: Callable[[Unit, nn.Module], bool],
+    within: Callable[[Any, nn.Module], bool],
     ignored: frozenset[int] = frozenset(),
 ) -> None:
     """Refuse a parameter that is used outside the unit that gathers it.

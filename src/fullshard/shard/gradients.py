@@ -20,14 +20,13 @@ import torch
 
 from ..comm import Comm, Pending, wait_all
 from ..errors import PhaseError
+from ..forms import Member, Scratch
 from ..layout import Piece
 from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
 from ..torch_private.local_tensor import read_grad
 from .bucket import Bucket
 from .delivery import Delivery
-from .member import Member
 from .scaling import Scaling
-from .scratch import Scratch
 
 
 class GradState(Enum):
@@ -190,6 +189,7 @@ class Gradients:
         assert self.buffer is not None and self.state is GradState.PENDING
         if given_up := self.delivery.given_up():
             self.give_up(given_up)
+        self.delivery.look()
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         fresh = self.delivery.all_none() and self.partial is None
         scratch = 0

@@ -10,9 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..forms import Form, Member
 from ..torch_private.attached_optimizers import attached_to
-from .bucket import Bucket
-from .member import Member
 
 
 def sees_gradients(parameter: torch.Tensor) -> bool:
@@ -34,25 +33,25 @@ def shown_empty(parameter: torch.Tensor) -> Iterator[None]:
             parameter.grad = None
 
 
-def hooked_member(bucket: Bucket, member: Member, local: torch.Tensor, dtype: torch.dtype) -> None:
+def hooked_member(form: Form, member: Member, local: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
     """Run a member's hooks on this rank's part of a reduced gradient, and write what they give into it.
 
     Args:
+        form: of the member's bucket.
         local: the part; may be empty.
         dtype: of `.grad`.
+        rank: for errors.
 
     Raises:
         ConfigError: see `_checked`.
     """
-    shown = bucket.shown(local.to(dtype), member)
-    found = _given(member.sharded, shown, member.name, bucket.axes.global_rank)
-    local.copy_(bucket.local(found, member))
+    found = _given(member.sharded, form.view(member, local.to(dtype)), member.name, rank)
+    local.copy_(form.local(member, found))
 
 
-def hooked_flat(bucket: Bucket, reduced: torch.Tensor, dtype: torch.dtype) -> None:
-    """Run the hooks of a bucket's `FlatParameter` on the reduced slice [shard_numel]; see `hooked_member`."""
-    names = ", ".join(member.name for member in bucket.members)
-    reduced.copy_(_given(bucket.flat_parameter, reduced.to(dtype), names, bucket.axes.global_rank))
+def hooked_flat(flat: torch.Tensor, names: str, reduced: torch.Tensor, dtype: torch.dtype, rank: int) -> None:
+    """Run the hooks of a `FlatParameter` on the reduced slice [shard_numel]; see `hooked_member`."""
+    reduced.copy_(_given(flat, reduced.to(dtype), names, rank))
 
 
 def _given(parameter: torch.Tensor, grad: torch.Tensor, name: str, rank: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..errors import PhaseError
+from ..forms import Member, owner_of
 from .bucket import Bucket
 from .gradients import Gradients
-from .member import Member
-from .unit import Unit, owner_of
+from .unit import Unit
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .bucket import Bucket
+from ..forms import FlatParameterForm
 
 
 class OptimizerView:
@@ -42,15 +42,19 @@ class OptimizerView:
 
 
 class FlatView(OptimizerView):
-    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place."""
+    """The `FlatParameter` of a bucket, whichever object that is now: a user may have put another in its place.
+
+    Args:
+        form: of the bucket.
+        count: of its parameters.
+    """
 
     alone = True
 
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket.flat_parameter, 0, bucket.layout.shard_numel, range(len(bucket.members)))
-        self._bucket = bucket
+    def __init__(self, form: FlatParameterForm, count: int) -> None:
+        super().__init__(form.flat, 0, form.layout.shard_numel, range(count))
+        self._form = form
 
     @property
     def tensor(self) -> nn.Parameter | None:
-        found: nn.Parameter = self._bucket.flat_parameter
-        return found
+        return self._form.flat

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .member import Member
-from .place import Place
+from ..forms import Member, Place
 
 
 class Showing:

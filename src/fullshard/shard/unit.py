@@ -17,13 +17,11 @@ import torch
 from ..comm import Comm
 from ..errors import PhaseError
 from ..events import Ledger, stream
+from ..forms import OWNER_KEY, Member, Owner, Place, identity_of
 from ..mesh import Axis
 from ..torch_private.profiler import named_range
 from .bucket import Bucket
-from .changes import OWNER_KEY, Owner
 from .gradients import Gradients
-from .member import Member, identity_of
-from .place import Place
 from .showing import Showing
 
 
@@ -33,12 +31,6 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-def owner_of(parameter: torch.Tensor) -> Unit | None:
-    """The unit that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
-    reference = parameter.__dict__.get(OWNER_KEY)
-    return reference() if reference else None
 
 
 class Unit:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..forms import NAME_KEY, PART_KEY
 from ..torch_private.local_tensor import read_grad
 from .delivery import Delivery
-from .member import NAME_KEY, PART_KEY
 from .optimizer_view import OptimizerView
 
 

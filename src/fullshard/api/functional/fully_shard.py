@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, AssertedError, ConfigError
+from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
@@ -33,9 +34,7 @@ from ...runtime import (
 )
 from ...shard import (
     BuildSettings,
-    Ignored,
     Rehearsal,
-    SpmdMesh,
     build_unit,
     check_parameters,
     find_parameters,

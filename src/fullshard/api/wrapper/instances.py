@@ -13,19 +13,15 @@ from torch import nn
 
 from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError
+from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
 from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
-    ATTRIBUTE,
     Bucket,
     BuildSettings,
-    FlatParameter,
-    FlatParameterForm,
     FlatView,
     Found,
-    Ignored,
-    LocalForm,
     Rehearsal,
     Unit,
     build_unit,
@@ -35,7 +31,6 @@ from ...shard import (
     home_of,
     plan_unit,
     show_shared,
-    successor_of,
 )
 from ..wrapping import plan_wrapping, post_order
 from .settings import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -266,7 +261,7 @@ def show_flat(unit: Unit, holder: nn.Module | None) -> None:
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         if isinstance(bucket.form, FlatParameterForm) and holder is not None:
             bucket.form.register(bucket.members, bucket.shard, holder)
-            gradients.delivery.views = [FlatView(bucket)]
+            gradients.delivery.views = [FlatView(bucket.form, len(bucket.members))]
     unit.places_changed()
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from ...checkpoint import model as core
 from ...checkpoint.values import Form
 from ...errors import CheckpointError, PhaseError
+from ...forms import ATTRIBUTE
 from ...names import clean_name
-from ...shard import ATTRIBUTE
 from .settings import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ...comm import Comm
 from ...errors import ArgumentTypeError, ConfigError
+from ...forms import owner_of, successor_of
 from ...mesh import Axis, MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
 from ...runtime import is_unit
-from ...shard import owner_of, successor_of
 from ...torch_private.local_tensor import local_part
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, NotSupportedError, UsageError
+from ...forms import FlatParameterForm, Member
 from ...runtime import Runner, runner_of
-from ...shard import Bucket, FlatParameterForm, Gradients, Member
+from ...shard import Bucket, Gradients
 from ...torch_private.local_tensor import local_part, read_grad
 
 _SUMMONED = "_fullshard_summoned"

@@ -9,8 +9,8 @@ import torch
 
 from ...comm import HookComm
 from ...errors import ConfigError, UsageError
+from ...forms import owner_of
 from ...optim.clip import clip_local_gradients, shard_groups
-from ...shard import owner_of
 from ...torch_private.local_tensor import local_part
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigError
-from ..changes import OWNER_KEY
-from ..member import Member
+from ..errors import ConfigError
+from .changes import OWNER_KEY
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .local import LocalForm
+from .member import Member
 from .stand_in import stand_in_for
 
 

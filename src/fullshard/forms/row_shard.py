@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from ...dtypes import KNOWN
-from ...errors import ConfigError, PhaseError
-from ...torch_private.local_tensor import (
+from ..dtypes import KNOWN
+from ..errors import ConfigError, PhaseError
+from ..torch_private.local_tensor import (
     become,
     delete_grad,
     local_of,
@@ -22,8 +22,8 @@ from ...torch_private.local_tensor import (
     read_grad,
     write_grad,
 )
-from ..changes import changes_in_place, give_up_gradient, note_change
-from ..member import NAME_KEY, attributes_of
+from .changes import changes_in_place, give_up_gradient, note_change
+from .member import NAME_KEY, attributes_of
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
 """Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""

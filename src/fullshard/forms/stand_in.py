@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import PhaseError
-from ...torch_private.local_tensor import plain_access
-from ..member import NAME_KEY, SUCCESSOR_KEY, Member
+from ..errors import PhaseError
+from ..torch_private.local_tensor import plain_access
+from .member import NAME_KEY, SUCCESSOR_KEY, Member
 
 
 class HiddenParameter(nn.Parameter):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ...errors import ConfigError
-from ...layout import Layout, Part, Slot
-from ...mesh import MeshAxes
-from ...torch_private.local_tensor import local_of, local_part, set_local
-from ..full import Full, PlainFull
-from ..member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from ..errors import ConfigError
+from ..layout import Layout, Part, Slot
+from ..mesh import MeshAxes
+from ..torch_private.local_tensor import local_of, local_part, set_local
+from .full import Full, PlainFull
+from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 

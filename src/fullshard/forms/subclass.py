@@ -22,17 +22,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...comm import Comm, Pending, wait_all
-from ...errors import ConfigError, DivergenceError
-from ...layout import Layout, Part, Slot
-from ...mesh import Axis, MeshAxes
-from ...torch_private.local_tensor import local_of, set_local
-from ...torch_private.versions import Versions
-from ..full import Full, show_as_parameter
-from ..member import Member, identity_of
-from ..scratch import Scratch
+from ..comm import Comm, Pending, wait_all
+from ..errors import ConfigError, DivergenceError
+from ..layout import Layout, Part, Slot
+from ..mesh import Axis, MeshAxes
+from ..torch_private.local_tensor import local_of, set_local
+from ..torch_private.versions import Versions
 from .flat_shard import FlatShard
+from .full import Full, show_as_parameter
+from .member import Member, identity_of
 from .rows import RowsForm, not_its_shard
+from .scratch import Scratch
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _MOST = 15

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...layout import Slot
-from ...mesh import Axis
+from ..layout import Slot
+from ..mesh import Axis
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,12 @@ class Owner(weakref.ref):  # type: ignore[type-arg]
         return OrderedDict, ()
 
 
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The `Unit` that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
+    reference = parameter.__dict__.get(OWNER_KEY)
+    return reference() if reference else None
+
+
 def give_up_gradient(parameter: Any) -> None:
     """A user set the `.grad` of a sharded parameter to None: what waits for its next reduction goes as well."""
     reference = parameter.__dict__.get(OWNER_KEY)

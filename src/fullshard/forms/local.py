@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigError
-from ...layout import Layout, Part, Slot
-from ...mesh import MeshAxes
-from ...torch_private.local_tensor import local_part
-from ..full import Full, PlainFull
-from ..member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from ..errors import ConfigError
+from ..layout import Layout, Part, Slot
+from ..mesh import MeshAxes
+from ..torch_private.local_tensor import local_part
 from .flat_shard import FlatShard
+from .full import Full, PlainFull
+from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import full_of
 from .rows import remedy_for
 from .run import Run

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...layout import Layout, Slot
-from ..member import PART_KEY
+from ..layout import Layout, Slot
+from .member import PART_KEY
 
 ATTRIBUTE = "_flat_param"
 """The name under which an instance's wrapped module registers it; users' programs and checkpoints know it."""

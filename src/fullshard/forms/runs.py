@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...layout import Part, Slot
-from ...torch_private.local_tensor import local_part
-from ..member import NAME_KEY, Member
+from ..layout import Part, Slot
+from ..torch_private.local_tensor import local_part
 from .flat_shard import FlatShard
+from .member import NAME_KEY, Member
 from .rows import RowsForm, not_its_shard
 from .run import Run
 

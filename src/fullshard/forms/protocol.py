@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ...layout import Part, Slot
-from ..full import Full
-from ..member import Member
+from ..layout import Part, Slot
+from .full import Full
+from .member import Member
 
 
 class Form(Protocol):

@@ -1,0 +1,68 @@
+"""One parameter of a sharded model: where it is registered, what is held of it, how it shows while that is sharded."""
+
+from .changes import OWNER_KEY, Owner, note_change, owner_of
+from .flat import FlatParameterForm
+from .flat_parameter import ATTRIBUTE, FlatParameter
+from .flat_shard import FlatShard
+from .full import Full
+from .ignored import Ignored
+from .local import LocalForm
+from .member import (
+    NAME_KEY,
+    PART_KEY,
+    SUCCESSOR_KEY,
+    Draft,
+    Member,
+    attributes_of,
+    hooks_onto,
+    identity_of,
+    successor_of,
+)
+from .place import Place
+from .protocol import Form
+from .retired import retire
+from .row_shard import RowShard, full_of
+from .rows import RowsForm
+from .runs import RunsForm
+from .scratch import Scratch
+from .split import SpmdMesh, TensorParallel
+from .stand_in import HiddenParameter, stand_in_for
+from .subclass import SubclassForm, chunk_of, is_extension
+
+__all__ = [
+    "ATTRIBUTE",
+    "NAME_KEY",
+    "OWNER_KEY",
+    "PART_KEY",
+    "SUCCESSOR_KEY",
+    "Draft",
+    "FlatParameter",
+    "FlatParameterForm",
+    "FlatShard",
+    "Form",
+    "Full",
+    "HiddenParameter",
+    "Ignored",
+    "LocalForm",
+    "Member",
+    "Owner",
+    "Place",
+    "RowShard",
+    "RowsForm",
+    "RunsForm",
+    "Scratch",
+    "SpmdMesh",
+    "SubclassForm",
+    "TensorParallel",
+    "attributes_of",
+    "chunk_of",
+    "full_of",
+    "hooks_onto",
+    "identity_of",
+    "is_extension",
+    "note_change",
+    "owner_of",
+    "retire",
+    "stand_in_for",
+    "successor_of",
+]
