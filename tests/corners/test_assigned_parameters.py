@@ -90,27 +90,40 @@ def test_a_parameter_assigned_beside_a_flat_parameter_is_not_dropped(run_ranks, 
 class Assigning(nn.Linear):
     """A layer that assigns a weight to `target` before it computes, or after it did."""
 
-    target: nn.Module
+    target: nn.Module | None = None
     late = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.late:
+        if not self.late and self.target is not None:
             assigns(self.target, "same")
         out = super().forward(x)
-        if self.late:
+        if self.late and self.target is not None:
             assigns(self.target, "same")
         return out
 
 
-def assigned_inside(front: str, late: bool, units: bool) -> list[str]:
+def assigning(front: str, late: bool, units: bool, name: str) -> tuple[nn.Module, Assigning]:
+    """A model whose first layer assigns the weight of layer `name`, and that layer."""
+    inner = plain()
+    torch.manual_seed(3)
+    inner[0] = Assigning(6, 6, bias=False)
+    model = shard(front, inner, units)
+    first: Any = owner_of(model, front, "0")
+    first.__dict__.update(late=late, target=owner_of(model, front, name))
+    return model, first
+
+
+def assigned_inside(front: str, late: bool, units: bool, after: int) -> list[str]:
     """In the forward of its own unit, or before that of a later one: refused by name, and by all ranks."""
     problems = []
     for name in ("0", "2"):
-        inner = plain()
-        torch.manual_seed(3)
-        inner[0] = Assigning(6, 6, bias=False)
-        model = shard(front, inner, units)
-        owner_of(model, front, "0").__dict__.update(late=late, target=owner_of(model, front, name))
+        if units and name == "2" and not after:
+            continue  # another unit's, in the first pass: see below
+        model, first = assigning(front, late, units, name)
+        target, first.__dict__["target"] = first.target, None
+        for _ in range(after):
+            model(batch(0, dist.get_rank())).sum().backward()
+        first.__dict__["target"] = target
         with pytest.raises(fullshard.PhaseError, match=f"{name}.weight"):
             model(batch(0, dist.get_rank()))
         if fullshard.memory_use(model).gathered:
@@ -122,7 +135,38 @@ def assigned_inside(front: str, late: bool, units: bool) -> list[str]:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
 def test_a_parameter_assigned_inside_a_forward_is_refused(run_ranks, front, late, units):
-    assert_same(run_ranks(assigned_inside, front, late, units, timeout=20))
+    assert_same(run_ranks(assigned_inside, front, late, units, 0, timeout=20))
+
+
+@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
+def test_a_parameter_assigned_inside_a_later_forward_is_refused(run_ranks, front):
+    assert_same(run_ranks(assigned_inside, front, False, True, 2, timeout=20))
+
+
+def assigned_ahead(front: str) -> list[str]:
+    """Before another unit's forward, from the first pass on: that computes with the new one, and trains it."""
+    model, _ = assigning(front, False, True, "2")
+    out = model(batch(0, dist.get_rank()))
+    out.square().mean().backward()
+    want = plain()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        want[0].weight.copy_(nn.Linear(6, 6, bias=False).weight)
+        want[2].weight.fill_(7.0)
+    problems = differences("out", {"": out.detach()}, {"": want(batch(0, dist.get_rank())).detach()})
+    backward(want, 0, [0, 1])
+    weight = owner_of(model, front, "2").weight
+    expected = want[2].weight.grad
+    if front not in LAYOUTS:
+        expected = (
+            expected.flatten()[: weight.numel()] if dist.get_rank() == 0 else expected.flatten()[-weight.numel() :]
+        )
+    return problems + differences("gradient", {"": whole(weight.grad)}, {"": expected})
+
+
+@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
+def test_a_parameter_assigned_ahead_of_its_unit_is_the_one_that_computes(run_ranks, front):
+    assert_same(run_ranks(assigned_ahead, front, timeout=20))
 
 
 def gradients_of_what_was_used(front: str) -> list[str]:
