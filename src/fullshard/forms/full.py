@@ -105,6 +105,7 @@ class PlainFull:
         self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
+        self._buffers = [buffer for buffer in (self.whole, self.copied, self.staging) if buffer.nbytes]
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -164,9 +165,10 @@ class PlainFull:
         return sum(one.storage.nbytes() for one in (self.whole, self.copied, self.staging))
 
     def issue(self, comm: Comm, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
-        self.whole.allocate()
         try:
-            self.staging.allocate()
+            for buffer in self._buffers:
+                if buffer is not self.copied:
+                    buffer.allocate()
             if len(self._outs) == 1:
                 self._pending.append(comm.gather(axis, self._outs[0], source))
             else:
@@ -181,11 +183,13 @@ class PlainFull:
 
     def finish(self) -> int:
         try:
-            wait_all(self._pending)
+            if self._pending:
+                wait_all(self._pending)
             if self.copied.nbytes:
                 self.copied.allocate()
                 for to, come in self._copies:
-                    copy_all(to, come)
+                    if to:
+                        copy_all(to, come)
         except BaseException:
             self.free()
             raise
@@ -200,11 +204,11 @@ class PlainFull:
 
     def free(self) -> None:
         try:
-            wait_all(self._pending)
+            if self._pending:
+                wait_all(self._pending)
         finally:
-            self.whole.free()
-            self.copied.free()
-            self.staging.free()
+            for buffer in self._buffers:
+                buffer.free()
             self._versions.spoil()
 
     def addresses(self) -> list[int]:

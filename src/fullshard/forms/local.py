@@ -35,6 +35,7 @@ class LocalForm:
 
     plain = True
     keeps_originals = True
+    counts = True
     gives_empty = False
     shows_kept = True
 

@@ -24,11 +24,13 @@ class Form(Protocol):
         keeps_originals: whether the original Parameter objects become the sharded ones.
         shows_kept: whether a parameter whose gradients were accumulated without sync shows a `.grad` of zeros: where
             users' parameters are plain, nothing else would tell that they gave those gradients up.
+        counts: whether `version` is ever anything but 0.
         gives_empty: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
     """
 
     plain: bool
     keeps_originals: bool
+    counts: bool
     gives_empty: bool
     shows_kept: bool
 
@@ -54,7 +56,7 @@ class Form(Protocol):
         """Whether a sharded parameter, its storage or its dtype is not the one that was made here."""
 
     def version(self, members: Sequence[Member]) -> int:
-        """Grows with changes in place that torch itself counts; 0 where it does not (see `changes.py`)."""
+        """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Take what users put in the places of sharded parameters for these; returns the locals they hold now.

@@ -29,6 +29,7 @@ class RowsForm:
 
     plain = True
     keeps_originals = False
+    counts = False
     gives_empty = True
     shows_kept = False
 

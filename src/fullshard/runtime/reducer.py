@@ -11,14 +11,14 @@ rank used has a `.grad` on all, one that none used has none, and its optimizer s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, shown_empty
+from ..shard import Reduction, Unit, collect, has_gradients, seeing_gradients, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from .agreement import UseAgreement
@@ -109,9 +109,9 @@ class Reducer:
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
-        while any([entry[1] is one for entry in self.in_flight]):
+        while self.in_flight and any([entry[1] is one for entry in self.in_flight]):
             self._advance()
-        while any([entry[0] is one for entry in self._replicating]):
+        while self._replicating and any([entry[0] is one for entry in self._replicating]):
             self._deliver(*self._replicating.popleft())
 
     def _set_aside(self, one: Reducible) -> None:
@@ -131,13 +131,13 @@ class Reducer:
         if given:
             self._run_hooks(given)
 
-    def _run_hooks(self, given: Iterable[torch.Tensor]) -> None:
+    def _run_hooks(self, given: Sequence[torch.Tensor]) -> None:
         """Post-accumulate hooks that users put on sharded parameters and views, and optimizers that they attached.
 
         Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
         """
         with plain_access():
-            watched = [parameter for parameter in given if sees_gradients(parameter)]
+            watched = seeing_gradients(given)
         for parameter in watched:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)

@@ -228,6 +228,8 @@ class Root:
                 written = unit.written()
                 unit.reshard()
                 wrong = wrong or (unit.written_error(written) if written else None)
+            else:
+                unit.note_gathered()
         if wrong is not None:
             raise wrong
 

@@ -44,6 +44,7 @@ class Bucket:
         shard: the shard with its values, if it is not plain; None: one is made, and values copied in.
 
     Attributes:
+        compute_dtype: of gathered parameters.
         trains: whether any parameter required a gradient when that was looked at last, at the beginning of a pass and
             of the unit's backward.
     """
@@ -64,6 +65,7 @@ class Bucket:
         self.device = first.device if first.is_meta else axes.device
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype or first.dtype
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
         self.shard: Any = self._new_shard(first.dtype, self.device) if shard is None else shard
         self.members = [self._admit(draft, i) for i, draft in enumerate(drafts)]
@@ -145,11 +147,6 @@ class Bucket:
         return torch.empty(self.layout.shard_numel, dtype=dtype, device=self.device)
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """Of gathered parameters."""
-        return self.own_compute_dtype or self.storage_dtype
-
-    @property
     def gathered_bytes(self) -> int:
         """Bytes of all ranks' slices together, in the dtype they are gathered in."""
         if self.full is not None and not self.form.plain:
@@ -228,6 +225,11 @@ class Bucket:
             return 0
         return int(self.shard.view(torch.uint8)[: self.shard.nbytes // 8 * 8].view(torch.int64).sum())
 
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Gather in `dtype` from now on; None: in the storage dtype. Nothing is gathered now."""
+        self.own_compute_dtype, self.compute_dtype = dtype, dtype or self.storage_dtype
+        self.forget_buffers()
+
     def forget_buffers(self) -> None:
         """Make `full` and the unsharded parameters anew at the next gather (of another dtype, say)."""
         self.full = self.kept = None
@@ -272,6 +274,7 @@ class Bucket:
     def rehome(self, shard: Any) -> None:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
         self.storage_dtype = shard.dtype
+        self.compute_dtype = self.own_compute_dtype or shard.dtype
         if self.home is not None and not shard.is_meta and not self.home.holds(shard):
             shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
         self.shard = shard

@@ -13,7 +13,7 @@ from ..forms import Member
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
-from .hooks import hooked_flat, hooked_member, sees_gradients
+from .hooks import hooked_flat, hooked_member, seeing_gradients
 from .optimizer_view import OptimizerView
 
 _ALL = -1
@@ -72,7 +72,7 @@ class Delivery:
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
-        given = []
+        given, gives_empty = [], self.bucket.form.gives_empty
         for index, member in enumerate(self.bucket.members):
             got, fills, member.got_grad = member.got_grad, False, False
             if got:
@@ -85,8 +85,10 @@ class Delivery:
                     self.undecided.append(index)
                 if not shows:
                     continue
-            self._give(index, target)
-            if got or fills:
+            target.shown[index] = True
+            if gives_empty or target.parts[index].numel():  # else this rank has none of it, and shows nothing
+                write_grad(member.sharded, target.parts[index])
+            if self.hooked and (got or fills):
                 given.append(index)
         self._show_views(target)
         return self._tensors(given) if self.hooked else []
@@ -96,13 +98,13 @@ class Delivery:
         tensors = [member.sharded for member in self.bucket.members]
         if self.views:
             tensors += [tensor for view in self.views if (tensor := view.tensor) is not None]
-        self.hooked = any([sees_gradients(tensor) for tensor in tensors])
+        self.hooked = bool(seeing_gradients(tensors))
 
     def _is_hooked(self, index: int) -> bool:
         """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
         over = [view.tensor for view in self.views if index in view.members]
         tensors = [self.bucket.members[index].sharded, *[tensor for tensor in over if tensor is not None]]
-        return any([sees_gradients(tensor) for tensor in tensors])
+        return bool(seeing_gradients(tensors))
 
     def _tensors(self, given: Sequence[int]) -> list[torch.Tensor]:
         """The sharded parameters of members by index, and the optimizer views over them."""

@@ -20,12 +20,11 @@ import torch
 
 from ..comm import Comm, Pending, wait_all
 from ..errors import PhaseError
-from ..forms import Member, Scratch
-from ..layout import Piece
-from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
+from ..forms import Member
 from ..torch_private.local_tensor import read_grad
 from .bucket import Bucket
 from .delivery import Delivery
+from .reduce_buffer import ReduceBuffer
 from .scaling import Scaling
 
 
@@ -55,7 +54,7 @@ class Gradients:
         self.own_reduce_dtype = None if bucket.storage_dtype.is_complex else reduce_dtype
         self.delivery = Delivery(bucket, keeps_compute_dtype)
         self.state = GradState.NONE
-        self.buffer: Scratch | None = None  # [world * shard_numel], reduce dtype
+        self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.scaling = Scaling(True)
         self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
@@ -100,12 +99,12 @@ class Gradients:
             self.give_up(given_up)
             first = self.state is GradState.NONE
         if self.buffer is None or self.buffer.tensor.dtype != self.reduce_dtype:
-            self._make_buffer()
+            self.buffer = ReduceBuffer(self.bucket, self.reduce_dtype)
         assert self.buffer is not None
         if first:
             self.buffer.allocate()
         try:
-            self._fill(first)
+            self.buffer.fill(first)
         except BaseException:
             if first:
                 self.buffer.free()
@@ -115,68 +114,6 @@ class Gradients:
                 member.unsharded.grad = None
                 member.got_grad = True
         self.state = GradState.PENDING
-
-    def _fill(self, first: bool) -> None:
-        assert self.buffer is not None
-        # Pairs of the same form, which one kernel copies, and others.
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        strided: list[torch.Tensor] = []
-        strided_sources: list[torch.Tensor] = []
-        missing = False
-        for member, whole, target, pieces, same in zip(self.bucket.members, *self._plan, strict=True):
-            grad = member.unsharded.grad if member.unsharded is not None else None
-            if grad is None:
-                missing = True
-                continue
-            if member.split is not None:
-                grad = member.split.local_gradient(grad)
-            if grad.layout is not torch.strided:
-                raise _not_dense(member)
-            for to, come, alike in zip(target, [grad] if whole else _cut(grad, member, pieces), same, strict=True):
-                (targets if alike else strided).append(to)
-                (sources if alike else strided_sources).append(come)
-        if not first:
-            add_all(targets, sources)
-            add_all(strided, strided_sources)
-            return
-        if missing or self._strewn:
-            zero_all([self.buffer.tensor] if missing else self._padding)
-        else:
-            targets += self._padding
-            sources += self._zeros
-        copy_all(targets, sources)
-        copy_all(strided, strided_sources)
-
-    def _make_buffer(self) -> None:
-        """Make the buffer and the places in it where each member's gradient goes. Once."""
-        layout = self.bucket.layout
-        buffer = Scratch(layout.gathered_numel, self.reduce_dtype, self.bucket.device)
-        tensor = buffer.tensor
-        self._segments = [
-            tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
-        ]
-        self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
-        self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
-        self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
-        # Per member: whether its gradient goes in as one tensor of its own shape; where to; the pieces if not; and for
-        # each target whether a gradient with the parameter's strides, which autograd gives, has its form.
-        plan: list[tuple[bool, list[torch.Tensor], tuple[Piece, ...], list[bool]]] = []
-        for member in self.bucket.members:
-            slot, segment = member.slot, layout.segments[member.slot.segment]
-            base = layout.world * segment.shard_offset
-            if (strides := layout.strides_in_segment(slot)) is not None:
-                to = tensor.as_strided(slot.shape, strides, base + slot.offset)
-                come = torch.empty_strided(slot.shape, slot.stride, device="meta")
-                plan.append((True, [to], (), [same_form(to, come)]))
-                continue
-            pieces = layout.pieces(slot)
-            cut = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in pieces]
-            forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in pieces]
-            plan.append((False, cut, pieces, list(map(same_form, cut, forms))))
-        self._plan = list(zip(*plan, strict=True))
-        self.buffer = buffer
-        buffer.free()
 
     # Reduce.
 
@@ -202,8 +139,8 @@ class Gradients:
             self.buffer.tensor.mul_(scaling.before)
         mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         try:
-            for segment, buffer in zip(layout.segments, self._segments, strict=True):
-                whole = len(self._segments) == 1
+            for segment, buffer in zip(layout.segments, self.buffer.segments, strict=True):
+                whole = len(layout.segments) == 1
                 part = out if whole else out.narrow(0, segment.shard_offset, segment.slice_numel)
                 self._pending.append(comm.reduce(axis, part, buffer, mean))
                 scratch += comm.scratch_bytes(axis, buffer)
@@ -303,14 +240,12 @@ class Gradients:
         if len(members) == len(self.bucket.members):
             self._drop()
             return
-        chosen = set(map(id, members))
-        for member, (_, targets, _, _) in zip(self.bucket.members, zip(*self._plan, strict=True), strict=True):
-            if id(member) in chosen:
-                if self.state is GradState.PENDING:
-                    zero_all(targets)
-                if self.partial is not None:
-                    self.bucket.part(self.partial, member).zero_()
-                member.got_grad = False
+        if self.state is GradState.PENDING and self.buffer is not None:
+            self.buffer.zero(members)
+        for member in members:
+            if self.partial is not None:
+                self.bucket.part(self.partial, member).zero_()
+            member.got_grad = False
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
@@ -327,26 +262,6 @@ class Gradients:
         self.discard()
         self.buffer = None
         self.delivery.forget()
-
-
-def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
-    slot = member.slot
-    if grad.stride() != slot.stride:
-        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-    at = grad.storage_offset()
-    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
-
-
-def _not_dense(member: Member) -> PhaseError:
-    return PhaseError(
-        "A parameter has a sparse gradient, which cannot be reduced into shards.",
-        parameter=member.name,
-        expected="a dense gradient",
-        got="a sparse one",
-        remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
-        "ignored_params and reduce its gradient yourself",
-    )
 
 
 def has_gradient(member: Member) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..forms import Form, Member
-from ..torch_private.attached_optimizers import attached_to
+from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 
 
-def sees_gradients(parameter: torch.Tensor) -> bool:
-    """Whether users' code runs when a parameter gets a gradient: hooks of either kind, or an attached optimizer."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks or after or attached_to(parameter))
+def seeing_gradients(parameters: Sequence[Any]) -> list[Any]:
+    """Those for which users' code runs when they get a gradient: hooks of either kind, or an attached optimizer."""
+    return [
+        p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks or ATTACHED_OPTIMIZERS in p.__dict__
+    ]
 
 
 @contextlib.contextmanager

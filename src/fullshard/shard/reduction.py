@@ -8,8 +8,8 @@ import torch
 
 from ..comm import Comm
 from ..events import stream
-from ..torch_private.profiler import named_range
-from .gradients import GradState
+from ..torch_private.profiler import in_range
+from .gradients import Gradients, GradState
 from .scaling import Scaling
 from .unit import Unit
 
@@ -36,6 +36,35 @@ def collect(unit: Unit, everything: bool) -> None:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
 
 
+@in_range("reduce")
+def _issue(unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> tuple[int, int]:
+    """Start the reductions over the shard axis; returns bytes of the buffers, and of scratch memory besides."""
+    nbytes = scratch = 0
+    for gradients in unit.gradients:
+        if gradients.state is GradState.PENDING:
+            scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
+            if getattr(comm, "scales_itself", False):
+                scaling = Scaling(True)
+            scratch += gradients.issue_reduce(comm, scaling)
+            nbytes += gradients.buffer_bytes
+    return nbytes, scratch
+
+
+@in_range("wait for reduce")
+def _wait_for_reduce(unit: Unit, gradients: Gradients) -> None:
+    gradients.finish_shard_axis()
+
+
+@in_range("all_reduce")
+def _all_reduce(unit: Unit, gradients: Gradients, comm: Comm) -> int:
+    return gradients.replicate(comm)
+
+
+@in_range("wait for all_reduce")
+def _wait_for_all_reduce(unit: Unit, gradients: Gradients) -> torch.Tensor:
+    return gradients.finish_replicate()
+
+
 class Reduction:
     """One reduction of a unit's gradients, from issue to delivery.
 
@@ -50,15 +79,7 @@ class Reduction:
     def __init__(self, unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> None:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
-        nbytes = 0
-        with named_range("reduce", unit.name):
-            for gradients in unit.gradients:
-                if gradients.state is GradState.PENDING:
-                    scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
-                    if getattr(comm, "scales_itself", False):
-                        scaling = Scaling(True)
-                    self._scratch_bytes += gradients.issue_reduce(comm, scaling)
-                    nbytes += gradients.buffer_bytes
+        nbytes, self._scratch_bytes = _issue(unit, comm, factor, force_sum)
         unit.ledger.reducing += self._scratch_bytes
         unit.ledger.note()
         if stream.listeners:
@@ -84,16 +105,14 @@ class Reduction:
             if gradients.state is not GradState.REDUCING:
                 continue
             live = gradients.live_bytes
-            with named_range("wait for reduce", unit.name):
-                gradients.finish_shard_axis()
+            _wait_for_reduce(unit, gradients)
             unit.ledger.reducing -= live
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
                 gradients.keep_partial()
                 continue
-            with named_range("all_reduce", unit.name):
-                nbytes = gradients.replicate(self.comm)
+            nbytes = _all_reduce(unit, gradients, self.comm)
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
 
@@ -116,8 +135,7 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            with named_range("wait for all_reduce", unit.name):
-                reduced = gradients.finish_replicate()
+            reduced = _wait_for_all_reduce(unit, gradients)
             if hook is not None:
                 hook(reduced)
             given += gradients.deliver(fill_unused)

@@ -19,7 +19,7 @@ from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, Member, Owner, Place, identity_of
 from ..mesh import Axis
-from ..torch_private.profiler import named_range
+from ..torch_private.profiler import in_range
 from .bucket import Bucket
 from .gradients import Gradients
 from .showing import Showing
@@ -92,23 +92,23 @@ class Unit:
 
     # Gather and free.
 
+    @in_range("gather")
     def issue_gather(self, comm: Comm) -> None:
         """Start gathering; the unit must be sharded."""
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
         full = staging = 0
         try:
-            with named_range("gather", self.name):
-                for bucket in self.buckets:
-                    held, passing = bucket.issue_gather(comm, self.kept_axis)
-                    full += held
-                    staging += passing
+            for bucket in self.buckets:
+                held, passing = bucket.issue_gather(comm, self.kept_axis)
+                full += held
+                staging += passing
         except BaseException:
             for bucket in self.buckets:
                 bucket.free()
             raise
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
-        self._gathered_version = self.version()
+        self.note_gathered()
         ledger = self.ledger
         ledger.gathered += full
         ledger.staging += staging
@@ -116,6 +116,7 @@ class Unit:
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
 
+    @in_range("wait for gather")
     def finish_gather(self, keep: bool = False) -> None:
         """Wait for the gather; the unit must be gathering.
 
@@ -126,15 +127,14 @@ class Unit:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for")
         ledger, axis = self.ledger, self.kept_axis if keep else None
         try:
-            with named_range("wait for gather", self.name):
-                for bucket in self.buckets:
-                    keeps = axis if bucket.kept is None else None
-                    held = bucket.finish_gather(keeps)
-                    self._full_bytes += held
-                    ledger.gathered += held
-                    if keeps is not None:
-                        ledger.gathered += bucket.kept_bytes
-                        ledger.note()
+            for bucket in self.buckets:
+                keeps = axis if bucket.kept is None else None
+                held = bucket.finish_gather(keeps)
+                self._full_bytes += held
+                ledger.gathered += held
+                if keeps is not None:
+                    ledger.gathered += bucket.kept_bytes
+                    ledger.note()
         except BaseException:
             self._release()
             raise
@@ -165,7 +165,7 @@ class Unit:
 
     def holds(self) -> bool:
         """Whether parameters are gathered, whole or in part: a change of the shards would leave that behind."""
-        return self.state is not State.SHARDED or any(bucket.kept is not None for bucket in self.buckets)
+        return self.state is not State.SHARDED or any([bucket.kept is not None for bucket in self.buckets])
 
     def differs(self) -> torch.Tensor:
         """[members], bool: whether what is gathered is not what this rank's shards hold now."""
@@ -193,7 +193,7 @@ class Unit:
         Returns:
             The first parameter in whose place users have put something since; that is put back by `show_sharded`.
         """
-        if self._shown:
+        if self.showing.unsharded:
             return None
         return self.showing.show_unsharded(lambda: self.members)
 
@@ -205,17 +205,13 @@ class Unit:
         """
         return self.showing.show_sharded()
 
-    @property
-    def _shown(self) -> bool:
-        return self.showing.unsharded
-
     def places_changed(self) -> None:
         """Parameters, or where they are registered, are others now."""
         self.showing.forget()
 
     def written(self) -> list[Member]:
         """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
-        if not self._shown:
+        if not self.showing.unsharded:
             return []
         return [member for b in self.buckets if b.full is not None for member in b.full.written()]
 
@@ -245,7 +241,16 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        return self.changes + sum([b.form.version(b.members) + b.shard._version for b in self.buckets])
+        total = self.changes
+        for bucket in self.buckets:
+            total += bucket.shard._version
+            if bucket.form.counts:
+                total += bucket.form.version(bucket.members)
+        return total
+
+    def note_gathered(self) -> None:
+        """What is gathered is what the shards hold now."""
+        self._gathered_version = self.version()
 
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
@@ -272,7 +277,7 @@ class Unit:
         if self.showing.disturbed():  # since unshard()
             self.show_sharded()
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            if not self._shown and bucket.replaced():
+            if not self.showing.unsharded and bucket.replaced():
                 if self.state is not State.SHARDED:
                     self.free()
                 before = self.version()
@@ -282,7 +287,7 @@ class Unit:
                 gradients.forget()
                 self.showing.forget()
                 self.changes += 1 + before - self.version()  # the new shard counts from zero
-            if self._shown:  # since unshard()
+            if self.showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
             gradients.release()
@@ -291,8 +296,7 @@ class Unit:
         """Gather floating-point parameters in `dtype` from now on; None: in their own. The unit must be sharded."""
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             if bucket.storage_dtype.is_floating_point:
-                bucket.own_compute_dtype = dtype
-                bucket.forget_buffers()
+                bucket.compute_in(dtype)
                 gradients.buffer = None
         self.showing.forget()
 
@@ -385,7 +389,7 @@ class Unit:
                 gradients.discard()
                 self.ledger.reducing -= live - gradients.live_bytes
         finally:
-            if self._shown:
+            if self.showing.unsharded:
                 for bucket in self.buckets:
                     bucket.take_requires_grad()
             self.drop_kept()

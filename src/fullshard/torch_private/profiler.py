@@ -6,19 +6,30 @@ Private torch API: `torch.autograd._profiler_enabled`. There is no public altern
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.profiler import record_function
 
 _recording: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def named_range(what: str, unit: str) -> AbstractContextManager[Any]:
-    """A range "fullshard: <what> <unit>" around a block, while a profiler records."""
-    if not _recording():
-        return _NOTHING
-    return record_function(f"fullshard: {what} {unit or '(root)'}")
+def in_range(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorates a function of a unit: a range "fullshard: <what> <unit>" around its calls, while a profiler records."""
+
+    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @functools.wraps(function)
+        def within(unit: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if not _recording():
+                return function(unit, *args, **kwargs)
+            with record_function(f"fullshard: {what} {unit.name or '(root)'}"):
+                return function(unit, *args, **kwargs)
+
+        return within
+
+    return decorate

@@ -1,0 +1,149 @@
+"""Where a bucket's gradients go on their way to a reduction: one buffer, rank-major, as the reduction needs it.
+
+The world's slices lie one after the other, segment by segment. What depends on shapes alone is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import PhaseError
+from ..forms import Member, Scratch
+from ..layout import Piece
+from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
+from .bucket import Bucket
+
+
+class ReduceBuffer(Scratch):
+    """The buffer [world * shard_numel], memory on demand, and the places of members' gradients in it.
+
+    Ownership: allocated at the first gradient of a backward, given back when the reduction is done.
+
+    Args:
+        bucket: whose gradients these are.
+        dtype: of the reduction.
+
+    Attributes:
+        segments: per segment of the layout, its part of the buffer [world * slice_numel].
+    """
+
+    __slots__ = ("_padding", "_places", "_simple", "_strewn", "_zeros", "bucket", "segments")
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        layout = bucket.layout
+        super().__init__(layout.gathered_numel, dtype, bucket.device)
+        self.bucket, tensor = bucket, self.tensor
+        self.segments = [
+            tensor.narrow(0, layout.world * s.shard_offset, layout.world * s.slice_numel) for s in layout.segments
+        ]
+        self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
+        self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
+        self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
+        self._places = [_Places(member, bucket, tensor) for member in bucket.members]
+        # All targets, if every gradient goes in as it is, in one kernel with the others.
+        simple = all([p.whole and p.alike[0] and m.split is None for p, m in self._pairs()])
+        self._simple = [place.targets[0] for place in self._places] if simple else None
+        self.free()
+
+    def _pairs(self) -> list[tuple[_Places, Member]]:
+        return list(zip(self._places, self.bucket.members, strict=True))
+
+    def fill(self, first: bool) -> None:
+        """Copy autograd's gradients in, or add them to what is there.
+
+        Args:
+            first: whether nothing is there: padding, and what has no gradient, becomes zero.
+
+        Raises:
+            PhaseError: a gradient is sparse.
+        """
+        grads = [m.unsharded.grad if m.unsharded is not None else None for m in self.bucket.members]
+        here = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
+        missing = False
+        if self._simple is not None and len(here) == len(grads):
+            targets, sources, strided, strided_sources = self._simple[:], here, [], []
+        else:
+            missing = any([grad is None for grad in grads])
+            targets, sources, strided, strided_sources = self._sorted(grads)
+        if not first:
+            add_all(targets, sources)
+            add_all(strided, strided_sources)
+            return
+        if missing or self._strewn:
+            zero_all([self.tensor] if missing else self._padding)
+        else:
+            targets += self._padding
+            sources += self._zeros
+        copy_all(targets, sources)
+        copy_all(strided, strided_sources)
+
+    def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], ...]:
+        """Targets and sources of the same form, which one kernel copies, and others."""
+        pairs: tuple[list[torch.Tensor], ...] = ([], [], [], [])
+        for grad, (place, member) in zip(grads, self._pairs(), strict=True):
+            if grad is None:
+                continue
+            if member.split is not None:
+                grad = member.split.local_gradient(grad)
+            if grad.layout is not torch.strided:
+                raise _not_dense(member)
+            parts = [grad] if place.whole else _cut(grad, member, place.pieces)
+            for to, come, alike in zip(place.targets, parts, place.alike, strict=True):
+                pairs[0 if alike else 2].append(to)
+                pairs[1 if alike else 3].append(come)
+        return pairs
+
+    def zero(self, members: Sequence[Member]) -> None:
+        """Make what was collected for these members zero."""
+        chosen = set(map(id, members))
+        zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
+
+
+class _Places:
+    """Where one member's gradient goes.
+
+    Attributes:
+        whole: whether it goes in as one tensor of its own shape.
+        targets: where to.
+        pieces: what each target takes of it, if it is not whole.
+        alike: for each target, whether a gradient with the parameter's strides, which autograd gives, has its form.
+    """
+
+    __slots__ = ("alike", "pieces", "targets", "whole")
+
+    def __init__(self, member: Member, bucket: Bucket, tensor: torch.Tensor) -> None:
+        slot, layout = member.slot, bucket.layout
+        base = layout.world * layout.segments[slot.segment].shard_offset
+        strides = layout.strides_in_segment(slot)
+        self.whole = strides is not None
+        self.pieces: tuple[Piece, ...] = () if strides is not None else layout.pieces(slot)
+        if strides is not None:
+            self.targets = [tensor.as_strided(slot.shape, strides, base + slot.offset)]
+            forms = [torch.empty_strided(slot.shape, slot.stride, device="meta")]
+        else:
+            cut = self.pieces
+            self.targets = [tensor.as_strided(p.sizes, p.gathered_strides, base + p.gathered_offset) for p in cut]
+            forms = [torch.empty_strided(p.sizes, p.parameter_strides, device="meta") for p in cut]
+        self.alike = list(map(same_form, self.targets, forms))
+
+
+def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The pieces of a whole gradient, as views; a copy first where its memory format differs from the parameter's."""
+    slot = member.slot
+    if grad.stride() != slot.stride:
+        grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+    at = grad.storage_offset()
+    return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
+
+
+def _not_dense(member: Member) -> PhaseError:
+    return PhaseError(
+        "A parameter has a sparse gradient, which cannot be reduced into shards.",
+        parameter=member.name,
+        expected="a dense gradient",
+        got="a sparse one",
+        remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
+        "ignored_params and reduce its gradient yourself",
+    )
