@@ -218,11 +218,13 @@ class PlainFull:
         found = torch.zeros(len(self.members), dtype=torch.bool, device=source.device)
         for index, member in enumerate(self.members):
             part = member.part
+            mine = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
+            held = mine  # nothing is held of it: compared all the same, so that all ranks allocate as much
             if part.numel:
                 shape, strides, at = self.layout.held(member.slot, part)
                 buffer, offset = self._place_of(member)
-                mine = source.as_strided(part.shape, part.stride, source.storage_offset() + part.offset)
-                found[index] = (buffer.as_strided(shape, strides, offset + at) != mine).any()
+                held = buffer.as_strided(shape, strides, offset + at)
+            found[index] = (held != mine).any()
         return found
 
     def written(self) -> list[Member]:

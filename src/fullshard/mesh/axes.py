@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ class MeshAxes:
         """The shard axis, and the replicate axis if there is one."""
         return [self.shard] if self.replicate is None else [self.shard, self.replicate]
 
-    @property
+    @functools.cached_property
     def world(self) -> int:
         """Ranks that each hold different data: shard times replicate."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)

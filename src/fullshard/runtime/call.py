@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..containers import leaves_in, map_tensors
+from ..shard import Unit
 from ..torch_private.graph_nodes import made_since, next_node
 from ..torch_private.tensor_hooks import hooks_of, on_gradient, put_first
 from .outputs import PLAIN, tensors_behind
@@ -26,14 +27,13 @@ Input = tuple[torch.Tensor, Any, int, Any, Any]
 class Watcher(Protocol):
     """What is told of calls: a `Runner`."""
 
+    unit: Unit
+
     def before_backward(self, call: Call) -> None:
         """An output of a call got its gradient."""
 
     def after_backward(self, period: Period) -> None:
         """A watched input of a call got its gradient."""
-
-    def version(self) -> int:
-        """Differs between two times if the unit's shards are known to have changed in between."""
 
     def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise if one of these tensors, which a forward gives away, will be no more when the unit is freed."""
@@ -55,7 +55,7 @@ class Call:
     def __init__(self, runner: Watcher, period: Period) -> None:
         self.runner, self.period = runner, period
         self.done = self.watches = self.leads_back = self.hides = False
-        self.version = runner.version()
+        self.version = runner.unit.version()
         self._inputs: list[Input] = []
         self._first_node = next_node()
         period.calls += 1

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients, seeing_gradients, shown_empty
+from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from .agreement import UseAgreement
@@ -38,7 +37,6 @@ InFlight = deque[tuple["Reducer", Reducible, Reduction]]
 """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`)."""
 
 _no_grad = torch.no_grad
-_NOTHING = nullcontext()
 
 
 class Reducer:
@@ -74,7 +72,7 @@ class Reducer:
         if not _trains(one.unit) and not has_gradients(one.unit):
             return
         self._owed[one.index] = one
-        with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:  # on only with create_graph
+        with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():  # on with create_graph
             if not one.settings.reduce.sync:
                 self._set_aside(one)
             elif not comes_again:
@@ -124,7 +122,7 @@ class Reducer:
     def _deliver(self, one: Reducible, reduction: Reduction) -> None:
         settings = one.settings.reduce
         try:
-            with plain_access(), _no_grad() if torch.is_grad_enabled() else _NOTHING:
+            with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():
                 given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
         finally:
             reduction.drop()
@@ -137,7 +135,7 @@ class Reducer:
         Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
         """
         with plain_access():
-            watched = seeing_gradients(given)
+            watched = [parameter for parameter in given if sees_gradients([parameter])]
         for parameter in watched:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)

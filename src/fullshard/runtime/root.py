@@ -21,7 +21,7 @@ from ..torch_private.local_tensor import plain_access
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .first_pass import FirstPass, differing
-from .phases import Happening
+from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
 from .schedule import Orders
@@ -36,6 +36,7 @@ class Runnable(Reducible, Protocol):
 
     root: Root | None
     kept: bool
+    phase: Phase
 
     def happens(self, event: Happening) -> None:
         """See `phases.py`."""
@@ -263,7 +264,8 @@ class Root:
 
     def _settle(self) -> None:
         for one in self.units:
-            one.happens(Happening.PASS_END)
+            if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
+                one.happens(Happening.PASS_END)
         self.pass_top = self.traces.current = None
 
     # Backward.
@@ -299,7 +301,8 @@ class Root:
             for period, begins in self.traces.rest():
                 self._pass(period, begins)
             for one in reversed(self.units):
-                one.happens(Happening.END)
+                if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
+                    one.happens(Happening.END)
             self.reducer.end()
         except BaseException as error:
             try:

@@ -209,10 +209,6 @@ class Runner(Asked):
 
     # Backward.
 
-    def version(self) -> int:
-        """See `Unit.version`."""
-        return self.unit.version()
-
     def before_backward(self, call: Call) -> None:
         """An output of a call received its gradient."""
         root, period = self.root, call.period

@@ -11,7 +11,7 @@ ever passed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -80,6 +80,13 @@ class Trace:
             while (step := self._pop()) != wanted:
                 yield step
 
+    def went_to(self, period: Period, begins: bool) -> bool:
+        """Go back to this step if it is the next, and nothing is passed over; False if it is not."""
+        if not self._steps or self._steps[-1] != (period, begins):
+            return False
+        self._pop()
+        return True
+
     def rest(self) -> Iterator[Step]:
         """Go back to the beginning, one by one."""
         while self._steps:
@@ -129,13 +136,14 @@ class Traces:
         self.current = Trace(root)
         self._recent = [*self._recent[-_MOST_PASSES:], self.current]
 
-    def back_to(self, period: Period, begins: bool) -> Iterator[Step]:
+    def back_to(self, period: Period, begins: bool) -> Iterable[Step]:
         """Go back to a step of the trace that it is part of, if any; see `Trace.back_to`."""
         trace = period.trace
-        if trace is not None:
-            if trace not in self._reached:
-                self._reached.append(trace)
-            yield from trace.back_to(period, begins)
+        if trace is None:
+            return ()
+        if trace not in self._reached:
+            self._reached.append(trace)
+        return () if trace.went_to(period, begins) else trace.back_to(period, begins)
 
     def rest(self) -> Iterator[Step]:
         """Go back to the beginnings of all passes that were reached, one step at a time."""
@@ -148,7 +156,13 @@ class Traces:
 
     def hold(self, unit: int) -> bool:
         """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
-        return any([trace.holds(unit) for trace in (*self._reached, *self._recent)])
+        for trace in self._reached:
+            if trace.holds(unit):
+                return True
+        for trace in self._recent:  # noqa: SIM110 - a generator costs twice as much
+            if trace.holds(unit):
+                return True
+        return False
 
     def forget(self) -> None:
         """The backward is over, or was broken off."""

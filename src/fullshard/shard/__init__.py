@@ -7,7 +7,7 @@ from .copy import clone_unit, place_clone
 from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
 from .gradients import Gradients, GradState
-from .hooks import seeing_gradients, shown_empty
+from .hooks import sees_gradients, shown_empty
 from .lookup import members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of
 from .optimizer_view import FlatView, OptimizerView
@@ -44,7 +44,7 @@ __all__ = [
     "place_clone",
     "plan_unit",
     "refuse_meta",
-    "seeing_gradients",
+    "sees_gradients",
     "show_shared",
     "shown_empty",
     "units_of",

@@ -13,7 +13,7 @@ from ..forms import Member
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
-from .hooks import hooked_flat, hooked_member, seeing_gradients
+from .hooks import hooked_flat, hooked_member, sees_gradients
 from .optimizer_view import OptimizerView
 
 _ALL = -1
@@ -90,7 +90,8 @@ class Delivery:
                 write_grad(member.sharded, target.parts[index])
             if self.hooked and (got or fills):
                 given.append(index)
-        self._show_views(target)
+        if self.views:
+            self._show_views(target)
         return self._tensors(given) if self.hooked else []
 
     def look(self) -> None:
@@ -98,13 +99,13 @@ class Delivery:
         tensors = [member.sharded for member in self.bucket.members]
         if self.views:
             tensors += [tensor for view in self.views if (tensor := view.tensor) is not None]
-        self.hooked = bool(seeing_gradients(tensors))
+        self.hooked = sees_gradients(tensors)
 
     def _is_hooked(self, index: int) -> bool:
         """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
         over = [view.tensor for view in self.views if index in view.members]
         tensors = [self.bucket.members[index].sharded, *[tensor for tensor in over if tensor is not None]]
-        return bool(seeing_gradients(tensors))
+        return sees_gradients(tensors)
 
     def _tensors(self, given: Sequence[int]) -> list[torch.Tensor]:
         """The sharded parameters of members by index, and the optimizer views over them."""
@@ -204,6 +205,9 @@ class Delivery:
         Returns:
             What got a gradient: sharded parameters, and optimizer views that got none of it before.
         """
+        if not self.undecided and not self.aside and not self.views:
+            self.used = [False] * len(self.bucket.members)
+            return []
         asked, self.undecided = list(dict.fromkeys(self.undecided)), []
         undecided = [index for index in asked if present[index]]
         aside, self.aside = self.aside, {}

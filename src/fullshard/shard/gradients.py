@@ -86,34 +86,42 @@ class Gradients:
 
     # Collect.
 
-    def collect(self) -> None:
+    def collect(self) -> int:
         """Move autograd's gradients into the buffer, added to what is there from earlier backwards.
 
         Where there are none the buffer is zeros: the bucket takes part in a reduction that others need. If memory runs
         out nothing has changed.
+
+        Returns:
+            Bytes that are allocated now and were not before.
         """
         first = self.state is GradState.NONE
         if self.state is GradState.REDUCING:
             raise PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
-        if given_up := self.delivery.given_up():
+        freed = 0
+        if self.delivery.kept and (given_up := self.delivery.given_up()):
+            freed = self.live_bytes
             self.give_up(given_up)
+            freed -= self.live_bytes
             first = self.state is GradState.NONE
-        if self.buffer is None or self.buffer.tensor.dtype != self.reduce_dtype:
-            self.buffer = ReduceBuffer(self.bucket, self.reduce_dtype)
-        assert self.buffer is not None
+        dtype, buffer = self.reduce_dtype, self.buffer
+        if buffer is None or buffer.tensor.dtype != dtype:
+            buffer = self.buffer = ReduceBuffer(self.bucket, dtype)
         if first:
-            self.buffer.allocate()
+            buffer.allocate()
         try:
-            self.buffer.fill(first)
+            buffer.fill(first)
         except BaseException:
             if first:
-                self.buffer.free()
+                buffer.free()
             raise
         for member in self.bucket.members:
-            if member.unsharded is not None and member.unsharded.grad is not None:
-                member.unsharded.grad = None
+            unsharded = member.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                unsharded.grad = None
                 member.got_grad = True
         self.state = GradState.PENDING
+        return (buffer.nbytes if first else 0) - freed
 
     # Reduce.
 
@@ -124,7 +132,7 @@ class Gradients:
             Bytes that are allocated until it is finished, besides the buffer and `.grad`.
         """
         assert self.buffer is not None and self.state is GradState.PENDING
-        if given_up := self.delivery.given_up():
+        if self.delivery.kept and (given_up := self.delivery.given_up()):
             self.give_up(given_up)
         self.delivery.look()
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
@@ -152,7 +160,7 @@ class Gradients:
 
     def is_completed(self) -> bool:
         """Whether the reduction over the shard axis is done."""
-        return all(pending.is_completed() for pending in self._pending)
+        return all([pending.is_completed() for pending in self._pending])
 
     def finish_shard_axis(self) -> torch.Tensor:
         """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""

@@ -14,11 +14,12 @@ from ..forms import Form, Member
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 
 
-def seeing_gradients(parameters: Sequence[Any]) -> list[Any]:
-    """Those for which users' code runs when they get a gradient: hooks of either kind, or an attached optimizer."""
-    return [
-        p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks or ATTACHED_OPTIMIZERS in p.__dict__
-    ]
+def sees_gradients(parameters: Sequence[Any]) -> bool:
+    """Whether users' code runs when one of these gets a gradient: hooks of either kind, or an attached optimizer."""
+    for p in parameters:
+        if p._backward_hooks or p._post_accumulate_grad_hooks or ATTACHED_OPTIMIZERS in p.__dict__:
+            return True
+    return False
 
 
 @contextlib.contextmanager

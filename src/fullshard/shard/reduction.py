@@ -28,9 +28,7 @@ def collect(unit: Unit, everything: bool) -> None:
     """
     for gradients in unit.gradients:
         if gradients.waiting() or (everything and gradients.state is GradState.NONE and gradients.bucket.trains):
-            before = gradients.live_bytes
-            gradients.collect()
-            unit.ledger.reducing += gradients.live_bytes - before
+            unit.ledger.reducing += gradients.collect()
     unit.ledger.note()
     if stream.listeners:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
@@ -46,7 +44,8 @@ def _issue(unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> tup
             if getattr(comm, "scales_itself", False):
                 scaling = Scaling(True)
             scratch += gradients.issue_reduce(comm, scaling)
-            nbytes += gradients.buffer_bytes
+            assert gradients.buffer is not None
+            nbytes += gradients.buffer.nbytes
     return nbytes, scratch
 
 
@@ -135,7 +134,8 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            reduced = _wait_for_all_reduce(unit, gradients)
+            replicated = gradients.replicating is not None
+            reduced = _wait_for_all_reduce(unit, gradients) if replicated else gradients.finish_replicate()
             if hook is not None:
                 hook(reduced)
             given += gradients.deliver(fill_unused)

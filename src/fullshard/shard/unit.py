@@ -211,9 +211,12 @@ class Unit:
 
     def written(self) -> list[Member]:
         """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
-        if not self.showing.unsharded:
-            return []
-        return [member for b in self.buckets if b.full is not None for member in b.full.written()]
+        written: list[Member] = []
+        if self.showing.unsharded:
+            for bucket in self.buckets:
+                if bucket.full is not None:
+                    written += bucket.full.written()
+        return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
         """The error for a forward that wrote to its own parameters."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
 
-from ..dtypes import as_moved, as_summed
+from ..dtypes import KNOWN, as_moved, as_summed
 
 # torch 2.13 renames these two and warns about the old names; 2.11 knows only the old ones.
 _public_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +53,8 @@ def _has(group: dist.ProcessGroup, name: str) -> bool:
 
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Start an all-gather of equal shards [S] of any dtype into out [world * S]; returns the work."""
-    out, shard = as_moved(out), as_moved(shard)
+    if out.dtype not in KNOWN:
+        out, shard = as_moved(out), as_moved(shard)
     if _has(group, _GATHER):
         return group._allgather_base(out, shard, _PLAIN_GATHER)
     return _public_gather(out, shard, group=group, async_op=True)
@@ -61,7 +62,8 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup)
 
 def reduce_scatter(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
     """Start a reduce-scatter of buffers [world * S] into out [S]; returns the work."""
-    out, buffer = as_summed(out), as_summed(buffer)
+    if out.is_complex():
+        out, buffer = as_summed(out), as_summed(buffer)
     if _has(group, _REDUCE):
         return group._reduce_scatter_base(out, buffer, _AVG if mean else _SUM)
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
