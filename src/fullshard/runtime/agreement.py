@@ -143,6 +143,8 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
     Raises:
         PhaseError: names the first such unit's parameters.
     """
+    if not any(changed):
+        return
     for unit, count in zip(units, changed, strict=True):
         if count:
             raise PhaseError(

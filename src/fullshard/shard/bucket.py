@@ -315,10 +315,9 @@ class Bucket:
             wanted = [member.sharded.requires_grad for member in self.members]
             self.trains = True in wanted
             for member, trains in zip(self.members, wanted, strict=True):
-                unsharded = member.unsharded
-                if unsharded is not None and unsharded.requires_grad is not trains:
+                if member.trains is not trains and member.unsharded is not None:
                     member.trains = trains
-                    unsharded.requires_grad_(trains)
+                    member.unsharded.requires_grad_(trains)
 
     def take_requires_grad(self) -> None:
         """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""

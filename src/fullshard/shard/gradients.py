@@ -110,15 +110,14 @@ class Gradients:
         if first:
             buffer.allocate()
         try:
-            buffer.fill(first)
+            grads = buffer.fill(first)
         except BaseException:
             if first:
                 buffer.free()
             raise
-        for member in self.bucket.members:
-            unsharded = member.unsharded
-            if unsharded is not None and unsharded.grad is not None:
-                unsharded.grad = None
+        for member, grad in zip(self.bucket.members, grads, strict=True):
+            if grad is not None:
+                member.unsharded.grad = None  # type: ignore[union-attr]
                 member.got_grad = True
         self.state = GradState.PENDING
         return (buffer.nbytes if first else 0) - freed

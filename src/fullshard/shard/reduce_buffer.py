@@ -29,7 +29,7 @@ class ReduceBuffer(Scratch):
         segments: per segment of the layout, its part of the buffer [world * slice_numel].
     """
 
-    __slots__ = ("_padding", "_places", "_simple", "_strewn", "_zeros", "bucket", "segments")
+    __slots__ = ("_known", "_padding", "_places", "_strewn", "_zeros", "bucket", "segments")
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         layout = bucket.layout
@@ -42,19 +42,25 @@ class ReduceBuffer(Scratch):
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
         self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # All targets, if every gradient goes in as it is, in one kernel with the others.
-        simple = all([p.whole and p.alike[0] and m.split is None for p, m in self._pairs()])
-        self._simple = [place.targets[0] for place in self._places] if simple else None
+        # If every gradient goes in as one tensor: targets and members of those alike, and of the others.
+        self._known: list[tuple[list[torch.Tensor], list[int]]] = []
+        if all([place.whole and member.split is None for place, member in self._pairs()]):
+            for alike in (True, False):
+                mine = [i for i, place in enumerate(self._places) if place.alike[0] is alike]
+                self._known.append(([self._places[i].targets[0] for i in mine], mine))
         self.free()
 
     def _pairs(self) -> list[tuple[_Places, Member]]:
         return list(zip(self._places, self.bucket.members, strict=True))
 
-    def fill(self, first: bool) -> None:
+    def fill(self, first: bool) -> list[torch.Tensor | None]:
         """Copy autograd's gradients in, or add them to what is there.
 
         Args:
             first: whether nothing is there: padding, and what has no gradient, becomes zero.
+
+        Returns:
+            The gradients, by member.
 
         Raises:
             PhaseError: a gradient is sparse.
@@ -62,15 +68,16 @@ class ReduceBuffer(Scratch):
         grads = [m.unsharded.grad if m.unsharded is not None else None for m in self.bucket.members]
         here = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
         missing = False
-        if self._simple is not None and len(here) == len(grads):
-            targets, sources, strided, strided_sources = self._simple[:], here, [], []
+        if self._known and len(here) == len(grads):
+            (alike, mine), (strided, others) = self._known
+            targets, sources, strided_sources = alike[:], [here[i] for i in mine], [here[i] for i in others]
         else:
             missing = any([grad is None for grad in grads])
             targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
             add_all(targets, sources)
             add_all(strided, strided_sources)
-            return
+            return grads
         if missing or self._strewn:
             zero_all([self.tensor] if missing else self._padding)
         else:
@@ -78,6 +85,7 @@ class ReduceBuffer(Scratch):
             sources += self._zeros
         copy_all(targets, sources)
         copy_all(strided, strided_sources)
+        return grads
 
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], ...]:
         """Targets and sources of the same form, which one kernel copies, and others."""

@@ -27,7 +27,8 @@ def collect(unit: Unit, everything: bool) -> None:
             trainable buckets of a unit are reduced once one is.
     """
     for gradients in unit.gradients:
-        if gradients.waiting() or (everything and gradients.state is GradState.NONE and gradients.bucket.trains):
+        takes_part = everything and gradients.state is GradState.NONE and gradients.bucket.trains
+        if takes_part or gradients.waiting():
             unit.ledger.reducing += gradients.collect()
     unit.ledger.note()
     if stream.listeners:
