@@ -287,3 +287,21 @@ def on_parameters(layout: str, name: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["rows", "flat", "owner"])
 def test_on_sharded_parameters_right_or_refused(run_ranks, layout, name):
     assert_same(run_ranks(on_parameters, layout, name, timeout=20))
+
+
+def built_while_gathered(layout: str) -> bool:
+    model = network()
+    fullshard.fully_shard(model[0], layout=layout)
+    fullshard.fully_shard(model, layout=layout)
+    take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [0])
+    model[0].unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].reshard()
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)while a unit was gathered.*0\.weight"):
+        take_steps(model, optimizer, [1])
+    return True
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat", "owner"])
+def test_an_optimizer_built_between_unshard_and_reshard_is_refused(run_ranks, layout):
+    assert all(run_ranks(built_while_gathered, layout, timeout=20))

@@ -15,7 +15,7 @@ from ..torch_private.foreach import copy_all, same_form
 from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
-from .member import Member, attributes_of
+from .member import WHOLE_KEY, Member, attributes_of
 from .scratch import Scratch
 
 
@@ -74,6 +74,7 @@ def show_as_parameter(member: Member, view: torch.Tensor) -> None:
         made = nn.Parameter(view, requires_grad=member.trains)
         made.__dict__.update({k: v for k, v in attributes_of(member.sharded).items() if k not in made.__dict__})
         made.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
+        made.__dict__[WHOLE_KEY] = member.name
         member.unsharded = made
     elif member.split is not None:
         set_local(member.unsharded, local_of(view))

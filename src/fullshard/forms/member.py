@@ -16,6 +16,8 @@ NAME_KEY = "_fullshard_name"
 """Where a parameter keeps its name, for errors."""
 SUCCESSOR_KEY = "_fullshard_successor"
 """Where a parameter that was replaced keeps the one that took its place."""
+WHOLE_KEY = "_fullshard_whole"
+"""Where a parameter that is shown while its unit is gathered keeps its name."""
 PART_KEY = "_fullshard_part"
 """Where a plain tensor that optimizers see keeps what it is, if it is not a whole parameter in its own shape."""
 

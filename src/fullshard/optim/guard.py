@@ -1,7 +1,7 @@
 """Every optimizer is looked at before its first step, and every step is noticed: units know that parameters changed.
 
-Refused are optimizers that were built before `fully_shard`, and those that look at whole tensors but were given runs of
-elements: they would train nothing, or something else.
+Refused are optimizers that were built before `fully_shard` or while a unit was gathered, and those that look at whole
+tensors but were given runs of elements: they would train nothing, or something else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, note_change
+from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -60,6 +60,15 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             expected="an optimizer built from model.parameters() once the model is sharded",
             remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
             "the model with use_orig_params=True, which keeps Parameter objects",
+        )
+    if WHOLE_KEY in known:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} was built while a unit was gathered: it holds what the unit computes "
+            "with, which is given back after use, and would train nothing.",
+            parameter=known[WHOLE_KEY],
+            expected="an optimizer built from the sharded parameters",
+            got="one built between unshard() and reshard(), or inside a forward",
+            remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
         )
     if (part := known.get(PART_KEY)) is None:
         return

@@ -1,0 +1,190 @@
+"""Several gloo ranks on one GPU: real communication between ranks, on one device. The same on the CPU, anywhere.
+
+What the CPU shows of these is that the tests themselves are right; streams, and memory that runs out, a GPU shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from training import assert_same
+
+WIDTH, BLOCKS, STEPS = 64, 3, 3
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+FRONTS = pytest.mark.parametrize("front", ["rows", "flat", "wrapper"])
+
+
+def build(width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.Linear(width, 3))
+
+
+def shard(front: str, model: nn.Sequential, device: str, hybrid: bool = False) -> nn.Module:
+    """Every block a unit, and the whole; with `hybrid`, two replicas of two shards each."""
+    world = dist.get_world_size()
+    if hybrid:
+        mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device, (world,))
+    if front == "wrapper":
+        strategy = fullshard.ShardingStrategy.HYBRID_SHARD if hybrid else fullshard.ShardingStrategy.FULL_SHARD
+        given: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": strategy, "use_orig_params": True}
+        for index in range(BLOCKS):
+            model[index] = fullshard.FullyShardedDataParallel(model[index], **given)
+        return fullshard.FullyShardedDataParallel(model, **given)
+    for block in list(model)[:BLOCKS]:
+        fullshard.fully_shard(block, mesh=mesh, layout=front)
+    return fullshard.fully_shard(model, mesh=mesh, layout=front)
+
+
+def batch(step: int, rank: int, device: str, width: int = WIDTH) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().cpu() for n, v in state.items()}
+
+
+def differences(model: nn.Module, plain: nn.Module, where: str) -> list[str]:
+    found, wanted = whole_parameters(model), whole_parameters(plain)
+    far = {name: (found[name] - value).norm() / value.norm() for name, value in wanted.items()}
+    return [f"{where}: {name} is off by {distance:.1e}" for name, distance in far.items() if distance > 1e-4]
+
+
+def train(model: nn.Module, plain: nn.Module, device: str, steps: range) -> None:
+    """Both, SGD by hand; `plain` on the batches of all ranks."""
+    ranks = range(dist.get_world_size())
+    for one, mine in ((model, [dist.get_rank()]), (plain, list(ranks))):
+        for step in steps:
+            loss_of(one, torch.cat([batch(step, rank, device) for rank in mine])).backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    if parameter.grad is not None:  # of the wrapper's, this rank may hold nothing
+                        parameter.sub_(parameter.grad, alpha=0.1)
+            one.zero_grad()
+
+
+@on_each_device
+@FRONTS
+def test_two_ranks_train_as_one_process(run_ranks, front, device):
+    assert_same(run_ranks(trains, front, device, False, world=2))
+
+
+@on_each_device
+@FRONTS
+def test_a_hybrid_mesh_trains_as_one_process(run_ranks, front, device):
+    assert_same(run_ranks(trains, front, device, True, world=4))
+
+
+def trains(front: str, device: str, hybrid: bool) -> list[str]:
+    model, plain = shard(front, build().to(device), device, hybrid), build().to(device)
+    train(model, plain, device, range(STEPS))
+    return differences(model, plain, front)
+
+
+@contextlib.contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """Another stream than the one that computes, with work in it that takes a while; nothing on a CPU."""
+    if device == "cpu":
+        yield
+        return
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        yield
+
+
+@on_each_device
+@pytest.mark.parametrize("front", ["rows", "flat"])
+def test_units_unsharded_under_a_side_stream(run_ranks, front, device):
+    assert_same(run_ranks(unshards_aside, front, device, world=2))
+
+
+def unshards_aside(front: str, device: str) -> list[str]:
+    """Gathers issued and waited for on one stream, computed with on another, and freed again."""
+    model, plain = shard(front, build().to(device), device), build().to(device)
+    for step in range(STEPS):
+        with side_stream(device):
+            handles = [block.unshard(async_op=True) for block in list(model)[:BLOCKS]]
+            for handle in handles[::2]:
+                handle.wait()
+        for handle in handles[1::2]:
+            handle.wait()
+        train(model, plain, device, range(step, step + 1))
+    return differences(model, plain, front)
+
+
+@on_each_device
+@pytest.mark.parametrize("front", ["rows", "flat"])
+def test_a_forward_under_a_side_stream(run_ranks, front, device):
+    assert_same(run_ranks(runs_aside, front, device, world=2))
+
+
+def runs_aside(front: str, device: str) -> list[str]:
+    """Evaluation on a stream of its own between steps on the other one; the caller orders what the caller owns."""
+    model, plain = shard(front, build().to(device), device), build().to(device)
+    problems = []
+    for step in range(STEPS):
+        train(model, plain, device, range(step, step + 1))
+        x = batch(step, 0, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        with side_stream(device), torch.no_grad():
+            out = model(x)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if not torch.allclose(out, plain(x), rtol=1e-4, atol=1e-5):
+            problems.append(f"step {step}: another output")
+    return problems + differences(model, plain, front)
+
+
+@pytest.mark.gpu
+@NO_GPU
+@FRONTS
+def test_running_out_of_memory_leaves_the_next_step_right(run_ranks, front):
+    assert_same(run_ranks(runs_out, front, world=2, timeout=120))
+
+
+def runs_out(front: str) -> list[str]:
+    """Both ranks may have little more than what they hold, by several amounts; then as much as they like."""
+    device, world = "cuda", dist.get_world_size()
+    model, plain = shard(front, build(1024).to(device), device), build(1024).to(device)
+    problems: list[str] = []
+    unit = 4 * (1024 * 1024 + 3 * 1024)  # bytes of a block
+    failed = 0
+    for left in range(0, 8 * unit, unit // 2):
+        torch.cuda.empty_cache()
+        limit = torch.cuda.memory_allocated() + left + 2 * unit
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            loss_of(model, batch(0, dist.get_rank(), device, 1024)).backward()
+        except torch.OutOfMemoryError:
+            failed += 1
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        dist.barrier()
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, batch(1, dist.get_rank(), device, 1024)).backward()
+        loss_of(plain, torch.cat([batch(1, rank, device, 1024) for rank in range(world)])).backward()
+        got = fullshard.clip_grad_norm_(model.parameters(), 1e9)
+        want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        if not torch.allclose(got.cpu(), want.cpu(), rtol=1e-3):
+            problems.append(f"{left} bytes left: gradient norm {got} where {want} is right")
+    return problems if failed else ["memory never ran out: the limits are not where they should be"]
