@@ -126,8 +126,8 @@ class UseAgreement:
         *changed, total = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
-                "ranks gathered or reduced different units, or in different orders: this step's gradients are wrong, or "
-                "what a forward since the last one gave.",
+                "ranks gathered or reduced different units, or in different orders: this step's gradients are wrong, "
+                "or what a forward since the last one gave.",
                 rank=axes.global_rank,
                 expected="the same units in every rank's forwards and backward",
                 got="different ones (compared at the end of backward)",

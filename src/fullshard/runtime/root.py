@@ -14,7 +14,7 @@ from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..mesh import Axis
-from ..shard import Member, State, Unit, refuse_meta
+from ..shard import Member, State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
