@@ -1,4 +1,4 @@
-"""Whether all ranks reduce the same in a backward, and which parameters any of them had gradients for."""
+"""Whether all ranks gather and reduce the same, and which parameters any of them had gradients for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..shard import Delivery, Unit
 
 
 class UseAgreement:
-    """Which parameters any rank had a gradient for, and whether all ranks reduced the same units in the same order.
+    """Which parameters any rank had a gradient for, and whether all ranks gathered and reduced the same in one order.
 
     One small all-reduce per backward and mesh, over all ranks of the mesh: a number for every parameter, one for every
-    unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order. Only
+    unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order of
+    gathers and reductions since the last one: gathers of equal sizes would swap two units and say nothing. Only
     a rank that lacks gradients for some parameters has to read the answer at once; the rest is compared at once where
     that costs nothing (on a CPU), else one backward later.
 
@@ -41,7 +42,7 @@ class UseAgreement:
         return index in self._reduced
 
     def note_gather(self, index: int) -> None:
-        """A unit's gather was issued, in backward."""
+        """A unit's gather was issued, in forward or backward."""
         self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 2) % _PRIME
 
     def note_changed(self, index: int) -> None:
@@ -65,7 +66,8 @@ class UseAgreement:
             The sharded parameters that got one, and views over them.
 
         Raises:
-            DivergenceError: ranks reduced other units, or in another order: gradients are wrong.
+            DivergenceError: ranks gathered or reduced other units, or in another order: gradients are wrong, or were
+                what forwards without a backward gave.
             PhaseError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
         changed, self._changed = [index in self._changed for index in range(len(units))], set()
@@ -124,10 +126,10 @@ class UseAgreement:
         *changed, total = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
-                "ranks gathered or reduced different units in backward, or in different orders: this step's gradients "
-                "are wrong.",
+                "ranks gathered or reduced different units, or in different orders: this step's gradients are wrong, "
+                "or what a forward since the last one gave.",
                 rank=axes.global_rank,
-                expected="the same units in every rank's backward",
+                expected="the same units in every rank's forwards and backward",
                 got="different ones (compared at the end of backward)",
                 remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
                 "run different ones, and zero_grad() before going on",

@@ -19,6 +19,7 @@ from ..mesh import Axis, MeshAxes
 from ..shard import Unit
 
 END = -1  # in place of a unit's index: the pass is over
+LEFT = -2  # less a unit's index: its forward is over
 
 
 class FirstPass:
@@ -57,10 +58,16 @@ class FirstPass:
         if any([unit.buckets for unit in self.units]):
             self._compare(END, False, largest(self.units))
 
-    def written(self, unit: Unit) -> list[Member]:
-        """Parameters of a gathered unit that are not what their shards hold, on any rank. Collective over its mesh."""
+    def written(self, index: int) -> list[Member]:
+        """Parameters of a gathered unit that are not what their shards hold, on any rank. Collective over its mesh.
+
+        Raises:
+            DivergenceError: another rank is about to run a unit, or to leave another one.
+        """
+        unit = self.units[index]
         if not unit.buckets or unit.changed_since_gather():
             return []
+        self._compare(LEFT - index, False, largest([unit]))
         (found,) = differing([unit], self.comm)
         told = [id(member) for bucket in unit.buckets if bucket.form.plain for member in bucket.members]
         return [member for member in found if id(member) in told]  # what a subclass gathers cannot be compared
@@ -81,9 +88,11 @@ class FirstPass:
             return any(changes)
 
         def told(at: int) -> str:
-            unit = indices[at]
-            name = "(root)" if unit == END else self.units[unit].name or "(root)"
-            return "has come to the end of its forward" if unit == END else f"runs unit {name!r}"
+            index = indices[at]
+            if index == END:
+                return "has come to the end of its forward"
+            name = self.units[LEFT - index if index <= LEFT else index].name or "(root)"
+            return f"has come to the end of unit {name!r}" if index <= LEFT else f"runs unit {name!r}"
 
         raise DivergenceError(
             "ranks run their units in different orders (checked along the first forward).\n"

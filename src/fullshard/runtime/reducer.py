@@ -56,7 +56,7 @@ class Reducer:
         self._use = UseAgreement(comm)
 
     def note_gather(self, index: int) -> None:
-        """A unit's gather was issued in backward."""
+        """A unit's gather was issued."""
         self._use.note_gather(index)
 
     def changed(self, one: Reducible) -> None:

@@ -15,7 +15,7 @@ from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..forms import Member
 from ..mesh import Axis
-from ..shard import State, Unit, refuse_meta
+from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from .additions import Additions
@@ -202,11 +202,19 @@ class Root:
                 self.first_pass = None  # all ranks raise: there is nothing left to compare
                 raise
 
-    def written(self, unit: Unit) -> list[Member]:
-        """Parameters of a unit that its forward, which is over, wrote to."""
-        written = unit.written()
+    def written(self, index: int) -> list[Member]:
+        """Parameters of a unit that its forward, which is over, wrote to.
+
+        Raises:
+            DivergenceError: in the first pass of its kind, another rank has come elsewhere.
+        """
+        written = self.units[index].unit.written()
         if self.first_pass is not None:
-            written += self.first_pass.written(unit)
+            try:
+                written += self.first_pass.written(index)
+            except DivergenceError:
+                self.first_pass = None  # as in `compare`
+                raise
         return written
 
     def _drop_stale(self) -> None:
@@ -305,6 +313,8 @@ class Root:
                     one.happens(Happening.END)
             self.reducer.end()
         except BaseException as error:
+            if isinstance(error, DivergenceError):
+                self.orders.forget()  # each rank learned its own: gathers ahead would swap units
             try:
                 self.recover()
             except Exception as second:
@@ -331,8 +341,7 @@ class Root:
                 one.settings.unshard_in_backward if backward else not one.unit.moving
             ):
                 one.unit.issue_gather(one.settings.comm)
-                if backward:
-                    self.reducer.note_gather(index)
+                self.reducer.note_gather(index)
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""

@@ -131,6 +131,7 @@ class Runner(Asked):
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
                 unit.issue_gather(self.settings.comm)
+                root.reducer.note_gather(self.index)
             unit.finish_gather(keep=with_grad)
         if (assigned := unit.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
@@ -148,7 +149,7 @@ class Runner(Asked):
         """Show the sharded parameters, and free unless they are to stay."""
         self._ran.clear()
         unit, root = self.unit, self.root
-        if root is not None and (written := root.written(unit)):
+        if root is not None and (written := root.written(self.index)):
             self.kept = False
             raise unit.written_error(written)
         assigned = unit.show_sharded()

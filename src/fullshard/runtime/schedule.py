@@ -104,6 +104,11 @@ class Orders:
         if with_grad:
             self.backward.suggest(self.forward.known[::-1])
 
+    def forget(self) -> None:
+        """Begin anew: the next pass of each kind is the first."""
+        self._forwards.clear()
+        self.forward, self.backward = Order(), Order()
+
     def restart(self) -> None:
         """Forget what was broken off."""
         for order in (*self._forwards.values(), self.backward):

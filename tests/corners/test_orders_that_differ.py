@@ -1,0 +1,98 @@
+"""Ranks that run their units in other orders than their neighbours, after passes in which the orders were equal.
+
+Units of equal sizes swap their parameters then, without a word from the collectives. The backward that follows has to
+tell, and the step after the error has to be right: what a rank learned of the order is not used to gather ahead.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from every_kind import assert_equal, every_kind, example_of, gradients, sharded
+from torch import Tensor, nn
+
+from fullshard import DivergenceError
+
+WIDTH = 8
+SECONDS = 40  # a hang is this, not a minute
+UNITS = 4
+ALIKE = tuple(range(UNITS))
+
+
+class Chosen(nn.Module):
+    """Equal units, run in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        for index in order:
+            x = torch.tanh(self.units[index](x))
+        return x
+
+
+EXAMPLE = example_of(Chosen, *[f"units.{index}" for index in range(UNITS)])
+
+
+def loss_of(model: nn.Module, rank: int, order: tuple[int, ...] = ALIKE) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return model(x, order).square().mean()
+
+
+def assert_step_is_right(model: nn.Module) -> None:
+    rank, world, plain = dist.get_rank(), dist.get_world_size(), EXAMPLE.make(torch.float64)
+    for other in range(world):
+        (loss_of(plain, other) / world).backward()
+    model.zero_grad()
+    loss_of(model, rank).backward()
+    assert_equal(gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "after the error")
+
+
+def differ(kind: str, how: str) -> str:
+    """Returns what the ranks were told."""
+    rank, model = dist.get_rank(), sharded(EXAMPLE, kind)
+    mine = ALIKE if rank == 0 else ALIKE[::-1]
+    loss_of(model, rank).backward()
+    with torch.no_grad():
+        loss_of(model, rank)
+    model.zero_grad()
+    with pytest.raises(DivergenceError) as error:
+        if how == "evaluated":
+            with torch.no_grad():
+                loss_of(model, rank, mine)
+            loss_of(model, rank).backward()
+        elif how == "not differentiated":
+            loss_of(model, rank, mine)
+            loss_of(model, rank).backward()
+        else:
+            loss_of(model, rank, mine).backward()
+    assert_step_is_right(model)
+    with torch.no_grad():
+        loss_of(model, rank)
+    assert_step_is_right(model)
+    return str(error.value)
+
+
+@every_kind
+@pytest.mark.parametrize("how", ["evaluated", "not differentiated", "trained"])
+def test_an_order_of_one_rank_s_own(run_ranks, kind, how):
+    for rank, told in enumerate(run_ranks(differ, kind, how, timeout=SECONDS)):
+        assert "in different orders" in told and f"{rank}" in told
+
+
+def run_one_more(kind: str) -> str:
+    rank, model = dist.get_rank(), sharded(EXAMPLE, kind)
+    with pytest.raises(DivergenceError) as error:
+        loss_of(model, rank, ALIKE if rank == 0 else (*ALIKE, UNITS - 1)).backward()
+    assert_step_is_right(model)
+    return str(error.value)
+
+
+@every_kind
+def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(run_ranks, kind):
+    for told in run_ranks(run_one_more, kind, timeout=SECONDS):
+        assert f"runs unit 'units.{UNITS - 1}'" in told and "has come to the end of unit '(root)'" in told
