@@ -34,7 +34,8 @@ _installed: list[Any] = []
 def install() -> None:
     """Check every optimizer of this process at its first step, and again when it gains parameters. Once."""
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_check))
+        # Dynamo cannot follow the hook, nor may a compiled step go without it: it breaks the graph here.
+        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
