@@ -1,7 +1,8 @@
 """The functions users call: ours for optimizer state, and those of `torch.distributed.checkpoint.state_dict`.
 
 PyTorch's own know its own wrapper only: of ours they would return this rank's memory under the wrapped names. Those
-here have the same names, arguments and results, for every model that Fullshard shards; of others, PyTorch's are called.
+here have the same names, arguments and results, for every model that Fullshard shards; of others, PyTorch's are called:
+those that were there when this was imported, as programs may put ours in their place.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as torch_get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_name, clean_path
@@ -128,13 +132,13 @@ def get_model_state_dict(
     # PyTorch's raise on some combinations of filters, so they are applied here.
     plain = replace(options, ignore_frozen_params=False, keep_submodule_prefixes=True)
     if not table.sharded:
-        state = dcp.get_model_state_dict(model, options=plain)
+        state = torch_get_model_state_dict(model, options=plain)
     elif table.wrapped:
         with in_form(form):
             state = dict(model.state_dict())
     else:
         plain = replace(plain, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-        state = _finished(table, dcp.get_model_state_dict(model, options=plain), form)
+        state = _finished(table, torch_get_model_state_dict(model, options=plain), form)
     if options.ignore_frozen_params:
         frozen = {name for row in table.parameters if not row.parameter.requires_grad for name in row.names}
         state = {name: value for name, value in state.items() if name not in frozen}
@@ -183,7 +187,7 @@ def get_optimizer_state_dict(
     settle(model)
     table, given = _table(model, options), _listed(optimizers)
     if not table.sharded:
-        return dcp.get_optimizer_state_dict(model, given, submodules=submodules, options=options)
+        return torch_get_optimizer_state_dict(model, given, submodules=submodules, options=options)
     form = _form(options)
     wanted = form.wanted(values.first_rank(table.axes) if table.wrapped else dist.get_rank())
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -238,7 +242,7 @@ def set_model_state_dict(
     options = options or StateDictOptions()
     table = _table(model, options)
     if not table.sharded:
-        return dcp.set_model_state_dict(model, model_state_dict, options=options)
+        return torch_set_model_state_dict(model, model_state_dict, options=options)
     state = dict(model_state_dict)
     if options.broadcast_from_rank0:
         state = values.from_rank0(state, table.axes)
@@ -273,7 +277,7 @@ def set_optimizer_state_dict(
         saved = _unflattened(saved)
         options = replace(options, flatten_optimizer_state_dict=False)  # PyTorch's raises on whole flat ones
     if not table.sharded:
-        dcp.set_optimizer_state_dict(model, given, optim_state_dict=saved, options=options)
+        torch_set_optimizer_state_dict(model, given, optim_state_dict=saved, options=options)
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)

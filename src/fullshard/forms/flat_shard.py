@@ -1,9 +1,8 @@
 """A tensor of which each rank holds one run of elements: the sharded parameters of flat layouts.
 
-It has the whole parameter's shape, so that code which sorts parameters by `ndim` or `shape` sorts them as it would
-the originals; the values it holds are the elements [start, stop) in memory order. Element-wise operations run on
-the run; reductions over all elements (sum, norm) include the other ranks' and are therefore collective; whatever
-would need elements of other ranks otherwise raises by name and is never computed on a part.
+It has the whole parameter's shape, so that code which sorts parameters by `ndim` or `shape` sorts them as it would the
+originals; the values are the elements [start, stop) in memory order. Element-wise operations run on the run; reductions
+over all elements (sum, norm) are collective; whatever else would need other ranks' elements raises by name.
 
 `DTensor` cannot say this: a `Shard(0)` whose local rows are not `torch.chunk`'s gives a wrong `full_tensor()`.
 """
@@ -24,7 +23,7 @@ from ..layout import dense_strides, rectangles
 from ..mesh import device_type_of, reduce_value
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import changes_in_place, give_up_gradient, note_change
+from .changes import OWNER_KEY, changes_in_place, give_up_gradient, note_change
 from .norms import norms
 from .row_shard import assign_data
 from .run import Run
@@ -59,7 +58,9 @@ class FlatShard(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. Assigning a FlatShard of the same run writes its values into the shard."""
-        return read_data(self)
+        found = read_data(self)
+        found.__dict__[OWNER_KEY] = self.__dict__.get(OWNER_KEY)
+        return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -263,13 +264,15 @@ def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> t
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    return FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+    view = FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+    view.__dict__[OWNER_KEY] = args[0].__dict__.get(OWNER_KEY)  # the unit's memory
+    return view
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     if tuple(args[1]) != args[0]._run.shape:
         raise _unsupported(func, args)
-    return FlatShard(args[0]._local_tensor.detach(), args[0]._run)
+    return _detach(func, args, kwargs)
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

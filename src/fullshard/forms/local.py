@@ -20,7 +20,7 @@ from .flat_shard import FlatShard
 from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import full_of
-from .rows import remedy_for
+from .rows import refuse_tie, remedy_for
 from .run import Run
 
 
@@ -107,6 +107,7 @@ class LocalForm:
             for place in member.places:
                 found = place.shown()
                 if found is not member.sharded and found is not member.unsharded:
+                    refuse_tie(member, found, members, self.axes.global_rank)
                     member.sharded = self._adopted(member, found)
         for member in members:
             if member.sharded.shape != member.local.shape:

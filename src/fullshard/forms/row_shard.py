@@ -20,9 +20,10 @@ from ..torch_private.local_tensor import (
     plain_call,
     read_data,
     read_grad,
+    set_local,
     write_grad,
 )
-from .changes import changes_in_place, give_up_gradient, note_change
+from .changes import OWNER_KEY, changes_in_place, give_up_gradient, note_change, owner_of
 from .member import NAME_KEY, attributes_of
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
@@ -44,7 +45,9 @@ class RowShard(DTensor):
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. Assigning a DTensor of the same shape and placements writes its values into the shard."""
         with plain_access():
-            return as_row_shard(read_data(self))
+            found = as_row_shard(read_data(self))
+        found.__dict__[OWNER_KEY] = self.__dict__.get(OWNER_KEY)
+        return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -106,7 +109,7 @@ class RowShard(DTensor):
             return copied
         if id(self) not in memo:
             memo[id(self)] = made = self._apart(copy.deepcopy(attributes_of(self), memo))
-            if self.grad is not None:
+            if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # whose copies have none
                 made.grad = copy.deepcopy(self.grad, memo)
         found: torch.Tensor = memo[id(self)]
         return found
@@ -133,6 +136,8 @@ class RowShard(DTensor):
             as_row_shard(result)  # a transpose of a weight is misused just as the weight is
             if (name := name_of(args)) is not None:
                 result.__dict__[NAME_KEY] = name
+                if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: changes in place are noted
+                    result.__dict__[OWNER_KEY] = args[0].__dict__.get(OWNER_KEY)
         return result
 
 
@@ -211,7 +216,7 @@ def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
 
 
 def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
-    """What `parameter.data = value` does to a sharded parameter: the values go into its shard.
+    """What `parameter.data = value` does to a sharded parameter: the values go into its shard, now or later.
 
     torch's own setter would change the outer tensor only and leave the values as they were.
 
@@ -236,8 +241,11 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
         )
     local = value._local_tensor.detach()
     note_change((parameter,))
-    if (local.dtype, local.device) == (parameter.dtype, parameter.device):
+    if (local.dtype, local.device) != (parameter.dtype, parameter.device):
+        become(parameter, value)  # the unit takes it over at its next gather
+    elif owner_of(value) is not None:
+        # Memory of a unit, this one's or another's: whoever exchanges two parameters reads the other one after this.
+        set_local(parameter, local)  # taken over at the next gather, too, into memory of its own
+    else:
         with torch.no_grad():
             local_of(parameter).copy_(local)
-    else:
-        become(parameter, value)  # the unit takes it over at its next gather

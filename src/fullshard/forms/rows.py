@@ -110,6 +110,7 @@ class RowsForm:
             for place in member.places:
                 found = place.shown()
                 if found is not member.sharded and found is not member.unsharded:
+                    refuse_tie(member, found, members, self.axes.global_rank)
                     self._check(member, found)
                     found.__dict__.update(identity_of(member.sharded))
                     member.sharded = found
@@ -142,6 +143,24 @@ class RowsForm:
 
     def copied(self) -> RowsForm:
         return type(self)(self.layout, self.axes, self.apart)
+
+
+def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int) -> None:
+    """Raise if `found`, in the place of `member`, is another parameter of the same bucket.
+
+    Raises:
+        ConfigError: names both.
+    """
+    other = next((one for one in members if one is not member and found is one.sharded), None)
+    if other is not None:
+        raise ConfigError(
+            "A sharded parameter was tied to another one of its unit after sharding.",
+            parameter=member.name,
+            rank=rank,
+            expected="weights that are tied before the model is sharded",
+            got=f"{other.name} in its place",
+            remedy="tie them first (module.weight = other.weight), then shard the model",
+        )
 
 
 def not_its_shard(member: Member, found: Any, rank: int) -> ConfigError:

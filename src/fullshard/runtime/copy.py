@@ -20,7 +20,8 @@ _COPYING = "fullshard: units being copied"
 def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
     """A copy of `module`, with units and shards of its own on the same mesh. No communication.
 
-    Values, gradients, settings and hooks of the module are copied; what is gathered is not: the copy starts sharded.
+    Values, settings and hooks of the module are copied. Gradients are not, as torch's own parameters do not copy them;
+    what is gathered is not: the copy starts sharded.
     Modules under `module` are copied with it; a model is copied whole by copying its root.
 
     Raises:

@@ -65,9 +65,8 @@ class FirstPass:
             DivergenceError: another rank is about to run a unit, or to leave another one.
         """
         unit = self.units[index]
-        if not unit.buckets or unit.changed_since_gather():
+        if not unit.buckets or self._compare(LEFT - index, unit.changed_since_gather(), largest([unit])):
             return []
-        self._compare(LEFT - index, False, largest([unit]))
         (found,) = differing([unit], self.comm)
         told = [id(member) for bucket in unit.buckets if bucket.form.plain for member in bucket.members]
         return [member for member in found if id(member) in told]  # what a subclass gathers cannot be compared

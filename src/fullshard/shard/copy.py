@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import PhaseError
 from ..forms import OWNER_KEY, FlatParameter, FlatParameterForm, Member, Owner, Place, identity_of, stand_in_for
-from ..torch_private.local_tensor import plain_access, read_grad, write_grad
+from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
 from .gradients import GradState
 from .optimizer_view import FlatView
@@ -74,9 +74,6 @@ def _clone_member(new: Bucket, bucket: Bucket, member: Member, memo: dict[int, A
     blank.__dict__.update(identity_of(old))
     made.sharded = new.form.make(made, blank)
     made.sharded.__dict__.update(identity_of(old))
-    grad = read_grad(old)
-    if grad is not None:
-        give_gradient(made.sharded, new.shown(bucket.local(grad, member).clone(), made))
     for replaced in (old, member.unsharded):
         if replaced is not None:
             memo[id(replaced)] = made.sharded
@@ -89,20 +86,9 @@ def _clone_flat(new: Bucket, old: Bucket, memo: dict[int, Any]) -> None:
     form: Any = new.form
     form.flat = flat = FlatParameter(new.shard, new.layout, new.axes.shard.rank, before.requires_grad)
     memo[id(before)] = flat
-    if before.grad is not None:
-        give_gradient(flat, before.grad.clone())
     for ours, theirs in zip(new.members, old.members, strict=True):
-        if flat.grad is not None and theirs.sharded.grad is not None:
-            give_gradient(ours.sharded, new.shown(new.part(flat.grad, ours), ours))
         ours.stand_in = stand_in_for(ours, new.storage_dtype, new.device)
         memo[id(theirs.stand_in)] = ours.stand_in
-
-
-def give_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set `.grad`, of any dtype."""
-    if grad.dtype != parameter.dtype:
-        parameter.grad_dtype = None
-    write_grad(parameter, grad)
 
 
 def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:

@@ -126,8 +126,14 @@ class _Whole:
         elif to_cpu:
             self.whole = self.whole.cpu()
             self.grads = self.grads.cpu() if self.grads is not None else None
+        self.version = self._shard_version()
         self.parameters: list[nn.Parameter] = []
         self.saved: list[torch.Tensor | None] = []
+
+    def _shard_version(self) -> int:
+        """Differs between two times if the flat parameter was changed in between; a shard without one is not seen."""
+        flat = self.bucket.flat_parameter
+        return 0 if flat is None else int(self.bucket.shard._version + flat._version)
 
     def _local_grad(self, member: Member) -> torch.Tensor | None:
         bucket = self.bucket
@@ -171,8 +177,10 @@ class _Whole:
 
         Raises:
             ConfigError: a parameter was replaced by one that does not fit; everything else is as it should be.
+            UsageError: the flat parameter was changed besides: whole values are not written over it.
         """
         bucket = self.bucket
+        stepped = self._shard_version() != self.version
         error: ConfigError | None = None
         for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
             try:
@@ -190,7 +198,7 @@ class _Whole:
                 place.show(member.sharded if member.stand_in is None else member.stand_in)
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.register_again()
-        if writeback and self.whole.data_ptr() != bucket.shard.data_ptr():
+        if writeback and not stepped and self.whole.data_ptr() != bucket.shard.data_ptr():
             low = bucket.axes.shard.rank * bucket.layout.shard_numel
             with torch.no_grad():
                 bucket.shard.copy_(self.whole[low : low + bucket.layout.shard_numel])
@@ -198,6 +206,13 @@ class _Whole:
             self._write_gradients()
         if error is not None:
             raise error
+        if writeback and stepped:
+            raise UsageError(
+                "A FlatParameter was changed inside summon_full_params, which shows its whole values apart from it: "
+                "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
+                parameter=", ".join(member.name for member in bucket.members),
+                remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
+            )
 
     def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
         """What was assigned in place of the parameter or its memory comes back into `whole`."""
