@@ -180,3 +180,39 @@ def sparse(front: str) -> list[str]:
 @front_ends
 def test_sparse_gradients_are_named(run_ranks, front):
     assert_same(run_ranks(sparse, front, timeout=20))
+
+
+# Gradients of sharded parameters asked for directly.
+
+
+def asked_directly(front: str, unused: bool) -> list[str]:
+    """Refused by name, whole and in part; what the graph does hold is answered."""
+    build = lambda: Network(Block)  # noqa: E731
+    model, x = sharded(front, build()), batch(0, [dist.get_rank()]).requires_grad_()
+    problems = []
+    for parameters in (list(model.parameters()), list(model.parameters())[-1:]):
+        try:
+            torch.autograd.grad(mean_square(model, x), parameters, allow_unused=unused)
+            problems.append(f"{len(parameters)} parameters: nothing was raised")
+        except fullshard.PhaseError as error:
+            problems += [] if "blocks.2" in str(error) else [str(error)]
+        model.zero_grad()
+    (of_input,) = torch.autograd.grad(mean_square(model, x), x)
+    plain = build()
+    (want,) = torch.autograd.grad(mean_square(plain, x), x)
+    if not torch.allclose(of_input, want, rtol=1e-4, atol=1e-6):
+        problems.append("the gradient of the input is another one")
+    weight = next(iter(model.parameters()))
+    if hasattr(weight, "full_tensor"):  # part of a graph of its own
+        (of_weight,) = torch.autograd.grad(weight.full_tensor().square().sum(), weight)
+        if not torch.allclose(of_weight.full_tensor(), 2 * weight.full_tensor()):
+            problems.append("the gradient through full_tensor() is another one")
+    lone = nn.Parameter(torch.ones(3))
+    assert torch.autograd.grad(x.sum(), lone, allow_unused=True) == (None,)
+    return problems
+
+
+@front_ends
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradients_of_sharded_parameters_are_not_given_directly(run_ranks, front, unused):
+    assert_same(run_ranks(asked_directly, front, unused, timeout=20))

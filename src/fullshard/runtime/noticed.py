@@ -3,15 +3,16 @@
 `zero_grad()` gives up gradients that were accumulated without sync, too: they wait unsharded for the next reduction and
 do not show in `.grad`, so that nothing on a parameter would tell: `Optimizer.zero_grad` and `Module.zero_grad` have
 wrappers around them. `backward(inputs=parameters)` names sharded parameters, which are no
-part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place. The wrappers are
-put there when the first model is sharded.
+part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place, and one around
+`torch.autograd.grad`, whose results nothing would reduce, raises. The wrappers are put there when the first model is
+sharded.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +110,37 @@ def _leaves_above(roots: Any) -> set[int]:
     return leaves
 
 
+def asked_of_grad(outputs: Any, inputs: Any, found: Sequence[Any] | None) -> PhaseError | None:
+    """What to say where `torch.autograd.grad` was asked for gradients of sharded parameters that its graph gathers.
+
+    Args:
+        found: what it gave; None: an error, that an input is not in the graph.
+
+    Returns:
+        None if no input without a gradient is such a parameter.
+    """
+    given = (inputs,) if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(inputs)
+    results = found if found is not None else [None] * len(given)
+    members = [
+        member
+        for tensor, result in zip(given, results, strict=True)
+        if result is None and isinstance(tensor, torch.Tensor) and (unit := owner_of(tensor)) is not None
+        for member in _members_shown_as(unit, tensor)
+    ]
+    reached = _leaves_above(outputs) if members else set()
+    names = [member.name for member in members if id(member.unsharded) in reached]
+    if not names:
+        return None
+    return PhaseError(
+        "torch.autograd.grad was asked for gradients of sharded parameters, which are no part of the graph: units "
+        "compute with what they gather.",
+        parameter=", ".join(names),
+        expected="loss.backward(), which leaves reduced gradients in .grad (inputs= chooses parameters)",
+        remedy="call loss.backward(inputs=parameters) and read .grad; for a penalty on weights compute it from "
+        "parameter.full_tensor() or the sharded parameters themselves",
+    )
+
+
 _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")
 
 
@@ -117,7 +149,7 @@ def install() -> None:
     if _installed:
         return
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
-    of_module = nn.Module.zero_grad
+    original_grad, of_module = torch.autograd.grad, nn.Module.zero_grad
 
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +173,22 @@ def install() -> None:
                 raise named from error
             raise
 
+    @functools.wraps(original_grad)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found: Any = None
+        try:
+            found = original_grad(outputs, inputs, *args, **kwargs)
+        except RuntimeError as error:
+            if "not have been used in the graph" in str(error):
+                if (named := asked_of_grad(outputs, inputs, None)) is not None:
+                    raise named from error
+            raise
+        if any([one is None for one in found]) and (named := asked_of_grad(outputs, inputs, found)) is not None:
+            raise named
+        return found
+
+    torch.autograd.grad = grad
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     torch.autograd.backward = backward
     nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
-    _installed.extend((zero_grad, module_zero_grad, backward))
+    _installed.extend((zero_grad, module_zero_grad, backward, grad))
