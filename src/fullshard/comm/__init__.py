@@ -4,7 +4,8 @@ from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm, wait_all
+from .lanes import Lanes, OneStream, Turns, lanes_of, turns_on
+from .protocol import Call, Comm, Costs, Gathers, NullComm, Pending, RecordingComm, wait_all
 from .torch_comm import TorchComm
 
 
@@ -28,16 +29,22 @@ __all__ = [
     "Call",
     "Comm",
     "Costs",
+    "Gathers",
     "CustomComm",
     "GroupMemory",
     "HookComm",
+    "Lanes",
     "NullComm",
+    "OneStream",
     "Pending",
     "RecordingComm",
     "ReduceScatter",
     "TorchComm",
+    "Turns",
     "custom",
+    "lanes_of",
     "make_comm",
     "separate_group",
+    "turns_on",
     "wait_all",
 ]

@@ -49,6 +49,7 @@ class Asked:
         """Finish what `unshard` started, and show the unsharded parameters."""
         if self.unit.state is State.GATHERING:
             self.unit.finish_gather()
+            self.unit.settle()
         if self.unit.state is State.GATHERED:
             self.unit.show_unsharded()
 
@@ -63,6 +64,7 @@ class Asked:
         written = self.unit.written()
         self.unit.drop_kept()
         self.unit.reshard()
+        self.unit.settle()
         if written:
             raise self.unit.written_error(written)
 
