@@ -2,8 +2,8 @@
 
 A bucket knows two devices then: home, where `shard`, the sharded parameters and their gradients are; and the device it
 gathers, computes and reduces on. What crosses between them crosses here: a shard before its gather, a reduced slice
-after its reduction. Page-locked memory crosses on streams of its own (`comm/lanes.py`), beside what is computed. The host
-waits at the end of a pass or backward (`settle`), before anybody reads a gradient or writes a shard.
+after its reduction. Page-locked memory crosses on streams of its own (`comm/lanes.py`), beside what is computed. The
+host waits at the end of a pass or backward (`settle`), before anybody reads a gradient or writes a shard.
 """
 
 from __future__ import annotations
