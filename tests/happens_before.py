@@ -223,7 +223,11 @@ class GroupComm:
         self.kind, self.communicates = inner.kind, inner.communicates
 
     def gather(self, axis: Any, out: Tensor, shard: Tensor) -> Any:
-        return self._run("gather", axis, [shard], [out], lambda: self.inner.gather(axis, out, shard))
+        if axis.size == 1:
+            return self.inner.gather(axis, out, shard)
+        with muted(self.world):
+            sent = shard.clone()  # gloo would hold what it is given; what an accelerator is given nobody holds
+        return self._run("gather", axis, [shard], [out], lambda: self.inner.gather(axis, out, sent))
 
     def reduce(self, axis: Any, out: Tensor, buffer: Tensor, mean: bool) -> Any:
         return self._run("reduce", axis, [buffer], [out], lambda: self.inner.reduce(axis, out, buffer, mean))
