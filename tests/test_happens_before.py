@@ -103,6 +103,14 @@ SEEN: dict[str, tuple[str, Options, bool, int]] = {  # where each is missed: sce
     "the host waits in reshard": ("swapped_after_a_gather_in_vain", MIXED, True, 2),
     "the host waits in recovery": ("swapped_after_a_broken_backward", MIXED, True, 2),
     "the host waits before hooks": ("stepped_by_hooks", MIXED, True, 2),
+    "a stream waits for the one before it": ("trained_under_side", MIXED, False, 2),
+    "memory goes back to who has waited": ("unsharded_under_side", MIXED, True, 2),
+    "... when a gather is waited for": ("unsharded_under_side", MIXED, False, 2),
+    "... when a unit is freed": ("resharded_under_side", MIXED, False, 2),
+    "... when a reduction is waited for": ("trained_under_side", MIXED, False, 2),
+    "... of what was staged": ("unsharded_under_side", MIXED, False, 2),
+    "... of a freed unit": ("unsharded_under_side", MIXED, False, 2),
+    "... of collected gradients": ("accumulated_under_side", MIXED, False, 2),
 }
 
 
