@@ -17,9 +17,7 @@ from torch import nn
 import fullshard
 from fullshard.comm import lanes
 from fullshard.comm.lanes import Lanes, Turns
-from fullshard.runtime import runner_of
 from fullshard.runtime.root import Root
-from fullshard.runtime.runner import Runner
 from fullshard.shard.bucket import Bucket
 from happens_before import Event, InFlight, Stream, World, muted, watched
 from models import EXAMPLES, GPT
@@ -275,48 +273,6 @@ def accumulated_under_side(model: nn.Module, world: World) -> None:
         optimizer.zero_grad()
 
 
-def one_block_under_side(model: nn.Module, world: World) -> None:
-    """One unit's forward under a stream of the user's, who joins it; so autograd runs its backward, and joins that."""
-    side, blocks = under_side(world), model.blocks
-    runner, before, after = runner_of(blocks[1]), Runner.before_backward, Runner.after_backward  # type: ignore[index]
-
-    def run_block(index: int, x: torch.Tensor) -> torch.Tensor:
-        if index != 1:
-            return blocks[index](x)  # type: ignore[index]
-        side.wait_stream(world.compute)
-        with side:
-            x = blocks[index](x)  # type: ignore[index]
-        world.compute.wait_stream(side)
-        return x
-
-    def entered(self: Runner, call: Any) -> None:
-        if self is runner:
-            side.wait_stream(world.compute)
-            world.current = side
-        before(self, call)
-
-    def left(self: Runner, period: Any) -> None:
-        arrived = side.record_event()  # the input's gradient
-        after(self, period)
-        if self is runner:
-            world.compute.wait_event(arrived)
-            world.current = world.compute
-            work_on(world.compute)
-
-    with (
-        mock.patch.object(model, "run_block", run_block),
-        mock.patch.object(Runner, "before_backward", entered),
-        mock.patch.object(Runner, "after_backward", left),
-    ):
-        optimizer = torch.optim.SGD(model.parameters(), **SGD)
-        for step in range(3):
-            for part in range(2):
-                loss_of(model, step + part).backward()
-                work_on(world.compute)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step > 0)
-
-
 SCENARIOS: dict[str, Callable[[nn.Module, World], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -334,7 +290,6 @@ SCENARIOS: dict[str, Callable[[nn.Module, World], None]] = {
         evaluated_under_side,
         trained_under_side,
         accumulated_under_side,
-        one_block_under_side,
     )
 }
 
