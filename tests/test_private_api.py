@@ -245,3 +245,18 @@ def test_dynamo_says_whether_it_is_active() -> None:
     assert torch.equal(torch.compile(block, backend="eager")(torch.ones(2)), torch.full((2,), 9.0))
     assert seen == [True]
     assert not outside_compile.dynamo_is_active()
+
+
+def test_the_sanitizer_orders_accesses_without_a_device() -> None:
+    """Only tests use it: tests/happens_before.py."""
+    from torch.cuda._sanitizer import EventHandler
+
+    for waits in (False, True):
+        handler = EventHandler()
+        handler._handle_stream_creation(1)
+        assert not handler._handle_kernel_launch(0, set(), {7}, set(), "write", {7: []})
+        handler._handle_event_creation(2)
+        handler._handle_event_record(2, 0)
+        if waits:
+            handler._handle_event_wait(2, 1)
+        assert bool(handler._handle_kernel_launch(1, {7}, set(), set(), "read", {7: []})) is not waits

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, shown_empty
+from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, settle, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from .agreement import UseAgreement
@@ -182,9 +182,10 @@ class Reducer:
 
     def settle(self) -> None:
         """The host waits for what crosses between its memory and the device; see `Home.settle`."""
-        with plain_access(), torch.no_grad():
-            for one in self.units:
-                one.unit.settle()
+        homes = [bucket.home for one in self.units for bucket in one.unit.buckets if bucket.home is not None]
+        if homes:
+            with plain_access(), torch.no_grad():
+                settle(homes)
 
     def share(self, in_flight: InFlight) -> None:
         """Use `in_flight` from now on, together with other roots."""

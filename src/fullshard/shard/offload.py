@@ -8,7 +8,7 @@ host waits at the end of a pass or backward (`settle`), before anybody reads a g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -81,6 +81,13 @@ class Home:
         """Wait until everything that was brought is there, and no shard is read any more."""
         if (lanes := self._lanes) is not None:
             lanes.settle()
+
+
+def settle(homes: Iterable[Home | None]) -> None:
+    """See `Home.settle`."""
+    for home in homes:
+        if home is not None:
+            home.settle()
 
 
 def home_of(policy: OffloadPolicy, device: torch.device) -> Home | None:

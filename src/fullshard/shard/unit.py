@@ -36,8 +36,7 @@ class State(Enum):
 class Unit:
     """Parameters that are gathered, freed and reduced together.
 
-    Ownership: owns its buckets, and through them every shard, gathered buffer and reduction buffer. Frees are in
-    program order on the compute stream; where that changes, see `comm.Turns`.
+    Ownership: owns its buckets, and through them every shard, gathered buffer and reduction buffer; see `comm.Turns`.
 
     Args:
         buckets: one per class of parameters.
@@ -178,12 +177,6 @@ class Unit:
         for bucket in self.buckets:
             self.ledger.gathered -= bucket.kept_bytes
             bucket.drop_kept()
-
-    def settle(self) -> None:
-        """See `Home.settle`."""
-        for bucket in self.buckets:
-            if bucket.home is not None:
-                bucket.home.settle()
 
     def reshard(self) -> None:
         """Show the sharded parameters and release what is gathered, if anything."""
