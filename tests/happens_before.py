@@ -8,7 +8,8 @@
                 goes back to the stream it was allocated under, which writes to it as soon as anything on that stream
                 can be seen: before its next kernel, and before anybody next waits for it
 
-Strict where the real thing is looser: reading a value to the host (`item()`, `tolist()`) makes nobody wait.
+Strict where the real thing is looser: reading a value to the host (`item()`, `tolist()`) makes nobody wait. A single
+value of the device's that the host computes with was copied by a `.to()` that waits for it, and does nothing here.
 
 `torch.cuda._sanitizer` is pure Python, and private; only tests use it.
 """
@@ -191,17 +192,19 @@ class Watch(TorchDispatchMode):
         found.pins = hosts
         found.parse_outputs(func._schema, outputs, is_factory=False)
         reads, writes = found.dataptrs_read, found.dataptrs_written
+        if hosts:
+            reads -= found.single - world.pinned
         if reads or writes:
             world.launch(world.host if hosts else world.current, reads, writes, func._schema.name)
         return outputs
 
 
 class Accesses(sanitizer.ArgumentHandler):
-    """An operator's accesses by numbers of storages. `every`: also of those it only looks at."""
+    """An operator's accesses by numbers of storages. `every`: also of those it only looks at; `single`: single values."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self.world, self.every, self.pins = world, set(), False
+        self.world, self.every, self.single, self.pins = world, set(), set(), False
 
     def _handle_argument(
         self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
@@ -209,6 +212,8 @@ class Accesses(sanitizer.ArgumentHandler):
         if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and value.numel():
             number = self.world.number(value.untyped_storage(), self.pins)
             self.every.add(number)
+            if value.dim() == 0:
+                self.single.add(number)
             if is_write:
                 self.dataptrs_written.add(number)
             elif not metadata_only:

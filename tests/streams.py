@@ -91,9 +91,9 @@ def under_side(world: World) -> Stream:
     return Stream("side", world)
 
 
-def steps(model: nn.Module, number: int = 2) -> None:
+def steps(model: nn.Module, number: int = 2, given: torch.optim.Optimizer | None = None) -> None:
     """Steps on the current stream."""
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    optimizer = given or torch.optim.SGD(model.parameters(), **SGD)
     for step in range(number):
         loss_of(model, step).backward()
         optimizer.step()
@@ -187,7 +187,7 @@ def work_on(*streams: Stream) -> None:
 
 
 def unsharded_under_side(model: nn.Module, world: World) -> None:
-    side = under_side(world)
+    side, optimizer = under_side(world), torch.optim.SGD(model.parameters(), **SGD)
     block: Any = model.blocks[1]  # type: ignore[index]
     for asynchronous in (True, False, True):
         with side:
@@ -204,7 +204,7 @@ def unsharded_under_side(model: nn.Module, world: World) -> None:
             handle = block.unshard(async_op=True)
         handle.wait()
         work_on(side, world.compute)
-        steps(model, 1)
+        steps(model, 1, optimizer)
         work_on(side)
 
 
