@@ -200,7 +200,7 @@ class Watch(TorchDispatchMode):
 
 
 class Accesses(sanitizer.ArgumentHandler):
-    """An operator's accesses by numbers of storages. `every`: also of those it only looks at; `single`: single values."""
+    """An operator's accesses by numbers of storages. `every`: also what it only looks at; `single`: single values."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
