@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import foreach, graph_nodes, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.holders import holders
-from fullshard.torch_private.profiler import named_range
+from fullshard.torch_private.profiler import in_range
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
@@ -40,13 +41,15 @@ def test_torch_functions_can_be_switched_off_and_on() -> None:
 
 
 def test_whether_a_profiler_records_is_known() -> None:
-    idle = named_range("gather", "block")
+    @in_range("gather")
+    def gather(unit: SimpleNamespace) -> torch.Tensor:
+        return torch.ones(1)
+
+    gather(SimpleNamespace(name="before"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        range_ = named_range("gather", "block")
-        with range_:
-            torch.ones(1)
-    assert idle is named_range("wait", "")
-    assert "fullshard: gather block" in [event.name for event in recorded.events()]
+        gather(SimpleNamespace(name="block"))
+    names = [event.name for event in recorded.events()]
+    assert "fullshard: gather block" in names and "fullshard: gather before" not in names
 
 
 def test_foreach_copies_adds_and_zeroes_with_casts() -> None:
@@ -245,3 +248,18 @@ def test_dynamo_says_whether_it_is_active() -> None:
     assert torch.equal(torch.compile(block, backend="eager")(torch.ones(2)), torch.full((2,), 9.0))
     assert seen == [True]
     assert not outside_compile.dynamo_is_active()
+
+
+def test_the_sanitizer_orders_accesses_without_a_device() -> None:
+    """Only tests use it: tests/happens_before.py."""
+    from torch.cuda._sanitizer import EventHandler
+
+    for waits in (False, True):
+        handler = EventHandler()
+        handler._handle_stream_creation(1)
+        assert not handler._handle_kernel_launch(0, set(), {7}, set(), "write", {7: []})
+        handler._handle_event_creation(2)
+        handler._handle_event_record(2, 0)
+        if waits:
+            handler._handle_event_wait(2, 1)
+        assert bool(handler._handle_kernel_launch(1, {7}, set(), set(), "read", {7: []})) is not waits

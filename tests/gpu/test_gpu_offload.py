@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -96,3 +97,93 @@ def test_wrapper(one_rank: DeviceMesh, orig: bool) -> None:
     assert results[1][1] < 0.8 * results[0][1]
     for name, value in results[0][2].items():
         assert torch.allclose(results[1][2][name], value, rtol=1e-4, atol=1e-6)
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    """Losses, read to the host only now."""
+    assert torch.allclose(torch.stack(got).cpu(), torch.stack(want).cpu(), rtol=1e-5)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def sharded(mesh: DeviceMesh, layout: str, offload: bool) -> nn.Sequential:
+    model = build()
+    policy = fullshard.CPUOffloadPolicy(pin_memory=True) if offload else fullshard.OffloadPolicy()
+    mixed = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in [*model, model]:
+        fullshard.fully_shard(block, mesh=mesh, layout=layout, offload_policy=policy, mp_policy=mixed)
+    return model
+
+
+@torch.no_grad()
+def swap(model: nn.Module, other: list[torch.Tensor]) -> None:
+    """Exchange the weights and `other`'s, on the host if they are there."""
+    for parameter, average in zip(model.parameters(), other, strict=True):
+        kept = parameter.detach().clone()
+        parameter.copy_(average)
+        average.copy_(kept)
+
+
+def losses_with_averages(model: nn.Module) -> list[torch.Tensor]:
+    """Of training steps, and of evaluations between them with other weights: nothing in here waits for the device.
+
+    The weights are put in right before an evaluation and taken out right after it, while kernels are still queued: a
+    shard that was read later than that would have been one of the other weights'.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    average = [torch.full_like(parameter, 0.01).detach() for parameter in model.parameters()]
+    busy = torch.randn(4096, 4096, device="cuda")
+    losses = []
+    for step in range(4):
+        loss = model(batch(step).bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        swap(model, average)
+        with torch.no_grad():
+            for _ in range(20):  # the device falls behind the host
+                busy = busy @ busy / 4096
+            evaluated = model(batch(100 + step).bfloat16()).float().square().mean()
+        swap(model, average)
+        losses += [loss.detach(), evaluated]
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_weights_are_swapped_around_an_evaluation(one_rank: DeviceMesh, layout: str) -> None:
+    want = losses_with_averages(sharded(one_rank, layout, offload=False))
+    same(losses_with_averages(sharded(one_rank, layout, offload=True)), want)
+
+
+def losses_under_streams(model: nn.Sequential, side: torch.Stream | None) -> list[torch.Tensor]:
+    """Of training steps; units are gathered, freed and evaluated under `side`, which nobody here waits for."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs = [batch(step).bfloat16() for step in range(6)]
+    torch.accelerator.synchronize()
+    losses = []
+    first, last = model[0], model[-1]
+    for x in inputs:
+        with side or nullcontext():
+            first.unshard(async_op=True)
+            last.unshard()
+            last.reshard()
+            with torch.no_grad():
+                model(x)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        filler = [torch.full((WIDTH, WIDTH), float("nan"), device="cuda") for _ in range(4)]
+        with side or nullcontext():  # whoever is given memory too early writes over it
+            filler += [torch.full((WIDTH, WIDTH), float("nan"), device="cuda") for _ in range(4)]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_units_are_unsharded_under_a_side_stream(one_rank: DeviceMesh, layout: str, offload: bool) -> None:
+    want = losses_under_streams(sharded(one_rank, layout, offload), None)
+    same(losses_under_streams(sharded(one_rank, layout, offload), torch.Stream("cuda")), want)

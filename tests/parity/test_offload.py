@@ -52,7 +52,7 @@ class LateHome(Home):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.device("cpu"))
-        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.late: list[tuple] = []
 
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         crossings["to_device"] += 1
@@ -60,15 +60,15 @@ class LateHome(Home):
         assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
         return copied
 
-    def bring(self, target: torch.Tensor, reduced: torch.Tensor) -> None:
+    def bring(self, target, reduced, turns, then=None) -> None:
         crossings["bring"] += 1
         assert target.untyped_storage().data_ptr() != reduced.untyped_storage().data_ptr()
-        self.late.append((target, reduced.clone()))
+        self.late.append((target, reduced.clone(), turns, then))
         target.fill_(float("nan"))
 
     def settle(self) -> None:
-        for target, reduced in self.late:
-            super().bring(target, reduced)
+        for crossing in self.late:
+            super().bring(*crossing)
         self.late.clear()
 
 

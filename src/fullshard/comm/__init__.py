@@ -4,7 +4,8 @@ from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .protocol import Call, Comm, Costs, NullComm, Pending, RecordingComm, wait_all
+from .lanes import Lanes, OneStream, Turns, lanes_of, turns_on
+from .protocol import Call, Comm, Costs, Gathers, NullComm, Pending, RecordingComm, wait_all
 from .torch_comm import TorchComm
 
 
@@ -29,15 +30,21 @@ __all__ = [
     "Comm",
     "Costs",
     "CustomComm",
+    "Gathers",
     "GroupMemory",
     "HookComm",
+    "Lanes",
     "NullComm",
+    "OneStream",
     "Pending",
     "RecordingComm",
     "ReduceScatter",
     "TorchComm",
+    "Turns",
     "custom",
+    "lanes_of",
     "make_comm",
     "separate_group",
+    "turns_on",
     "wait_all",
 ]

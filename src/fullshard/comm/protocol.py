@@ -70,6 +70,13 @@ class Costs:
         return int(self.latency * self.copy_bandwidth)
 
 
+class Gathers(Protocol):
+    """The part of `Comm` that gathers."""
+
+    def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See `Comm`."""
+
+
 class Comm(Protocol):
     """Collectives over one axis. Implementations hold no state of any unit.
 

@@ -1,6 +1,7 @@
 """Collectives by `torch.distributed`: gloo, NCCL and whatever else a process group runs on.
 
-Streams. Every collective is issued asynchronously from the compute stream: the backend runs it on its own stream,
+Streams. Every collective is issued asynchronously from the compute stream (an offloaded shard's gather from the stream
+that copied it, `lanes.py`): the backend runs it on its own stream,
 which first waits for what the compute stream had been given so far, and `Work.wait()` makes the compute stream wait
 for it. All buffers therefore come from and return to the compute stream's memory pool in program order: frees are
 deterministic, nothing is recorded on other streams, and two gathered units alternate in the same two blocks.

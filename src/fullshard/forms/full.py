@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..comm import Comm, Pending, wait_all
+from ..comm import Gathers, Pending, wait_all
 from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all, same_form
@@ -25,7 +25,7 @@ class Full(Protocol):
     A gather that fails, because memory runs out, leaves nothing allocated and nothing in flight.
     """
 
-    def issue(self, comm: Comm, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
+    def issue(self, comm: Gathers, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
         """Allocate, and start gathering `source` of every rank of `axis`.
 
         Returns:
@@ -165,7 +165,7 @@ class PlainFull:
     def live_bytes(self) -> int:
         return sum(one.storage.nbytes() for one in (self.whole, self.copied, self.staging))
 
-    def issue(self, comm: Comm, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
+    def issue(self, comm: Gathers, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
         try:
             for buffer in self._buffers:
                 if buffer is not self.copied:

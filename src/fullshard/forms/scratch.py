@@ -13,8 +13,9 @@ import torch
 class Scratch:
     """A one-dimensional buffer with storage on demand.
 
-    Ownership: allocated and freed by its bucket, on the compute stream, never recorded on another one. Contents are
-    undefined after `allocate`. While freed, no kernel may touch `tensor` or a view of it.
+    Ownership: allocated and freed by its bucket, on the compute stream, never recorded on another one; where that is
+    another stream than before, the bucket's `comm.Turns` makes the two wait. Contents are undefined after `allocate`.
+    While freed, no kernel may touch `tensor` or a view of it.
 
     Args:
         numel: length in elements.

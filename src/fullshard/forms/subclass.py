@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm import Comm, Pending, wait_all
+from ..comm import Gathers, Pending, wait_all
 from ..errors import ConfigError, DivergenceError
 from ..layout import Layout, Part, Slot
 from ..mesh import Axis, MeshAxes
@@ -159,7 +159,7 @@ class SubclassFull:
     def live_bytes(self) -> int:
         return sum(out.storage.nbytes() for out in self._received)
 
-    def issue(self, comm: Comm, axis: Axis, source: Any) -> tuple[int, int]:
+    def issue(self, comm: Gathers, axis: Axis, source: Any) -> tuple[int, int]:
         self._name_what_is_sent(source)
         sizes = [(tensor.shape, tensor.dtype) for tensor in self._sent]
         try:
@@ -182,7 +182,7 @@ class SubclassFull:
             raise
         return 0, self.nbytes
 
-    def _rows_of_all(self, comm: Comm, axis: Axis) -> list[tuple[int, int]]:
+    def _rows_of_all(self, comm: Gathers, axis: Axis) -> list[tuple[int, int]]:
         """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.
 
         Where rows divide evenly, no rank can send another number than this one. Else the ranks are asked, once.

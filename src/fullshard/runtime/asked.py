@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..shard import State, Unit, refuse_meta
+from ..shard import State, Unit, refuse_meta, settle
 from .phases import Happening
 from .settings import UnitSettings
 
@@ -49,6 +49,7 @@ class Asked:
         """Finish what `unshard` started, and show the unsharded parameters."""
         if self.unit.state is State.GATHERING:
             self.unit.finish_gather()
+            settle([bucket.home for bucket in self.unit.buckets])
         if self.unit.state is State.GATHERED:
             self.unit.show_unsharded()
 
@@ -63,6 +64,7 @@ class Asked:
         written = self.unit.written()
         self.unit.drop_kept()
         self.unit.reshard()
+        settle([bucket.home for bucket in self.unit.buckets])
         if written:
             raise self.unit.written_error(written)
 

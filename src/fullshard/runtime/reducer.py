@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, shown_empty
+from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, settle, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from .agreement import UseAgreement
@@ -140,7 +140,7 @@ class Reducer:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)
             if hooks or attached:
-                self._settle()
+                self.settle()
                 with torch._C._EnableTorchFunction():
                     for hook in list(hooks.values()) if hooks else ():
                         with shown_empty(parameter):
@@ -173,15 +173,19 @@ class Reducer:
                 self._advance()
             while self._replicating:
                 self._deliver(*self._replicating.popleft())
-            self._settle()
+            for one in self.units:  # gradients are the caller's stream's from now on
+                for bucket in one.unit.buckets:
+                    bucket.turns.take()
+            self.settle()
             given = self._use.agree([one.unit for one in self.units])
         self._run_hooks(given)
 
-    def _settle(self) -> None:
-        for one in self.units:
-            for bucket in one.unit.buckets:
-                if bucket.home is not None:
-                    bucket.home.settle()
+    def settle(self) -> None:
+        """The host waits for what crosses between its memory and the device; see `Home.settle`."""
+        homes = [bucket.home for one in self.units for bucket in one.unit.buckets if bucket.home is not None]
+        if homes:
+            with plain_access(), torch.no_grad():
+                settle(homes)
 
     def share(self, in_flight: InFlight) -> None:
         """Use `in_flight` from now on, together with other roots."""

@@ -274,6 +274,7 @@ class Root:
         for one in self.units:
             if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
                 one.happens(Happening.PASS_END)
+        self.reducer.settle()
         self.pass_top = self.traces.current = None
 
     # Backward.
@@ -368,5 +369,6 @@ class Root:
                     one.happens(Happening.RESET)
                 except Exception as error:
                     failed = failed or error
+        self.reducer.settle()
         if failed is not None:
             raise failed

@@ -9,7 +9,7 @@ from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, sh
 from .gradients import Gradients, GradState
 from .hooks import sees_gradients, shown_empty
 from .lookup import members_of, names_of, refuse_meta, units_of
-from .offload import Home, home_of
+from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .reduction import Reduction, collect, has_gradients
 from .unit import State, Unit
@@ -45,6 +45,7 @@ __all__ = [
     "plan_unit",
     "refuse_meta",
     "sees_gradients",
+    "settle",
     "show_shared",
     "shown_empty",
     "units_of",

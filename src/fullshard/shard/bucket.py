@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Comm
+from ..comm import Comm, turns_on
 from ..errors import ConfigError
 from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto
 from ..layout import Layout, ParameterSpec, Part
@@ -45,6 +45,7 @@ class Bucket:
 
     Attributes:
         compute_dtype: of gathered parameters.
+        turns: of the streams that the bucket's memory is used under.
         trains: whether any parameter required a gradient when that was looked at last, at the beginning of a pass and
             of the unit's backward.
     """
@@ -62,12 +63,13 @@ class Bucket:
     ) -> None:
         first = drafts[0].original
         self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
-        self.device = first.device if first.is_meta else axes.device
+        self.turns = turns_on(axes.device)
         self.storage_dtype = first.dtype
         self.own_compute_dtype = compute_dtype
         self.compute_dtype = compute_dtype or first.dtype
+        device = first.device if first.is_meta else axes.device
         # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
-        self.shard: Any = self._new_shard(first.dtype, self.device) if shard is None else shard
+        self.shard: Any = self._new_shard(first.dtype, device) if shard is None else shard
         self.members = [self._admit(draft, i) for i, draft in enumerate(drafts)]
         self.trains = any([member.sharded.requires_grad for member in self.members])
         self.full: Full | None = None  # from the first gather on
@@ -136,6 +138,12 @@ class Bucket:
     # Memory.
 
     @property
+    def device(self) -> torch.device:
+        """Where it is gathered: the mesh's device; meta until it is materialised."""
+        here: torch.device = self.shard.device
+        return here if self.home is None or here.type == "meta" else self.axes.device
+
+    @property
     def flat_parameter(self) -> Any:
         """The `FlatParameter` that users see in place of the members; None if there is none."""
         return getattr(self.form, "flat", None)
@@ -171,6 +179,7 @@ class Bucket:
         Returns:
             Bytes that are allocated until `free`, and bytes until `finish_gather`.
         """
+        self.turns.take()
         if self.full is None:
             with torch.inference_mode(False):  # what is made here must serve training later
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
@@ -178,7 +187,8 @@ class Bucket:
             return self.full.issue(comm, kept_axis, self.kept)
         source = self._source()
         self._cast = source if source is not self.shard else None
-        held, staging = self.full.issue(comm, self.axes.shard, source)
+        gathers = comm if self.home is None else self.home.gathering(comm)
+        held, staging = self.full.issue(gathers, self.axes.shard, source)
         return held, staging + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
 
     def _source(self) -> torch.Tensor:
@@ -200,23 +210,39 @@ class Bucket:
             Bytes that are allocated from now until `free`, besides those of `issue_gather`.
         """
         assert self.full is not None
+        self.turns.take()
         held = self.full.finish()
         self._cast = None
         if keep is not None:
             self.kept = self.full.cut(keep)
         self.full.settle()
+        self.turns.give()
         return held
 
     def free(self) -> None:
         """Give the full bucket back, also after a gather that failed. The unsharded parameters stay, without memory."""
-        self._cast = None
-        if self.full is not None:
-            self.full.free()
+        self.turns.take()
+        try:
+            if self.full is not None:
+                self.full.free()
+        finally:
+            self._cast = None
+            self.turns.give()
+
+    def drop_kept(self) -> None:
+        """Release what a reshard to fewer ranks kept."""
+        if self.kept is not None:
+            self.turns.take()
+            self.kept = None
+            self.turns.give()
 
     def differs(self) -> torch.Tensor:
         """[members], bool: whether what is gathered is not what the shard holds now, on this rank."""
         if self.full is None:
             return torch.zeros(len(self.members), dtype=torch.bool, device=self.device)
+        self.turns.take()
+        if self.home is not None and self.form.plain:
+            return self.full.differs(self.home.fetch(self.shard, self.compute_dtype))
         return self.full.differs(self._source())
 
     def checksum(self) -> int:
@@ -232,7 +258,8 @@ class Bucket:
 
     def forget_buffers(self) -> None:
         """Make `full` and the unsharded parameters anew at the next gather (of another dtype, say)."""
-        self.full = self.kept = None
+        self.drop_kept()
+        self.full = None
         for member in self.members:
             member.unsharded = None
 
@@ -278,7 +305,6 @@ class Bucket:
         if self.home is not None and not shard.is_meta and not self.home.holds(shard):
             shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
         self.shard = shard
-        self.device = shard.device if self.home is None or shard.is_meta else self.axes.device
         self.forget_buffers()
         self.form.point(self.members, shard)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm import turns_on
 from ..errors import PhaseError
 from ..forms import OWNER_KEY, FlatParameter, FlatParameterForm, Member, Owner, Place, identity_of, stand_in_for
 from ..torch_private.local_tensor import plain_access
@@ -59,6 +60,7 @@ def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
     new.shard, new.form = bucket.copy_of_shard(), bucket.form.copied()
     new.full = new.kept = None
+    new.turns = turns_on(new.axes.device)
     new.members = [_clone_member(new, bucket, member, memo) for member in bucket.members]
     if isinstance(new.form, FlatParameterForm):
         _clone_flat(new, bucket, memo)

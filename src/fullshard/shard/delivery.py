@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,13 +160,13 @@ class Delivery:
             if self.bucket.home is None:
                 target.flat.copy_(reduced)
             else:
-                self.bucket.home.bring(target.flat, reduced)
+                self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
         target.shown = [False] * len(target.parts)
         return target
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
         """A set that shows the sum of `reduced` and what is there; and what is there, by member."""
-        members, current = self.bucket.members, self.set
+        members, current, home = self.bucket.members, self.set, self.bucket.home
         old = [read_grad(m.sharded) for m in members]
         if current is not None and current.flat is reduced:  # none was there when the reduction was issued
             current.shown = [False] * len(members)
@@ -175,22 +176,21 @@ class Delivery:
             grad is part or (grad is None and not (shown and part.numel()))
             for grad, part, shown in zip(old, current.parts, current.shown, strict=True)
         ):
-            current.flat.add_(self._at_home(reduced, reduced.dtype) if self.bucket.home is not None else reduced)
+            if home is None:
+                current.flat.add_(reduced)
+            else:
+                brought = self.bucket.new_slice(reduced.dtype)
+                home.bring(brought, reduced, self.bucket.turns, partial(current.flat.add_, brought))
             return current, old
-        fresh = self.set = self._make_set(self._at_home(reduced, self.grad_dtype))
-        fresh.settle()
-        fresh.add(old)
-        return fresh, old
-
-    def _at_home(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the slice where gradients live, complete."""
-        home = self.bucket.home
         if home is None:
-            return reduced.to(dtype, copy=True)
-        made = self.bucket.new_slice(dtype)
-        home.bring(made, reduced)
-        home.settle()
-        return made
+            fresh = self.set = self._make_set(reduced.to(self.grad_dtype, copy=True))
+            fresh.settle()
+            fresh.add(old)
+        else:
+            fresh = self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
+            fresh.settle()
+            home.bring(fresh.flat, reduced, self.bucket.turns, partial(fresh.add, old))
+        return fresh, old
 
     def asks(self) -> bool:
         """Whether this rank has to know what others used."""

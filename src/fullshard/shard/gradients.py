@@ -107,6 +107,7 @@ class Gradients:
         dtype, buffer = self.reduce_dtype, self.buffer
         if buffer is None or buffer.tensor.dtype != dtype:
             buffer = self.buffer = ReduceBuffer(self.bucket, dtype)
+        self.bucket.turns.take()
         if first:
             buffer.allocate()
         try:
@@ -119,6 +120,7 @@ class Gradients:
             if grad is not None:
                 member.unsharded.grad = None  # type: ignore[union-attr]
                 member.got_grad = True
+        self.bucket.turns.give()
         self.state = GradState.PENDING
         return (buffer.nbytes if first else 0) - freed
 
@@ -133,6 +135,7 @@ class Gradients:
         assert self.buffer is not None and self.state is GradState.PENDING
         if self.delivery.kept and (given_up := self.delivery.given_up()):
             self.give_up(given_up)
+        self.bucket.turns.take()
         self.delivery.look()
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         fresh = self.delivery.all_none() and self.partial is None
@@ -163,9 +166,11 @@ class Gradients:
 
     def finish_shard_axis(self) -> torch.Tensor:
         """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
+        self.bucket.turns.take()
         wait_all(self._pending)
         assert self.buffer is not None and self._slice is not None
         self.buffer.free()
+        self.bucket.turns.give()
         return self._slice
 
     def keep_partial(self) -> None:
@@ -193,6 +198,7 @@ class Gradients:
     def finish_replicate(self) -> torch.Tensor:
         """Wait for the all-reduce, if there is one; returns the slice."""
         assert self._slice is not None
+        self.bucket.turns.take()
         if self.replicating is not None:
             self.replicating.wait()
             self.replicating = None
@@ -212,6 +218,7 @@ class Gradients:
             self._slice.mul_(self.scaling.after)
         given = self.delivery.deliver(self._slice, fill_unused)
         self._slice, self.state = None, GradState.NONE
+        self.bucket.turns.give()
         return given
 
     # Letting go.
@@ -224,6 +231,7 @@ class Gradients:
         self._drop()
 
     def _drop(self) -> None:
+        self.bucket.turns.take()
         pending, self._pending = self._pending, []
         if self.replicating is not None:
             pending.append(self.replicating)
@@ -238,6 +246,7 @@ class Gradients:
             self.delivery.aside.clear()
             self.delivery.kept.clear()
             self.partial = self.replicating = self._slice = None
+            self.bucket.turns.give()
             self.state = GradState.NONE
 
     def give_up(self, members: Sequence[Member]) -> None:
@@ -247,6 +256,7 @@ class Gradients:
         if len(members) == len(self.bucket.members):
             self._drop()
             return
+        self.bucket.turns.take()
         if self.state is GradState.PENDING and self.buffer is not None:
             self.buffer.zero(members)
         for member in members:
@@ -257,7 +267,9 @@ class Gradients:
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
         if self.state is not GradState.REDUCING:
+            self.bucket.turns.take()
             self.delivery.release()
+            self.bucket.turns.give()
 
     @property
     def held_bytes(self) -> int:

@@ -1,15 +1,18 @@
 """Where a bucket's shard and reduced gradients live when that is not where it computes.
 
 A bucket knows two devices then: home, where `shard`, the sharded parameters and their gradients are; and the device it
-gathers, computes and reduces on. What crosses between them crosses here, on the compute stream: a shard before its
-gather, a reduced slice after its reduction. With page-locked memory the host does not wait for either; it waits once,
-at the end of backward (`settle`), before anybody reads a gradient, and by then every earlier copy of a shard is done.
+gathers, computes and reduces on. What crosses between them crosses here: a shard before its gather, a reduced slice
+after its reduction. Page-locked memory crosses on streams of its own (`comm/lanes.py`), beside what is computed. The
+host waits at the end of a pass or backward (`settle`), before anybody reads a gradient or writes a shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
+from ..comm import Gathers, Lanes, OneStream, Turns, lanes_of
 from ..policies import CPUOffloadPolicy, OffloadPolicy
 
 
@@ -24,7 +27,11 @@ class Home:
 
     def __init__(self, device: torch.device, compute: torch.device, pinned: bool = False) -> None:
         self.device, self.compute, self.pinned = device, compute, pinned
-        self._in_flight = False
+
+    @property
+    def _lanes(self) -> Lanes | None:
+        """Asked for at use, so that a home can be copied and pickled."""
+        return lanes_of(self.compute) if self.pinned else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel], not initialised."""
@@ -35,21 +42,52 @@ class Home:
         return tensor.device == self.device and (not self.pinned or tensor.is_pinned())
 
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of `shard` [shard_numel] on the compute device in `dtype`; cast there, which holds up no host."""
-        return shard.to(self.compute, non_blocking=self.pinned, copy=True).to(dtype)
+        """A copy of `shard` [shard_numel] on the compute device in `dtype`, cast there; for `gathering` alone."""
+        if (lanes := self._lanes) is not None:
+            return lanes.copy_in(shard, dtype)
+        return shard.to(self.compute, copy=True).to(dtype)
 
-    def bring(self, target: torch.Tensor, reduced: torch.Tensor) -> None:
-        """Copy `reduced` [shard_numel] into `target`, memory of this kind; complete after `settle`."""
-        if target.dtype != reduced.dtype:
-            reduced = reduced.to(target.dtype)
-        target.copy_(reduced, non_blocking=self.pinned)
-        self._in_flight = self.pinned
+    def gathering(self, comm: Gathers) -> Gathers:
+        """Gathers what `to_device` copies."""
+        return comm if (lanes := self._lanes) is None else lanes.gathering(comm)
+
+    def fetch(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `to_device`, on the compute stream, for whoever is there to wait for: the host waits, too."""
+        return shard.to(self.compute, copy=True).to(dtype)
+
+    def bring(
+        self,
+        target: torch.Tensor,
+        reduced: torch.Tensor,
+        turns: Turns | OneStream,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """Copy `reduced` [shard_numel] into `target`, memory of this kind; complete after `settle`.
+
+        Args:
+            target: what it is copied into; the caller keeps it.
+            reduced: held until nobody needs it.
+            turns: the bucket's.
+            then: what the host does with it when it is there.
+        """
+        if (lanes := self._lanes) is not None:
+            lanes.copy_out(target, reduced, turns, then)
+            return
+        target.copy_(reduced.to(target.dtype))
+        if then is not None:
+            then()
 
     def settle(self) -> None:
-        """Wait until everything that was brought is there."""
-        if self._in_flight:
-            torch.accelerator.current_stream(self.compute).synchronize()
-            self._in_flight = False
+        """Wait until everything that was brought is there, and no shard is read any more."""
+        if (lanes := self._lanes) is not None:
+            lanes.settle()
+
+
+def settle(homes: Iterable[Home | None]) -> None:
+    """See `Home.settle`."""
+    for home in homes:
+        if home is not None:
+            home.settle()
 
 
 def home_of(policy: OffloadPolicy, device: torch.device) -> Home | None:

@@ -36,8 +36,7 @@ class State(Enum):
 class Unit:
     """Parameters that are gathered, freed and reduced together.
 
-    Ownership: owns its buckets, and through them every shard, gathered buffer and reduction buffer. Frees are in
-    program order on the compute stream.
+    Ownership: owns its buckets, and through them every shard, gathered buffer and reduction buffer; see `comm.Turns`.
 
     Args:
         buckets: one per class of parameters.
@@ -177,7 +176,7 @@ class Unit:
         """Release what a reshard to a smaller group kept."""
         for bucket in self.buckets:
             self.ledger.gathered -= bucket.kept_bytes
-            bucket.kept = None
+            bucket.drop_kept()
 
     def reshard(self) -> None:
         """Show the sharded parameters and release what is gathered, if anything."""
@@ -193,6 +192,8 @@ class Unit:
         Returns:
             The first parameter in whose place users have put something since; that is put back by `show_sharded`.
         """
+        for bucket in self.buckets:
+            bucket.turns.take()
         if self.showing.unsharded:
             return None
         return self.showing.show_unsharded(lambda: self.members)
