@@ -222,11 +222,11 @@ class Unit:
     def written_error(self, members: Sequence[Member]) -> PhaseError:
         """The error for a forward that wrote to its own parameters."""
         return PhaseError(
-            "A forward wrote to its own parameter: to the gathered copy, which ranks would keep or lose apart.",
+            "A gathered parameter was written to: a copy, which ranks would keep or lose apart.",
             parameter=", ".join(dict.fromkeys(member.name for member in members)),
             rank=self.rank,
             expected="parameters that change between steps only",
-            got=f"a change in place, or of .data, in the forward of unit {self.name or '(root)'!r}",
+            got=f"a change in place, or of .data, of unit {self.name or '(root)'!r} while it was gathered",
             remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a "
             "changed copy; Embedding(max_norm=) renormalises rows in its forward: leave max_norm out, or put "
             "the weight in ignored_params",
