@@ -5,7 +5,18 @@ from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
 from .lanes import Lanes, OneStream, Turns, lanes_of, turns_on
-from .protocol import Call, Comm, Costs, Gathers, NullComm, Pending, RecordingComm, wait_all
+from .protocol import (
+    Call,
+    Comm,
+    Costs,
+    Gathers,
+    NullComm,
+    Pending,
+    RecordingComm,
+    gather_segments,
+    reduce_segments,
+    wait_all,
+)
 from .torch_comm import TorchComm
 
 
@@ -42,8 +53,10 @@ __all__ = [
     "TorchComm",
     "Turns",
     "custom",
+    "gather_segments",
     "lanes_of",
     "make_comm",
+    "reduce_segments",
     "separate_group",
     "turns_on",
     "wait_all",

@@ -50,6 +50,30 @@ def wait_all(pending: list[Pending]) -> None:
         raise failed
 
 
+def gather_segments(
+    comm: Gathers, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor], pending: list[Pending]
+) -> None:
+    """Start a gather for each segment, in one call if `comm` has `gather_many`; adds to `pending` as they begin."""
+    many = getattr(comm, "gather_many", None)
+    if many is not None and len(outs) > 1:
+        pending += many(axis, outs, shards)
+        return
+    for out, shard in zip(outs, shards, strict=True):
+        pending.append(comm.gather(axis, out, shard))
+
+
+def reduce_segments(
+    comm: Comm, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool, pending: list[Pending]
+) -> None:
+    """As `gather_segments`, for reductions and `reduce_many`."""
+    many = getattr(comm, "reduce_many", None)
+    if many is not None and len(outs) > 1:
+        pending += many(axis, outs, buffers, mean)
+        return
+    for out, buffer in zip(outs, buffers, strict=True):
+        pending.append(comm.reduce(axis, out, buffer, mean))
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a backend's collectives cost on an axis, roughly; decides between a copy and one more collective.
@@ -82,6 +106,8 @@ class Comm(Protocol):
 
     `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
     rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
+    May have, besides, `gather_many(axis, outs, shards)` and `reduce_many(axis, outs, buffers, mean)`, each a list of
+    pending ones for several segments at once.
     """
 
     kind: str

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..dtypes import as_moved, as_summed
 from ..mesh import Axis
-from ..torch_private.collectives import all_gather, exchange, reduce_scatter
+from ..torch_private.collectives import all_gather, all_gather_many, exchange, reduce_scatter, reduce_scatter_many
 from .protocol import DONE, Costs, Pending
 
 # Seconds for a collective on two ranks and for each further rank, bytes per second of a copy. A gather around a ring of
@@ -56,6 +56,20 @@ class TorchComm:
             return _Exchange(axis, as_summed(out), as_summed(buffer), mean)
         work = reduce_scatter(out, buffer, axis.group, mean)
         return DONE if axis.backend == "fake" else work  # the fake group is done at once, and never says so
+
+    def gather_many(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Pending]:
+        """Several gathers in one call of the group; one after the other where that saves nothing (on a CPU)."""
+        if axis.size == 1 or axis.backend in ("gloo", "fake"):
+            return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
+        return all_gather_many(outs, shards, axis.group)
+
+    def reduce_many(
+        self, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool
+    ) -> list[Pending]:
+        """Several reductions in one call of the group, as `gather_many`."""
+        if axis.size == 1 or axis.backend in ("gloo", "fake"):
+            return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+        return reduce_scatter_many(outs, buffers, axis.group, mean)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:

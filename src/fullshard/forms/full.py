@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..comm import Gathers, Pending, wait_all
+from ..comm import Gathers, Pending, gather_segments, wait_all
 from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all, same_form
@@ -174,9 +174,8 @@ class PlainFull:
                 self._pending.append(comm.gather(axis, self._outs[0], source))
             else:
                 scale = source.numel() // max(self.layout.shard_numel, 1)
-                for out, s in zip(self._outs, self.layout.segments, strict=True):
-                    mine = source.narrow(0, s.shard_offset * scale, s.slice_numel * scale)
-                    self._pending.append(comm.gather(axis, out, mine))
+                mine = [source.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
+                gather_segments(comm, axis, self._outs, mine, self._pending)
         except BaseException:
             self.free()
             raise

@@ -18,7 +18,7 @@ from enum import Enum
 
 import torch
 
-from ..comm import Comm, Pending, wait_all
+from ..comm import Comm, Pending, reduce_segments, wait_all
 from ..errors import PhaseError
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad
@@ -149,11 +149,11 @@ class Gradients:
             self.buffer.tensor.mul_(scaling.before)
         mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         try:
-            for segment, buffer in zip(layout.segments, self.buffer.segments, strict=True):
-                whole = len(layout.segments) == 1
-                part = out if whole else out.narrow(0, segment.shard_offset, segment.slice_numel)
-                self._pending.append(comm.reduce(axis, part, buffer, mean))
-                scratch += comm.scratch_bytes(axis, buffer)
+            buffers, parts = self.buffer.segments, [out]
+            if len(buffers) > 1:
+                parts = [out.narrow(0, s.shard_offset, s.slice_numel) for s in layout.segments]
+            reduce_segments(comm, axis, parts, buffers, mean, self._pending)
+            scratch += sum([comm.scratch_bytes(axis, buffer) for buffer in buffers])
         except BaseException:
             wait_all(self._pending)
             raise

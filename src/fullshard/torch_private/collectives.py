@@ -1,6 +1,7 @@
 """Gathers, reductions and exchanges called on the process group itself, asynchronously.
 
-Private torch API: `ProcessGroup._allgather_base`, `_reduce_scatter_base` and `alltoall_base`. The public alternatives
+Private torch API: `ProcessGroup._allgather_base`, `_reduce_scatter_base` and `alltoall_base`, and of the first two
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced` for several at once. The public alternatives
 are `torch.distributed.all_gather_single`, `reduce_scatter_single` (`all_gather_into_tensor`, `reduce_scatter_tensor`
 before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument checks to each call, three times
 per unit and step. They are what is used where a method is missing, and for groups that are implemented in Python and do
@@ -24,7 +25,8 @@ _public_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or
 _public_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _GATHER, _REDUCE, _EXCHANGE = "_allgather_base", "_reduce_scatter_base", "alltoall_base"
-_OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE)}
+_GATHERS, _REDUCES = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
+_OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE, _GATHERS, _REDUCES)}
 HAS_DIRECT = all(_OF_TORCH.values())
 """Whether the private methods are there."""
 
@@ -76,3 +78,21 @@ def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) 
     if _has(group, _EXCHANGE):
         return group.alltoall_base(out, buffer, [], [], _PLAIN_EXCHANGE)
     return dist.all_to_all_single(out, buffer, group=group, async_op=True)
+
+
+def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """Start several all-gathers in one call, where the group has one; returns the works."""
+    if _has(group, _GATHERS):
+        pairs = [as_moved(out) for out in outs], [as_moved(shard) for shard in shards]
+        return [group.allgather_into_tensor_coalesced(*pairs, _PLAIN_GATHER)]
+    return [all_gather(out, shard, group) for out, shard in zip(outs, shards, strict=True)]
+
+
+def reduce_scatter_many(
+    outs: list[torch.Tensor], buffers: list[torch.Tensor], group: dist.ProcessGroup, mean: bool
+) -> list[Any]:
+    """Start several reduce-scatters in one call, where the group has one; returns the works."""
+    if _has(group, _REDUCES):
+        pairs = [as_summed(out) for out in outs], [as_summed(buffer) for buffer in buffers]
+        return [group.reduce_scatter_tensor_coalesced(*pairs, _AVG if mean else _SUM)]
+    return [reduce_scatter(out, buffer, group, mean) for out, buffer in zip(outs, buffers, strict=True)]
