@@ -1,4 +1,4 @@
-"""`torch.compile` of an optimizer's step: the same weights as one process, whatever the front-end."""
+"""`torch.compile` of an optimizer's step, and of functions of sharded parameters: as one process, in every form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from drop_in import WRAPPERS, batch, layers, shard, wrap
 from torch import Tensor, nn
 
-from fullshard import ConfigError
+from fullshard import Blocks, ConfigError, PhaseError
 
-FRONT_ENDS = ["flat", *WRAPPERS]
+LAYOUTS = ["rows", "flat", Blocks("row"), "owner"]
+FRONT_ENDS = [*LAYOUTS, *WRAPPERS]
 BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -52,6 +53,128 @@ def steps(front_end: Any, build: str) -> bool:
         their_step()
         theirs.zero_grad()
         torch.testing.assert_close(model(_of_all(9)), reference(_of_all(9)))
+    return True
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS, ids=str)
+def test_a_compiled_training_step(run_ranks, front_end):
+    """Forward, backward and step in one compiled function, which breaks the graph where it has to."""
+    assert all(run_ranks(training, front_end))
+
+
+def training(front_end: Any) -> bool:
+    model, reference = sharded(front_end), layers()
+    ours, theirs = (BUILDERS["AdamW"](m.parameters()) for m in (model, reference))
+    torch.compiler.reset()
+
+    def one(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, their_step = compiled(one), compiled(one)
+    for number in range(3):
+        loss = step(model, ours, batch(number, dist.get_rank())).detach()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(
+            loss / dist.get_world_size(), their_step(reference, theirs, _of_all(number)).detach()
+        )
+    torch.testing.assert_close(model(_of_all(9)), reference(_of_all(9)))
+    return True
+
+
+@pytest.mark.parametrize("front_end", LAYOUTS, ids=str)
+def test_a_compiled_function_of_each_parameter(run_ranks, front_end):
+    """Optimizers that compile a function of one parameter, its gradient and its state: what torchao's do."""
+    assert all(run_ranks(one_by_one, front_end))
+
+
+class OneByOne(torch.optim.SGD):
+    """Momentum, averaged, by a function of one parameter."""
+
+    def __init__(self, parameters: Any, function: Callable[..., None]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.function = function
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                self.function(p.detach(), p.grad, state["average"])
+
+
+def change(p: Tensor, grad: Tensor, average: Tensor) -> None:
+    average.lerp_(grad, 0.5)
+    p.copy_(p - 0.1 * average)
+
+
+def one_by_one(front_end: Any) -> bool:
+    model, reference = sharded(front_end), layers()
+    torch.compiler.reset()
+    ours = OneByOne(model.parameters(), torch.compile(change, backend="aot_eager", fullgraph=True, dynamic=False))
+    theirs = OneByOne(reference.parameters(), change)
+    for number in range(3):
+        for module, optimizer, x in (
+            (model, ours, batch(number, dist.get_rank())),
+            (reference, theirs, _of_all(number)),
+        ):
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(_of_all(9)), reference(_of_all(9)))
+    return True
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "scaled": lambda p: p * 2,
+    "transposed": lambda p: p.t() * 3,
+    "in another shape": lambda p: p.unsqueeze(1) * 2,
+    "a view of a result": lambda p: (p * 2).t(),
+    "in part without a gradient": lambda p: p.detach() * p,
+}
+
+
+def test_gradients_through_compiled_functions_of_rows(run_ranks):
+    """What they return is a DTensor, as `torch.compile` expects of the gradient that it gets back."""
+    assert all(run_ranks(differentiated))
+
+
+def differentiated() -> bool:
+    parameter: Any = sharded("rows")[0].weight
+    for name, function in FUNCTIONS.items():
+        torch.compiler.reset()
+        found = []
+        for one in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            one(parameter).full_tensor().square().sum().backward()
+            found.append((one(parameter).full_tensor(), parameter.grad.full_tensor()))
+            parameter.grad = None
+        for eager, traced in zip(*found, strict=True):
+            torch.testing.assert_close(eager, traced, msg=name)
+        for view in (parameter.detach(), parameter.data, found[0][0]):
+            assert torch.equal(compiled(function)(view), function(view))
+    return True
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_change_between_forward_and_backward_is_seen(run_ranks, traced):
+    """A compiled function that changes a weight is noticed as an eager one is."""
+    assert all(run_ranks(changed_before_backward, traced))
+
+
+def changed_before_backward(traced: bool) -> bool:
+    torch.compiler.reset()
+    model = sharded("rows")
+    loss = model(batch(0, dist.get_rank())).square().mean()
+    double = compiled(lambda p: p.mul_(2)) if traced else lambda p: p.mul_(2)
+    with torch.no_grad():
+        double(model[2].weight)
+    with pytest.raises(PhaseError, match="changed"):
+        loss.backward()
     return True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from ..dtypes import KNOWN
@@ -114,6 +115,11 @@ class RowShard(DTensor):
         found: torch.Tensor = memo[id(self)]
         return found
 
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> torch.Tensor:
+        """As DTensor's, of this class: `torch.compile` traces with what this gives, and asks for inputs of its class."""
+        return as_row_shard(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride))
+
     @classmethod
     def __torch_function__(
         cls,
@@ -132,7 +138,7 @@ class RowShard(DTensor):
             result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args[:1])
-        if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS):
+        if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
             as_row_shard(result)  # a transpose of a weight is misused just as the weight is
             if (name := name_of(args)) is not None:
                 result.__dict__[NAME_KEY] = name

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import PhaseError
 from ..forms import Member, owner_of
 from ..shard import State, Unit
+from ..torch_private.dynamo import dynamo_is_active
 from .root import ROOTS
 
 _installed: list[Any] = []
@@ -37,6 +38,17 @@ def give_up(parameters: Iterable[Any]) -> None:
             units.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
     for unit, ids in units.values():
         unit.give_up_gradients(ids)
+
+
+def _apart(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`; where a whole step is compiled, past Dynamo, which cannot follow it nor the hooks that it runs."""
+    guarded = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
+
+    return called
 
 
 def in_graph(inputs: Any) -> Any:
@@ -151,16 +163,19 @@ def install() -> None:
     original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
     original_grad, of_module = torch.autograd.grad, nn.Module.zero_grad
 
+    @_apart
     @functools.wraps(original)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         give_up([parameter for group in self.param_groups for parameter in group["params"]])
         original(self, *args, **kwargs)
 
+    @_apart
     @functools.wraps(of_module)
     def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         give_up(self.parameters())
         of_module(self, *args, **kwargs)
 
+    @_apart
     @functools.wraps(original_backward)
     def backward(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
         if len(args) > 5:  # inputs, by position
