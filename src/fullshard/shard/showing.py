@@ -17,12 +17,13 @@ class Showing:
 
     Attributes:
         unsharded: whether modules show the unsharded parameters.
+        summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
     """
 
-    __slots__ = ("_covered", "_places", "_switches", "unsharded")
+    __slots__ = ("_covered", "_places", "_switches", "summoned", "unsharded")
 
     def __init__(self) -> None:
-        self.unsharded = False
+        self.unsharded = self.summoned = False
         self._switches: list[tuple[Any, str, Any, Any]] | None = None  # targets and names, what either form shows there
         self._places: list[tuple[Place, Member]] = []  # of the switches
         self._covered: list[

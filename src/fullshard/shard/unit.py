@@ -278,6 +278,8 @@ class Unit:
         Raises:
             ConfigError: a parameter was replaced by something that is not its shard.
         """
+        if self.showing.summoned:
+            return
         if self.showing.disturbed():  # since unshard()
             self.show_sharded()
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
@@ -369,9 +371,7 @@ class Unit:
                         self.gradients[index] = Gradients(rest, self.reduce_dtype, self.keeps_compute_dtype)
                     self.showing.forget()
                     return list(member.places), whole
-        raise PhaseError(
-            f"unit {self.name!r} does not hold the parameter it should give up; this is a bug in Fullshard"
-        )
+        raise PhaseError(f"unit {self.name!r} does not hold what it should give up; this is a bug in Fullshard")
 
     def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""

@@ -32,7 +32,7 @@ from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
 from .setup import broadcast_states, check_arguments, materialise, own_modules, warn_of_host
-from .summon import is_summoned, summon_full_params
+from .summon import is_summoned, summon_full_params, summoned_around
 from .training import clip_gradients, register_hook
 
 
@@ -373,6 +373,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
 
 def _find_root(top: Runner) -> Root:
     """As `fully_shard`'s, with what the wrapper's root does once."""
+    top = summoned_around(top.modules[0]) or top
     root = find_root(top)
     for instance in FullyShardedDataParallel.fsdp_modules(top.modules[0]):
         instance._buffers_cast.cast(instance)

@@ -10,17 +10,30 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, NotSupportedError, UsageError
-from ...forms import FlatParameterForm, Member
+from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...runtime import Runner, runner_of
 from ...shard import Bucket, Gradients
 from ...torch_private.local_tensor import local_part, read_grad
 
-_SUMMONED = "_fullshard_summoned"
+_open: list[nn.Module] = []  # instances inside the context now, in the order in which they entered it
 
 
 def is_summoned(module: nn.Module) -> bool:
     """Whether `module`, an instance, is inside `summon_full_params` now."""
-    return _SUMMONED in module.__dict__
+    runner = runner_of(module)
+    return runner is not None and runner.unit.showing.summoned
+
+
+def summoned_around(module: nn.Module) -> Runner | None:
+    """Of the outermost summoned instance around `module` that has no root yet; None if there is none.
+
+    When `module` runs, the root is to be there or above: it is not in sight, as its own forward does not run.
+    """
+    for instance in _open:
+        runner = runner_of(instance)
+        if runner is not None and runner.root is None and any(child is module for child in instance.modules()):
+            return runner
+    return None
 
 
 @contextmanager
@@ -34,7 +47,9 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
-    Collective: every rank enters and leaves. Not inside forward or backward.
+    Collective: every rank enters and leaves. Not inside forward or backward. Without `recurse` the wrapped module can be
+    called meanwhile, to generate text, say: instances inside gather what is theirs. Gradients of what is summoned are
+    those of whole parameters, of this rank's batch, and are gone with these.
 
     Args:
         module: an instance, or a module that contains some.
@@ -47,7 +62,8 @@ def summon_full_params(
 
     Raises:
         NotSupportedError: `writeback` together with `rank0_only`.
-        UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance.
+        UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance; by
+            a forward of a summoned instance.
         ConfigError: on leaving, a parameter was replaced by one of another shape.
     """
     if writeback and rank0_only:
@@ -83,14 +99,16 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
     visible = not rank0_only or instance.rank == 0
     for bucket, gradients in zip(runner.unit.buckets, runner.unit.gradients, strict=True):
         shown.append(_Whole(runner, bucket, gradients, to_cpu, with_grads, visible))
-    instance.__dict__[_SUMMONED] = True
+    runner.unit.showing.summoned = True
+    _open.append(instance)
     try:
         if visible:
             for whole in shown:
                 whole.show()
         yield
     finally:
-        del instance.__dict__[_SUMMONED]
+        runner.unit.showing.summoned = False
+        _open.remove(instance)
         if visible:
             for whole in shown:
                 whole.hide(writeback)
@@ -159,6 +177,7 @@ class _Whole:
                 self.saved.append(None)
                 shown = view if split is None else split.unsharded(view)
                 parameter = nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
+                parameter.__dict__[OWNER_KEY] = member.sharded.__dict__.get(OWNER_KEY)
             if has_grad and self.grads is not None:
                 grad = self._view(self.grads, member)
                 parameter.grad = grad if split is None else split.unsharded(grad)
