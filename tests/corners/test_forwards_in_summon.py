@@ -120,6 +120,13 @@ def refused(originals: bool) -> bool:
         ):
             with summon(what, recurse=recurse), pytest.raises(UsageError, match="summon_full_params"):
                 call(x)
+        with summon(model, recurse=False), pytest.raises(UsageError, match="summon_full_params"):
+            model.module(x).sum().backward()
+        with summon(model, recurse=False):
+            output = model.module(x).sum()
+        with pytest.raises(RuntimeError if originals else UsageError, match="size|summon_full_params"):
+            output.backward()
+        model.zero_grad()
         step_both(model, reference, optimizers, step)
     torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
     return True

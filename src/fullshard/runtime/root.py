@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import DivergenceError, PhaseError
+from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..forms import Member
 from ..mesh import Axis
@@ -285,8 +285,14 @@ class Root:
         return self._backward is not None and self._backward.running()
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward reached a unit."""
+        """The first gradient of a backward reached a unit.
+
+        Raises:
+            UsageError: a unit is inside `summon_full_params`: its gradients would be this rank's own, of whole tensors.
+        """
         self.recover_if_broken()
+        if True in [one.unit.showing.summoned for one in self.units]:
+            raise UsageError("backward() was called inside summon_full_params() of the same model")
         if self._lent:
             self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)

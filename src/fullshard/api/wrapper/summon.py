@@ -48,8 +48,7 @@ def summon_full_params(
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
     Collective: every rank enters and leaves. Not inside forward or backward. Without `recurse` the wrapped module can be
-    called meanwhile, to generate text, say: instances inside gather what is theirs. Gradients of what is summoned are
-    those of whole parameters, of this rank's batch, and are gone with these.
+    called meanwhile, to generate text, say: instances inside gather what is theirs. There is no backward through them.
 
     Args:
         module: an instance, or a module that contains some.
@@ -63,7 +62,8 @@ def summon_full_params(
     Raises:
         NotSupportedError: `writeback` together with `rank0_only`.
         UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance; by
-            a forward of a summoned instance.
+            a forward of a summoned instance, a backward that reaches other instances of its model, or one later that
+            reaches parameters that were summoned.
         ConfigError: on leaving, a parameter was replaced by one of another shape.
     """
     if writeback and rank0_only:
@@ -112,6 +112,11 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
         if visible:
             for whole in shown:
                 whole.hide(writeback)
+
+
+def _refuse_gradient(grad: torch.Tensor) -> None:
+    """Of a whole parameter whose context is over: nothing would be trained by it."""
+    raise UsageError("backward() reached parameters that summon_full_params() showed, which are sharded again")
 
 
 class _Whole:
@@ -211,6 +216,8 @@ class _Whole:
                 parameter.data = member.local
                 member.sharded = parameter
                 parameter.grad = grad
+            elif parameter.requires_grad:
+                parameter.register_hook(_refuse_gradient)  # of a graph that outlives the context
             for place in member.places:
                 if place.outside:
                     place.withdraw()
