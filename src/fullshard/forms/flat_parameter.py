@@ -63,12 +63,13 @@ class FlatParameter(nn.Parameter, metaclass=_Meta):
         _offsets: of each, its first element in the whole flat parameter.
         _shard_numel_padded: padding elements at the end of this rank's slice.
         _local_shard: this tensor.
+        _fsdp_flattened: True; Lightning looks for it.
     """
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, layout: Layout, rank: int, requires_grad: bool = True) -> FlatParameter:
         self: Any = nn.Parameter(local, requires_grad=requires_grad)
-        self._is_flat_param = True
+        self._is_flat_param = self._fsdp_flattened = True
         describe_layout(self, layout, rank)
         return self
 

@@ -27,6 +27,7 @@ from ...runtime import (
     run,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
+from .markers import Markers
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
@@ -36,7 +37,7 @@ from .summon import is_summoned, summon_full_params, summoned_around
 from .training import clip_gradients, register_hook
 
 
-class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Module):
+class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods, nn.Module):
     """Wraps a module, so that its parameters, gradients and optimizer state are sharded over ranks.
 
     The interface of `torch.distributed.fsdp.FullyShardedDataParallel` on Fullshard's engine: a program written for it
@@ -207,12 +208,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimizerStateMethods, nn.Modul
         """The number of ranks in `process_group`."""
         axes = self._arguments.axes
         return axes.shard.size if axes.shard.size > 1 or axes.replicate is None else axes.replicate.size
-
-    @property
-    def _flat_param(self) -> Any:
-        """The instance's `FlatParameter`; None if it has no parameters, or with `use_orig_params=True`."""
-        bucket = next(iter(self._runner().unit.buckets), None)
-        return bucket.flat_parameter if bucket is not None else None
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -1,0 +1,107 @@
+"""What libraries read and set on instances of PyTorch's FSDP1, which is private there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drop_in import WRAPPERS, batch, layers, wrap
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, MixedPrecision
+
+
+def cast_up(model: nn.Module) -> list[str]:
+    """As Accelerate does with weights in 16 bits and mixed precision; the names."""
+    names: list[str] = []
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        instance: Any = module
+        if not instance._has_params:
+            continue
+        flat = instance._flat_param
+        if flat.dtype != torch.float32 and flat.device != torch.device("meta") and flat.requires_grad:
+            names += flat._fqns
+            flat.data = flat.data.to(torch.float32)
+            instance._handle._orig_param_dtype = torch.float32
+    return names
+
+
+class Rounded(nn.Module):
+    """Computes as mixed precision does: weights and inputs in bfloat16, gradients back in float32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = {name: p.to(torch.bfloat16) for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, rounded, (x.to(torch.bfloat16),))
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("originals", WRAPPERS)
+def test_weights_in_16_bits_are_cast_up(run_ranks, originals, trained_before):
+    """Parameters and optimizer state are float32 then, computation is in bfloat16."""
+    assert all(run_ranks(upcast, originals, trained_before))
+
+
+def upcast(originals: bool, trained_before: bool) -> bool:
+    parts, reference = layers().to(torch.bfloat16), layers().to(torch.bfloat16).float()
+    parts[1] = wrap(nn.GELU(), use_orig_params=originals)
+    parts[2] = wrap(parts[2], use_orig_params=originals, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    mixed = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    model: Any = wrap(parts, use_orig_params=originals, mixed_precision=mixed)
+    assert not parts[1]._has_params and parts[1]._handle is None and parts[1]._flat_param is None
+    parameters = list(model.parameters())
+    if trained_before:
+        model(batch(0, 0)).float().sum().backward()
+    assert cast_up(model) == (["0.weight", "0.bias", "weight", "bias"])
+    assert cast_up(model) == [] and model._handle._orig_param_dtype is torch.float32
+    model.zero_grad()
+    assert all(mine is other for mine, other in zip(parameters, model.parameters(), strict=True))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference))
+    rounded = Rounded(reference)
+    for step in range(3):
+        model(batch(step, dist.get_rank())).float().square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (rounded(batch(step, rank)).float().square().mean() / dist.get_world_size()).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert all(ours.state[p]["exp_avg"].dtype is torch.float32 for p in model.parameters() if p in ours.state)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        found = [model.module[0].weight, model.module[0].bias, parts[2].module.weight, parts[2].module.bias]
+        for mine, other in zip(found, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+    return True
+
+
+def test_what_does_not_train_is_left_alone(run_ranks):
+    """Frozen weights in 16 bits, with which Accelerate leaves an instance alone; and integers."""
+    assert all(run_ranks(frozen))
+
+
+def frozen() -> bool:
+    parts = layers().to(torch.bfloat16)
+    parts[0].requires_grad_(False)
+    parts[2].register_parameter("steps", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
+    model: Any = wrap(parts, use_orig_params=True)
+    model._handle._orig_param_dtype = torch.float32
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes["_fsdp_wrapped_module.2.steps"] is torch.int32
+    inner: Any = wrap(layers().to(torch.bfloat16).requires_grad_(False), use_orig_params=False)
+    inner._handle._orig_param_dtype = torch.float32
+    assert cast_up(inner) == [] and inner._flat_param.dtype is torch.bfloat16
+    return True
+
+
+def test_flat_parameters_are_told(run_ranks):
+    assert all(run_ranks(told))
+
+
+def told() -> bool:
+    model = wrap(layers(), use_orig_params=False)
+    return all(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
