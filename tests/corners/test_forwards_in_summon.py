@@ -124,7 +124,7 @@ def refused(originals: bool) -> bool:
             model.module(x).sum().backward()
         with summon(model, recurse=False):
             output = model.module(x).sum()
-        with pytest.raises(RuntimeError if originals else UsageError, match="size|summon_full_params"):
+        with pytest.raises(RuntimeError if originals else UsageError, match=r"size|summon_full_params"):
             output.backward()
         model.zero_grad()
         step_both(model, reference, optimizers, step)

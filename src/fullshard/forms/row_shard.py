@@ -117,7 +117,7 @@ class RowShard(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> torch.Tensor:
-        """As DTensor's, of this class: `torch.compile` traces with what this gives, and asks for inputs of its class."""
+        """As DTensor's, of this class: `torch.compile` asks for inputs of the class that this gives."""
         return as_row_shard(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride))
 
     @classmethod

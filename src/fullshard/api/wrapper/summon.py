@@ -47,8 +47,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
-    Collective: every rank enters and leaves. Not inside forward or backward. Without `recurse` the wrapped module can be
-    called meanwhile, to generate text, say: instances inside gather what is theirs. There is no backward through them.
+    Collective: every rank enters and leaves. Not inside forward or backward. Without `recurse` the wrapped module
+    can be called meanwhile, to generate text, say: instances inside gather what is theirs. No backward goes through it.
 
     Args:
         module: an instance, or a module that contains some.
