@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from models import Example, blocks_of
-from training import compare_tensors, full_gradients, full_parameters, mesh_of
+from training import compare_tensors, full, full_gradients, full_parameters, mesh_of
 from wrapped import whole_gradients as wrapped_gradients
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -63,6 +63,11 @@ def but_last(model: nn.Module) -> list[nn.Module]:
     return list(model.children())[:-1]
 
 
+def alone(model: nn.Module) -> list[nn.Module]:
+    """The whole model is the only unit."""
+    return []
+
+
 def named(*names: str) -> Units:
     """The modules of these names are units."""
     return lambda model: [model.get_submodule(name) for name in names]
@@ -78,23 +83,19 @@ def shard(
     library: types.ModuleType = fullshard,
     **settings: Any,
 ) -> Any:
-    """`model` sharded, with `units` of it units of their own.
+    """`model` sharded, with `units` of it units of their own; `settings` are further ones of the front-end.
 
-    Args:
-        keep: leave units gathered after forward (`reshard_after_forward=False`, `SHARD_GRAD_OP`).
-        hybrid: on a mesh of 2 replicas.
-        settings: further ones of the front-end.
+    `library` is for the wrapper; `keep` leaves units gathered after forward (`reshard_after_forward=False`, `SHARD_GRAD_OP`); `hybrid` is a mesh of
+    2 replicas.
     """
     given = {**WAYS[way], **settings}
     if way in LAYOUTS:
-        if library is not fullshard:
-            del given["layout"]
         if keep:
             given["reshard_after_forward"] = False
         if hybrid:
             given["mesh"] = mesh_of("hybrid")
         for unit in [*units(model), model]:
-            library.fully_shard(unit, **given)
+            fullshard.fully_shard(unit, **given)
         return model
     if keep:
         given["sharding_strategy"] = library.ShardingStrategy.SHARD_GRAD_OP
@@ -175,11 +176,17 @@ class Network(nn.Module):
         return self.blocks[2](x) * self.gain
 
 
-def layers(count: int = 2) -> nn.Sequential:
-    """`count` units of two layers, and a last layer that the root holds. Double precision, the same numbers always."""
+def layers() -> nn.Sequential:
+    """Two units of two layers, and a last layer that the root holds. Double precision, the same numbers always."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count)]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 2)).double()
+
+
+def two_layers() -> nn.Sequential:
+    """Without biases, so that equal halves of a whole shard hold one of them each."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh(), nn.Linear(WIDE, WIDE, bias=False))
 
 
 def batch(
@@ -222,10 +229,9 @@ def who_has_gradients(model: nn.Module) -> dict[str, bool]:
     everyone: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     agreed: dict[str, bool] = {}
-    for name in sorted({name for found in everyone for name in found}):
-        found = {rank: has[name] for rank, has in enumerate(everyone) if name in has}
-        assert len(set(found.values())) == 1, f"{name}: has a gradient, by rank: {found}"
-        agreed[name] = next(iter(found.values()))
+    for rank, found in enumerate(everyone):
+        for name, has in found.items():
+            assert agreed.setdefault(name, has) == has, f"{name}: whether it has a gradient differs on rank {rank}"
     return agreed
 
 
@@ -243,20 +249,42 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-def differences(where: str, got: dict[str, Any], want: dict[str, Any], tolerance: float = EXACT) -> list[str]:
+def whole(value: Any) -> Any:
+    """A plain tensor of all elements, in memory of its own; anything but a tensor as it is. Collective."""
+    if not hasattr(value, "local_shards"):
+        return full(value) if isinstance(value, Tensor) else value
+    made = torch.zeros(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+    value.gather(0, made)
+    sent = [made]
+    dist.broadcast_object_list(sent, 0)
+    return sent[0]
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, as the state dict has them, by the unsharded model's names. Collective."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def differences(where: str, got: dict[str, Any], want: dict[str, Any], tolerance: float | None = None) -> list[str]:
     """One line for each name that is missing, None on one side only, or off by more than `tolerance`.
 
     Relative to the norm of what is wanted, or below that in itself: where nearly all cancels, rounding is what is left.
+    By default `EXACT` of double precision, and `SINGLE` of everything else.
     """
-    close = {
-        name
-        for name, wanted in want.items()
-        if wanted is not None
-        and (found := got.get(name)) is not None
-        and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        and (found.double() - wanted.double()).norm() <= tolerance
-    }
-    return compare_tensors(where, got, {name: got[name] if name in close else want[name] for name in want}, tolerance)
+    if got.keys() != want.keys():
+        return [f"{where}: names {sorted(got)} where {sorted(want)} are wanted"]
+    problems = []
+    for name, wanted in want.items():
+        found = got[name]
+        if wanted is not None and found is not None and not (isinstance(wanted, Tensor) and isinstance(found, Tensor)):
+            found, wanted = (torch.as_tensor(value, dtype=torch.float64) for value in (found, wanted))
+        exact = isinstance(wanted, Tensor) and wanted.dtype == torch.float64
+        allowed = tolerance if tolerance is not None else EXACT if exact else SINGLE
+        wrong = compare_tensors(where, {name: found}, {name: wanted}, allowed)
+        alike = found is not None and wanted is not None and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        if wrong and not (alike and (found.double() - wanted.double()).norm() <= allowed):
+            problems += wrong
+    return problems
 
 
 def assert_equal(got: dict[str, Any], want: dict[str, Any], what: str, tolerance: float = EXACT) -> None:
@@ -266,7 +294,7 @@ def assert_equal(got: dict[str, Any], want: dict[str, Any], what: str, tolerance
     assert not wrong, "; ".join(wrong)
 
 
-def gradient_problems(where: str, model: nn.Module, reference: nn.Module, tolerance: float = EXACT) -> list[str]:
+def gradient_problems(where: str, model: nn.Module, reference: nn.Module, tolerance: float | None = None) -> list[str]:
     """How the gradients differ from the unsharded model's; None on one side only counts."""
     got = whole_gradients(model)
     want = {name: None if p.grad is None else p.grad.clone() for name, p in reference.named_parameters()}
@@ -276,7 +304,7 @@ def gradient_problems(where: str, model: nn.Module, reference: nn.Module, tolera
     return differences(f"{where}: gradient of", got, want, tolerance)
 
 
-def value_problems(where: str, model: nn.Module, reference: nn.Module, tolerance: float = EXACT) -> list[str]:
+def value_problems(where: str, model: nn.Module, reference: nn.Module, tolerance: float | None = None) -> list[str]:
     """How the parameters differ from the unsharded model's."""
     want = {name: p.detach() for name, p in reference.named_parameters()}
     return differences(f"{where}:", whole_parameters(model), want, tolerance)
@@ -289,9 +317,9 @@ def error_of(action: Callable[[], object]) -> Exception | None:
     """What `action` raises, whatever it is: the caller says whether that is right. Warnings are not shown."""
     try:
         quietly(action)
+        return None
     except Exception as error:
         return error
-    return None
 
 
 def quietly(action: Callable[[], Any]) -> Any:
@@ -319,45 +347,59 @@ def named_error(
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and its batch
 
 
+def backward(model: nn.Module, step: int, ranks: Iterable[int] | None = None, loss: Loss = mean_square) -> Tensor:
+    """A forward and backward on this rank's wide batch, or on the concatenation of those of `ranks`; the loss."""
+    chosen = [dist.get_rank()] if ranks is None else ranks
+    value = loss(model, torch.cat([wide_batch(step, rank) for rank in chosen]))
+    value.backward()
+    return value.detach()
+
+
+def backward_of_both(model: nn.Module, plain: nn.Module, step: int, loss: Loss) -> tuple[Tensor, Tensor]:
+    """From no gradients: of this rank's batch, and of one process on those of all; the losses."""
+    model.zero_grad(), plain.zero_grad()
+    return backward(model, step, None, loss), backward(plain, step, range(dist.get_world_size()), loss)
+
+
 def right_or_named(
-    way: str,
-    build: Callable[[], nn.Module],
-    loss: Loss,
-    names: tuple[str, ...],
-    after: Loss | None = mean_square,
-    units: Units = blocks_of,
+    way: str, build: Callable[[], nn.Module], loss: Loss, names: tuple[str, ...], after: Loss | None = mean_square
 ) -> list[str]:
     """Gradients of two steps against one process, or an error of ours with every fragment in `names`; then a step.
 
-    Args:
-        names: empty: an error is not right.
-        after: the ordinary step that must be right afterwards; None: there is none.
+    No `names`: an error is not right. `after` is the ordinary step that must be right afterwards; None: there is none.
     """
-    model, plain = shard(build(), way, units), build()
+    model, plain = shard(build(), way, blocks_of), build()
     problems: list[str] = []
     try:
         for step in range(2):
-            mine, want = (beside(each, loss, step, each is model) for each in (model, plain))
+            mine, want = backward_of_both(model, plain, step, loss)
             dist.all_reduce(mine)
-            mine /= dist.get_world_size()
-            if not torch.allclose(mine, want, rtol=1e-4):
-                problems.append(f"step {step}: loss {mine} where {want} is wanted")
-            problems += gradient_problems(f"step {step}", model, plain, SINGLE)
+            problems += differences(f"step {step}", {"loss": mine / dist.get_world_size()}, {"loss": want}, 1e-4)
+            problems += gradient_problems(f"step {step}", model, plain)
     except Exception as error:
         problems += named_error(error, *names) if names else [f"{type(error).__name__}: {str(error)[:300]}"]
     if after is not None:
-        try:
-            for each in (model, plain):
-                beside(each, after, 5, each is model)
-            problems += gradient_problems("afterwards", model, plain, SINGLE)
-        except Exception as error:
-            problems.append(f"afterwards: {type(error).__name__}: {str(error)[:300]}")
+        error = error_of(lambda: backward_of_both(model, plain, 5, after))
+        problems += gradient_problems("afterwards", model, plain) if error is None else [f"afterwards: {error!r}"[:300]]
     return problems
 
 
-def beside(model: nn.Module, loss: Loss, step: int, is_sharded: bool) -> Tensor:
-    """Forward and backward of this rank's wide batch, or of all ranks', from no gradients; the loss."""
-    model.zero_grad()
-    value = loss(model, wide_batch(step, dist.get_rank() if is_sharded else None))
-    value.backward()
-    return value.detach()
+def train(model: nn.Module, optimizer: Any, steps: range, ranks: Iterable[int] | None = None) -> None:
+    for step in steps:
+        model.zero_grad()
+        backward(model, step, ranks)
+        optimizer.step()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1, eps=1e-3)
+
+
+def one_process(
+    steps: int, make: Callable[[], nn.Module] = two_layers, optimizer: Callable[[Any], Any] = adam
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The unsharded model, trained on the batches of all ranks."""
+    model = make()
+    made = optimizer(model.parameters())
+    train(model, made, range(steps), range(dist.get_world_size()))
+    return model, made

@@ -19,12 +19,11 @@ import fullshard
 from models import blocks_of
 from training import assert_same
 from ways import (
-    SINGLE,
     WIDE,
     Block,
     Loss,
     Network,
-    beside,
+    backward_of_both,
     gradient_problems,
     inner,
     mean_square,
@@ -253,9 +252,8 @@ def kept_sometimes(way: str) -> list[str]:
     model, plain = shard(Network(Sometimes), way, blocks_of), Network(Sometimes)
     problems = []
     for step in range(4):
-        for each in (model, plain):
-            beside(each, sometimes, step, each is model)
-        problems += gradient_problems(f"step {step}", model, plain, SINGLE)
+        backward_of_both(model, plain, step, sometimes)
+        problems += gradient_problems(f"step {step}", model, plain)
     return problems
 
 
