@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import FullyShardedDataParallel, ShardingStrategy
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
 from models import Example, blocks_of
 from training import compare_tensors, full, full_gradients, full_parameters, mesh_of
 from wrapped import whole_gradients as wrapped_gradients
@@ -85,15 +86,13 @@ def shard(
 ) -> Any:
     """`model` sharded, with `units` of it units of their own; `settings` are further ones of the front-end.
 
-    `library` is for the wrapper; `keep` leaves units gathered after forward (`reshard_after_forward=False`, `SHARD_GRAD_OP`); `hybrid` is a mesh of
-    2 replicas.
+    `keep` leaves units gathered after forward (`reshard_after_forward=False`, `SHARD_GRAD_OP`); `hybrid` is a mesh of
+    2 replicas; `library` is for the wrapper.
     """
     given = {**WAYS[way], **settings}
     if way in LAYOUTS:
-        if keep:
-            given["reshard_after_forward"] = False
-        if hybrid:
-            given["mesh"] = mesh_of("hybrid")
+        given |= {"reshard_after_forward": False} if keep else {}
+        given |= {"mesh": mesh_of("hybrid")} if hybrid else {}
         for unit in [*units(model), model]:
             fullshard.fully_shard(unit, **given)
         return model
@@ -127,7 +126,7 @@ def sharded(example: Example, way: str, dtype: torch.dtype = torch.float64, **se
 
 def inner(module: nn.Module) -> Any:
     """The module that an instance wraps, or the module itself."""
-    return module.module if isinstance(module, FullyShardedDataParallel) else module
+    return module.module if isinstance(module, FSDP) else module
 
 
 @contextlib.contextmanager
@@ -224,8 +223,9 @@ def who_has_gradients(model: nn.Module) -> dict[str, bool]:
 
     Every rank of `fully_shard` counts, also one without elements: PyTorch gives it an empty gradient.
     """
-    wrapped = isinstance(model, FullyShardedDataParallel)
-    mine = {name: p.grad is not None for name, p in model.named_parameters() if p.numel() or not wrapped}
+    mine = {
+        name: p.grad is not None for name, p in model.named_parameters() if p.numel() or not isinstance(model, FSDP)
+    }
     everyone: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     agreed: dict[str, bool] = {}
@@ -238,13 +238,13 @@ def who_has_gradients(model: nn.Module) -> dict[str, bool]:
 def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """By the unsharded model's names, once the ranks agree on who has one. Between steps. Collective."""
     who_has_gradients(model)
-    return wrapped_gradients(model) if isinstance(model, FullyShardedDataParallel) else full_gradients(model)
+    return wrapped_gradients(model) if isinstance(model, FSDP) else full_gradients(model)
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """By the unsharded model's names. Between steps. Collective."""
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    if isinstance(model, FSDP):
+        with FSDP.summon_full_params(model, writeback=False):
             return {name: p.detach().clone() for name, p in model.named_parameters()}
     return full_parameters(model)
 
@@ -298,7 +298,7 @@ def gradient_problems(where: str, model: nn.Module, reference: nn.Module, tolera
     """How the gradients differ from the unsharded model's; None on one side only counts."""
     got = whole_gradients(model)
     want = {name: None if p.grad is None else p.grad.clone() for name, p in reference.named_parameters()}
-    if isinstance(model, FullyShardedDataParallel) and len(list(model.parameters())) < len(want):
+    if isinstance(model, FSDP) and len(list(model.parameters())) < len(want):
         # One FlatParameter has one gradient: what got none beside others that did is zero there.
         got = {name: None if want[name] is None and g is not None and not g.any() else g for name, g in got.items()}
     return differences(f"{where}: gradient of", got, want, tolerance)
@@ -317,9 +317,9 @@ def error_of(action: Callable[[], object]) -> Exception | None:
     """What `action` raises, whatever it is: the caller says whether that is right. Warnings are not shown."""
     try:
         quietly(action)
-        return None
     except Exception as error:
         return error
+    return None
 
 
 def quietly(action: Callable[[], Any]) -> Any:
@@ -333,13 +333,12 @@ def named_error(
     error: BaseException | None, *fragments: str, kinds: Any = fullshard.FullshardError, where: str = ""
 ) -> list[str]:
     """Empty if it is one of ours, and of these kinds, that says all of `fragments`; else what it is."""
-    start = f"{where}: " if where else ""
     if error is None:
-        return [f"{start}nothing was raised"]
+        return [f"{where}: nothing was raised"]
     if not isinstance(error, fullshard.FullshardError) or not isinstance(error, kinds):
-        return [f"{start}{type(error).__name__}: {str(error)[:300]}"]
+        return [f"{where}: {type(error).__name__}: {str(error)[:300]}"]
     missing = [fragment for fragment in fragments if fragment not in str(error)]
-    return [f"{start}{missing} not in: {error}"] if missing else []
+    return [f"{where}: {missing} not in: {error}"] if missing else []
 
 
 # Held to one process.
