@@ -316,17 +316,12 @@ def value_problems(where: str, model: nn.Module, reference: nn.Module, tolerance
 def error_of(action: Callable[[], object]) -> Exception | None:
     """What `action` raises, whatever it is: the caller says whether that is right. Warnings are not shown."""
     try:
-        quietly(action)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            action()
     except Exception as error:
         return error
     return None
-
-
-def quietly(action: Callable[[], Any]) -> Any:
-    """Without the warnings that PyTorch's own give on a machine without accelerator."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return action()
 
 
 def named_error(

@@ -6,7 +6,9 @@ without sync    zero_grad     with sync      step
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +29,18 @@ from ways import (
     layers,
     loss_of,
     mine,
-    quietly,
     shard,
     value_problems,
     without_sync,
     wrap,
 )
+
+
+def quietly(action: Callable[[], Any]) -> Any:
+    """Without the warnings that PyTorch's own give on a machine without accelerator."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return action()
 
 
 def by_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
