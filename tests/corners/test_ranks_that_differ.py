@@ -154,7 +154,7 @@ def follow(way: str, plan: Plan, settings: dict, hybrid: bool = False, zeros: bo
     """Trains by the plan, sharded, and compares gradients after each reduction, step counts and parameters."""
     what, world, rank = example(**settings), dist.get_world_size(), dist.get_rank()
     want = reference(what, way, plan, world, zeros)
-    model, numbers, reductions = sharded(what, way, hybrid), itertools.count(), itertools.count()
+    model, numbers, reductions = sharded(what, way, hybrid=hybrid), itertools.count(), itertools.count()
     if zeros:
         model.set_reduce_scatter_unused_params(True)
     optimizer = torch.optim.AdamW(model.parameters(), **TRAINING)
