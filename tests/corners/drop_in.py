@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +18,6 @@ import fullshard
 LIBRARIES = {"ours": fullshard, "theirs": torch_fsdp}
 EVERY_LAYOUT = ("rows", "flat", fullshard.Blocks("row"), "owner")
 WRAPPERS = (False, True)  # use_orig_params
-
-
-def wrap(module: nn.Module, library: types.ModuleType = fullshard, **keywords: Any) -> Any:
-    """`module` wrapped on the CPU by the library's class."""
-    return library.FullyShardedDataParallel(module, device_id=torch.device("cpu"), **keywords)
 
 
 def shard(model: nn.Sequential, **keywords: Any) -> nn.Sequential:
@@ -93,14 +87,3 @@ def notices() -> Iterator[list[str]]:
         said += [f"{w.category.__name__}: {w.message}" for w in caught] + [f"Log: {line}" for line in kept.lines]
     finally:
         logger.removeHandler(kept)
-
-
-def error_of(call: Callable[[], Any]) -> Exception | None:
-    """What it raises, with warnings silenced; None if nothing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call()
-    except Exception as error:
-        return error
-    return None

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_ways import (
-    LAYOUTS,
+from torch import Tensor, nn
+
+import fullshard
+from training import assert_same, full
+from ways import (
     WIDTH,
     batch,
     error_of,
     every_way,
     gradient_problems,
+    inner,
     layers,
     loss_of,
     mine,
+    named,
     named_error,
+    shard,
     value_problems,
     whole_parameters,
+    without_sync,
 )
-from torch import Tensor, nn
-
-import fullshard
-from training import assert_same
 
 
 class Failure(Exception):
@@ -67,20 +71,8 @@ def failing(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
 
 
 def shard_failing(way: str, kind: type[nn.Sequential] = nn.Sequential, **settings: object) -> nn.Module:
-    model = failing(kind)
-    if way in LAYOUTS:
-        for child in model:
-            if isinstance(child, nn.Sequential):
-                fullshard.fully_shard(child, layout=LAYOUTS[way], **settings)
-        return fullshard.fully_shard(model, layout=LAYOUTS[way], **settings)
-    for index, child in enumerate(model):
-        if isinstance(child, nn.Sequential):
-            model[index] = fullshard.FullyShardedDataParallel(child, use_orig_params=way == "originals", **settings)
-    return fullshard.FullyShardedDataParallel(model, use_orig_params=way == "originals", **settings)
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, fullshard.FullyShardedDataParallel) else model
+    units = lambda model: [child for child in model if isinstance(child, nn.Sequential)]  # noqa: E731
+    return shard(failing(kind), way, units, **settings)
 
 
 def fails_of(model: nn.Module) -> Fails:
@@ -102,11 +94,10 @@ def fail_once(model: nn.Module, where: str, inputs: Tensor, grad: bool = True) -
 @pytest.mark.parametrize("first", ["forward fails", "evaluation fails", "its input is refused"])
 def test_another_order_is_still_noticed_after_a_failed_pass(run_ranks, first, way):
     """All units are of one size: gathers that pair up wrongly would say nothing."""
-    for problem in run_ranks(order_after_failure, first, way, timeout=20):
-        assert problem == ""
+    assert_same(run_ranks(order_after_failure, first, way, timeout=20))
 
 
-def order_after_failure(first: str, way: str) -> str:
+def order_after_failure(first: str, way: str) -> list[str]:
     model = shard_failing(way, Turned)
     grad = first != "evaluation fails"
     if first == "its input is refused":
@@ -117,14 +108,13 @@ def order_after_failure(first: str, way: str) -> str:
     inner(model).turned = True
     with torch.set_grad_enabled(grad):
         error = error_of(lambda: model(mine(1)))
-    return named_error(error, "order") or ("" if isinstance(error, fullshard.DivergenceError) else repr(error))
+    return named_error(error, "order", kinds=fullshard.DivergenceError)
 
 
 @every_way
 def test_another_order_is_noticed_after_a_caught_exception(run_ranks, way):
     """The model's own forward catches what a unit of it raised, and goes on, in another order on another rank."""
-    for problem in run_ranks(order_after_caught, way, timeout=20):
-        assert problem == ""
+    assert_same(run_ranks(order_after_caught, way, timeout=20))
 
 
 class Careful(nn.Module):
@@ -149,24 +139,15 @@ class Careful(nn.Module):
 
 def careful(way: str) -> tuple[nn.Module, Careful]:
     model = Careful()
-    children = ("tried", "left", "right")
-    if way in LAYOUTS:
-        for name in children:
-            fullshard.fully_shard(getattr(model, name), layout=LAYOUTS[way])
-        return fullshard.fully_shard(model, layout=LAYOUTS[way]), model
-    for name in children:
-        setattr(
-            model, name, fullshard.FullyShardedDataParallel(getattr(model, name), use_orig_params=way == "originals")
-        )
-    return fullshard.FullyShardedDataParallel(model, use_orig_params=way == "originals"), model
+    return shard(model, way, named("tried", "left", "right")), model
 
 
-def order_after_caught(way: str) -> str:
+def order_after_caught(way: str) -> list[str]:
     model, seen = careful(way)
     fails_of(model).raises = "forward"
     seen.turned = True
     error = error_of(lambda: model(mine(0)))
-    return "" if isinstance(error, fullshard.DivergenceError) else f"no DivergenceError: {error!r}"
+    return named_error(error, kinds=fullshard.DivergenceError)
 
 
 @every_way
@@ -238,16 +219,9 @@ def cleared_after_failure(clear: str, synced: bool, way: str) -> list[str]:
 
 
 def accumulate(model: nn.Module, inputs: Tensor, synced: bool) -> None:
-    """One backward more; the wrapper's `no_sync`, or the units' setting."""
-    if synced or not isinstance(model, (fullshard.FSDPModule, fullshard.FullyShardedDataParallel)):
+    """One backward more."""
+    with contextlib.nullcontext() if synced else without_sync(model):
         loss_of(model, inputs).backward()
-    elif isinstance(model, fullshard.FullyShardedDataParallel):
-        with model.no_sync():
-            loss_of(model, inputs).backward()
-    else:
-        model.set_requires_gradient_sync(False)
-        loss_of(model, inputs).backward()
-        model.set_requires_gradient_sync(True)
 
 
 @every_way
@@ -262,7 +236,7 @@ def seen_after_failure(where: str, way: str) -> list[str]:
     loss_of(model, mine(0)).backward()
     model.zero_grad()
     before = dict(model.named_parameters())
-    values = whole_parameters(model)
+    values = {name: full(value) for name, value in model.state_dict().items()}
     fail_once(model, where, mine(1))
     problems = []
     asked: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -305,10 +279,10 @@ def done_after_failure(change: str, way: str) -> list[str]:
         elif change == "load":
             each.load_state_dict({name: value * 0.5 for name, value in each.state_dict().items()})
         elif change == "frozen":
-            if way == "flat_parameter":
+            if way == "wrapper":
                 each.requires_grad_(True)  # all or nothing is frozen there
             else:
-                (inner(each) if each is model else each)[0].requires_grad_(False)
+                inner(each)[0].requires_grad_(False)
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         each.zero_grad()
         loss_of(each, batch(2) if each is reference else mine(2)).backward()

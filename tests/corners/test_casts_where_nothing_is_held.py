@@ -11,20 +11,20 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import (
-    KINDS,
-    assert_equal,
-    every_kind,
-    every_layout,
-    every_parameter,
-    example_of,
-    gradients,
-    parameters,
-    sharded,
-)
 from torch import Tensor, nn
 
 import fullshard
+from ways import (
+    WAYS,
+    assert_equal,
+    every_layout,
+    every_parameter,
+    every_way,
+    example_of,
+    sharded,
+    whole_gradients,
+    whole_parameters,
+)
 
 SECONDS = 40  # a hang is this, not a minute
 
@@ -86,16 +86,16 @@ CASTS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype, float]] = {  
 }
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("when", ["before the first step", "after it", "with gradients"])
-def test_a_cast_is_noticed_by_every_rank(run_ranks, kind, cast, when):
-    assert all(run_ranks(casting, kind, cast, when, timeout=SECONDS))
+def test_a_cast_is_noticed_by_every_rank(run_ranks, way, cast, when):
+    assert all(run_ranks(casting, way, cast, when, timeout=SECONDS))
 
 
-def casting(kind: str, cast: str, when: str) -> bool:
+def casting(way: str, cast: str, when: str) -> bool:
     function, dtype, tolerance = CASTS[cast]
-    model, whole = sharded(NET, kind, dtype=torch.float32), NET.make()
+    model, whole = sharded(NET, way, dtype=torch.float32), NET.make()
     if when != "before the first step":
         model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
     if when == "after it":
@@ -112,9 +112,9 @@ def casting(kind: str, cast: str, when: str) -> bool:
         for rank in range(2):
             (whole(batch(rank, dtype)).square().mean() / 2).backward()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
-        got, want = gradients(model), {n: p.grad for n, p in whole.named_parameters()}
+        got, want = whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}
         assert_equal(wide(got), wide(want), f"gradients of step {step}", tolerance)
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 0.0)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 0.0)
     return True
 
 
@@ -122,11 +122,11 @@ def wide(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if tensor is None else tensor.double() for name, tensor in tensors.items()}
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("through", ["the module", "data"])
-def test_a_cast_of_one_unit(run_ranks, kind, through):
+def test_a_cast_of_one_unit(run_ranks, way, through):
     """The unit of which a rank holds nothing alone; the others stay as they are."""
-    assert all(run_ranks(casting_one, kind, through, timeout=SECONDS))
+    assert all(run_ranks(casting_one, way, through, timeout=SECONDS))
 
 
 class Converting(Net):
@@ -138,9 +138,9 @@ class Converting(Net):
     dtype = torch.float32
 
 
-def casting_one(kind: str, through: str) -> bool:
+def casting_one(way: str, through: str) -> bool:
     example = example_of(Converting, "small", "gain", "wide")
-    model, whole = sharded(example, kind, dtype=torch.float32), example.make()
+    model, whole = sharded(example, way, dtype=torch.float32), example.make()
     model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
     model.zero_grad()
     for each in (model, whole):
@@ -153,8 +153,8 @@ def casting_one(kind: str, through: str) -> bool:
     model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
     for rank in range(2):
         (whole(batch(rank, torch.float32)).square().mean() / 2).backward()
-    assert {n: p.dtype for n, p in parameters(model).items()} == {n: p.dtype for n, p in whole.named_parameters()}
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients", 1e-6)
+    assert {n: p.dtype for n, p in whole_parameters(model).items()} == {n: p.dtype for n, p in whole.named_parameters()}
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients", 1e-6)
     return True
 
 
@@ -173,14 +173,14 @@ class Pair(nn.Module):
 
 @every_parameter
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
-def test_a_cast_of_a_part_of_a_unit_is_refused_by_name(run_ranks, kind, when):
-    assert all(run_ranks(casting_part, kind, when, timeout=SECONDS))
+def test_a_cast_of_a_part_of_a_unit_is_refused_by_name(run_ranks, way, when):
+    assert all(run_ranks(casting_part, way, when, timeout=SECONDS))
 
 
-def casting_part(kind: str, when: str) -> bool:
+def casting_part(way: str, when: str) -> bool:
     """On every rank, before anything is changed: once the rest is cast too, training goes on."""
     example = example_of(lambda: nn.Sequential(Pair(), nn.Linear(2, 2)), "0")
-    model, whole = sharded(example, kind, dtype=torch.float32), example.make()
+    model, whole = sharded(example, way, dtype=torch.float32), example.make()
     if when == "after it":
         model(batch(dist.get_rank(), torch.float32)).square().mean().backward()
         model.zero_grad()
@@ -194,8 +194,8 @@ def casting_part(kind: str, when: str) -> bool:
     for rank in range(2):
         (whole(batch(rank, torch.float32)).square().mean() / 2).backward()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients", 1e-6)
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 0.0)
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients", 1e-6)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 0.0)
     return True
 
 
@@ -224,12 +224,12 @@ def casting_part_of_flat() -> bool:
 
 
 @every_layout
-def test_a_load_that_assigns_another_dtype_is_noticed_by_every_rank(run_ranks, kind):
-    assert all(run_ranks(assigning, kind, timeout=SECONDS))
+def test_a_load_that_assigns_another_dtype_is_noticed_by_every_rank(run_ranks, way):
+    assert all(run_ranks(assigning, way, timeout=SECONDS))
 
 
-def assigning(kind: str) -> bool:
-    model = sharded(NET, kind, dtype=torch.float32)
+def assigning(way: str) -> bool:
+    model = sharded(NET, way, dtype=torch.float32)
     model(batch(dist.get_rank(), torch.float32)).sum().backward()
     model.zero_grad()
     model.load_state_dict({n: v.double() for n, v in model.state_dict().items()}, assign=True)
@@ -237,20 +237,20 @@ def assigning(kind: str) -> bool:
     model(batch(dist.get_rank(), torch.float64)).square().mean().backward()
     for rank in range(2):
         (whole(batch(rank, torch.float64)).square().mean() / 2).backward()
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
     return True
 
 
 @every_layout
-def test_values_given_to_a_meta_model_through_data_are_refused(run_ranks, kind):
-    assert all(run_ranks(materialised, kind, timeout=SECONDS))
+def test_values_given_to_a_meta_model_through_data_are_refused(run_ranks, way):
+    assert all(run_ranks(materialised, way, timeout=SECONDS))
 
 
-def materialised(kind: str) -> bool:
+def materialised(way: str) -> bool:
     """As torch refuses them of a plain parameter; nothing has changed."""
     with torch.device("meta"):
         meta = Net()
-    given = {"layout": KINDS[kind].layout} if KINDS[kind].layout is not None else {}
+    given = dict(WAYS[way])
     for name in ("small", "gain", "wide", ""):
         fullshard.fully_shard(meta.get_submodule(name), **given)
     for p in meta.parameters():
@@ -260,5 +260,5 @@ def materialised(kind: str) -> bool:
     with torch.no_grad():
         for p in meta.parameters():
             p.fill_(1.0)
-    assert all((whole == 1.0).all() for whole in parameters(meta).values())
+    assert all((whole == 1.0).all() for whole in whole_parameters(meta).values())
     return True

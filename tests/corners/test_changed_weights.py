@@ -8,12 +8,20 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_ways import (
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from fullshard import FullyShardedDataParallel
+from training import assert_same, full
+from ways import (
     LAYOUTS,
     WAYS,
     batch,
+    but_last,
+    differences,
     every_way,
     gradient_problems,
+    inner,
     layers,
     loss_of,
     mine,
@@ -21,11 +29,6 @@ from sharded_ways import (
     value_problems,
     whole_parameters,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-from fullshard import FullyShardedDataParallel
-from training import assert_same
 
 HALF = 0.5  # what every change multiplies all weights by
 
@@ -158,7 +161,7 @@ def inference(model: nn.Module) -> None:
 def part_of_a_backward(model: nn.Module) -> None:
     """The root is not in the graph of this loss."""
     model(mine(5))
-    first = (model.module if isinstance(model, FullyShardedDataParallel) else model)[0]
+    first = inner(model)[0]
     first(mine(5)).sum().backward()
     model.zero_grad()
 
@@ -208,12 +211,12 @@ def changed(left: str, way: str) -> list[str]:
 def each_change(changes: dict[str, Callable], leave: Callable, way: str, keep: bool = False) -> list[str]:
     """One model for all changes, as long as nothing went wrong; gives the changes that did."""
     problems: list[str] = []
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     for name, change in changes.items():
         found = after_change(name, change, leave, model, reference)
         if found:
             problems += found[:1]
-            model, reference = shard(layers(), way, keep=keep), layers()
+            model, reference = shard(layers(), way, but_last, keep=keep), layers()
     return problems
 
 
@@ -273,7 +276,7 @@ def test_averaged_weights_swapped_in_and_out(run_ranks, keep, way):
 
 
 def swapped(keep: bool, way: str) -> list[str]:
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     seen: list[list[float]] = []
     for each in (model, reference):
         losses: list[float] = []
@@ -311,13 +314,15 @@ def test_weights_changed_and_read_back_without_a_pass(run_ranks, way):
 def read_back(way: str) -> list[str]:
     problems: list[str] = []
     for name, change in changes_of(way).items():
-        model, reference = shard(layers(), way), layers()
+        model, reference = shard(layers(), way, but_last), layers()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             forward_only(model)
             with torch.no_grad():
                 change(model)
                 change_in_place(reference)
+            shown = {key: full(value) for key, value in model.state_dict().items()}
+            problems += differences(f"{name}: state dict's", shown, reference.state_dict())[:1]
             problems += value_problems(name, model, reference)[:1]
     return problems
 
@@ -331,7 +336,7 @@ def test_a_change_of_one_ranks_part_alone(run_ranks, left, way):
 
 def changed_on_one_rank(left: str, way: str) -> list[str]:
     leave, keep = LEFT[left]
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     stepped(model, mine(0))
     leave(model)
     with torch.no_grad():

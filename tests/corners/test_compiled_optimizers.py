@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import WRAPPERS, batch, layers, shard, wrap
+from drop_in import WRAPPERS, batch, layers, shard
 from torch import Tensor, nn
 
 from fullshard import Blocks, ConfigError, PhaseError
+from ways import wrap
 
 LAYOUTS = ["rows", "flat", Blocks("row"), "owner"]
 FRONT_ENDS = [*LAYOUTS, *WRAPPERS]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, WRAPPERS, layers, shard, wrap
+from drop_in import EVERY_LAYOUT, WRAPPERS, layers, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ import fullshard
 import fullshard.state_dict
 from fullshard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.state_dict import StateDictOptions
+from ways import wrap
 
 every_layout = pytest.mark.parametrize("layout", EVERY_LAYOUT, ids=str)
 

@@ -14,20 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from corners.right_or_named import (
-    FRONT_ENDS,
+from models import blocks_of
+from training import assert_same
+from ways import (
+    SOME_WAYS,
     WIDE,
     Block,
     Loss,
     Network,
-    batch,
-    front_ends,
-    gradients,
     mean_square,
     right_or_named,
-    sharded,
+    shard,
+    some_ways,
+    whole_gradients,
+    wide_batch,
 )
-from training import assert_same
 
 # Gradients taken inside a forward.
 
@@ -67,10 +68,10 @@ class Around(nn.Module):
         return self.blocks[0](x) * self.gain
 
 
-def force_field(front: str, how: str, nested: bool) -> list[str]:
+def force_field(way: str, how: str, nested: bool) -> list[str]:
     build = (lambda: Around(how)) if nested else (lambda: ForceField(how))
-    problems = right_or_named(front, build, lambda model, x: model(x).square().sum() / len(x), ())
-    model, plain, x = sharded(front, build()), build(), batch(0, [0])
+    problems = right_or_named(way, build, lambda model, x: model(x).square().sum() / len(x), ())
+    model, plain, x = shard(build(), way, blocks_of), build(), wide_batch(0, 0)
     try:
         with torch.no_grad():
             if not torch.allclose(model(x), plain(x), rtol=1e-4, atol=1e-5):
@@ -82,9 +83,9 @@ def force_field(front: str, how: str, nested: bool) -> list[str]:
 
 @pytest.mark.parametrize("nested", [False, True], ids=["in the root", "below the root"])
 @pytest.mark.parametrize("how", ["penalised", "plain"])
-@front_ends
-def test_gradients_taken_inside_forward(run_ranks, front, how, nested):
-    assert_same(run_ranks(force_field, front, how, nested, timeout=20))
+@some_ways
+def test_gradients_taken_inside_forward(run_ranks, way, how, nested):
+    assert_same(run_ranks(force_field, way, how, nested, timeout=20))
 
 
 # Functional calls and transforms.
@@ -126,19 +127,19 @@ FUNCTIONAL: dict[str, tuple[Loss, tuple[str, ...]]] = {
 }
 
 
-def functionally(front: str, what: str) -> list[str]:
+def functionally(way: str, what: str) -> list[str]:
     """Where a functional call is given whole tensors, gradients are of those: the model itself gets none."""
     loss, names = FUNCTIONAL[what]
-    return right_or_named(front, lambda: Network(Block), loss, (*names, "remedy") if names else ())
+    return right_or_named(way, lambda: Network(Block), loss, (*names, "remedy") if names else ())
 
 
 @pytest.mark.parametrize(
-    ("front", "what"),
+    ("way", "what"),
     # A flat parameter has none of the model's names, so that `functional_call` itself says what it was not given.
-    [(f, w) for w in FUNCTIONAL for f in FRONT_ENDS if f != "flat parameter" or "functional_call" not in w],
+    [(f, w) for w in FUNCTIONAL for f in SOME_WAYS if f != "wrapper" or "functional_call" not in w],
 )
-def test_functional_calls_and_transforms(run_ranks, front, what):
-    assert_same(run_ranks(functionally, front, what, timeout=20))
+def test_functional_calls_and_transforms(run_ranks, way, what):
+    assert_same(run_ranks(functionally, way, what, timeout=20))
 
 
 # Sparse gradients.
@@ -157,19 +158,19 @@ class Sparse(nn.Module):
         return self.blocks[1](self.blocks[0](rows))
 
 
-def sparse(front: str) -> list[str]:
+def sparse(way: str) -> list[str]:
     """An error of ours, in the first backward at the latest, that says which parameter and that it is sparse."""
-    model = sharded(front, Sparse())
+    model = shard(Sparse(), way, blocks_of)
     try:
-        mean_square(model, batch(0, [dist.get_rank()])).backward()
+        mean_square(model, wide_batch(0, dist.get_rank())).backward()
     except fullshard.FullshardError as error:
         said = str(error)
         return [] if "sparse" in said and "weight" in said and "remedy" in said else [f"does not say what: {said}"]
     except Exception as error:
         return [f"{type(error).__name__}: {str(error)[:300]}"]
     plain = Sparse()
-    mean_square(plain, batch(0, list(range(dist.get_world_size())))).backward()
-    got = gradients(model)
+    mean_square(plain, wide_batch(0)).backward()
+    got = whole_gradients(model)
     return [
         f"gradient of {name}"
         for name, p in plain.named_parameters()
@@ -177,18 +178,18 @@ def sparse(front: str) -> list[str]:
     ]
 
 
-@front_ends
-def test_sparse_gradients_are_named(run_ranks, front):
-    assert_same(run_ranks(sparse, front, timeout=20))
+@some_ways
+def test_sparse_gradients_are_named(run_ranks, way):
+    assert_same(run_ranks(sparse, way, timeout=20))
 
 
 # Gradients of sharded parameters asked for directly.
 
 
-def asked_directly(front: str, unused: bool) -> list[str]:
+def asked_directly(way: str, unused: bool) -> list[str]:
     """Refused by name, whole and in part; what the graph does hold is answered."""
     build = lambda: Network(Block)  # noqa: E731
-    model, x = sharded(front, build()), batch(0, [dist.get_rank()]).requires_grad_()
+    model, x = shard(build(), way, blocks_of), wide_batch(0, dist.get_rank()).requires_grad_()
     problems = []
     for parameters in (list(model.parameters()), list(model.parameters())[-1:]):
         try:
@@ -212,7 +213,7 @@ def asked_directly(front: str, unused: bool) -> list[str]:
     return problems
 
 
-@front_ends
+@some_ways
 @pytest.mark.parametrize("unused", [False, True])
-def test_gradients_of_sharded_parameters_are_not_given_directly(run_ranks, front, unused):
-    assert_same(run_ranks(asked_directly, front, unused, timeout=20))
+def test_gradients_of_sharded_parameters_are_not_given_directly(run_ranks, way, unused):
+    assert_same(run_ranks(asked_directly, way, unused, timeout=20))

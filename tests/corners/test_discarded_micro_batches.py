@@ -6,45 +6,41 @@ without sync    zero_grad     with sync      step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from sharded_ways import (
-    LAYOUTS,
-    WRAPPERS,
-    batch,
-    every_way,
-    gradient_problems,
-    layers,
-    loss_of,
-    mine,
-    quietly,
-    shard,
-    value_problems,
-)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import FullyShardedDataParallel
 from training import assert_same
+from ways import (
+    LAYOUTS,
+    WRAPPERS,
+    batch,
+    but_last,
+    every_way,
+    gradient_problems,
+    inner,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    value_problems,
+    without_sync,
+    wrap,
+)
 
 
-@contextmanager
-def without_sync(model: nn.Module) -> Iterator[None]:
-    if hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-        return
-    if not hasattr(model, "set_requires_gradient_sync"):  # the unsharded model
-        yield
-        return
-    model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
+def quietly(action: Callable[[], Any]) -> Any:
+    """Without the warnings that PyTorch's own give on a machine without accelerator."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return action()
 
 
 def by_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -66,11 +62,11 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def by_children(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Unit by unit, none of them the root."""
-    inner = model.module if isinstance(model, FullyShardedDataParallel) else model
-    for child in inner.children():
+    root = inner(model)
+    for child in root.children():
         child.zero_grad()
-    if "_flat_param" in dict(inner.named_parameters(recurse=False)):  # the root's own, which no child shows
-        inner._flat_param.grad = None
+    if "_flat_param" in dict(root.named_parameters(recurse=False)):  # the root's own, which no child shows
+        root._flat_param.grad = None
 
 
 DISCARDS: dict[str, Callable] = {
@@ -129,7 +125,7 @@ def test_zero_grad_gives_up_what_was_not_synced(run_ranks, discard, way):
 
 def given_up(discard: str, way: str) -> list[str]:
     problems: list[str] = []
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for name, before in BEFORE.items():
         for each, optimizer in zip((model, reference), optimizers, strict=True):
@@ -142,7 +138,7 @@ def given_up(discard: str, way: str) -> list[str]:
             each.zero_grad()
         if found := found or value_problems(name, model, reference)[:1]:
             problems += found
-            model, reference = shard(layers(), way), layers()
+            model, reference = shard(layers(), way, but_last), layers()
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     return problems
 
@@ -155,7 +151,7 @@ def test_zero_grad_between_forward_and_backward(run_ranks, discard, way):
 
 
 def given_up_between(discard: str, way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         one_unsynced(each, each is model)
@@ -173,18 +169,17 @@ def test_some_parameters_gradients_are_given_up(run_ranks, partly, way):
 
 
 def partly_given_up(partly: str, way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         one_unsynced(each, each is model)
-        inner = each.module if isinstance(each, FullyShardedDataParallel) else each
         if partly == "a unit":
-            inner[0].zero_grad()
+            inner(each)[0].zero_grad()
         elif partly == "some parameters' optimizer":
-            torch.optim.SGD([*inner[0].parameters()], lr=0.1).zero_grad()
-        elif way == "flat_parameter":
+            torch.optim.SGD([*inner(each)[0].parameters()], lr=0.1).zero_grad()
+        elif way == "wrapper":
             return []  # one gradient for all of a unit
         else:
-            for name, parameter in inner[0].named_parameters():
+            for name, parameter in inner(each)[0].named_parameters():
                 if "weight" in name:
                     parameter.grad = None
         batch_of(each, 3, each is model).backward()
@@ -199,7 +194,7 @@ def test_accumulation_without_zero_grad_is_complete(run_ranks, way):
 
 def accumulated(way: str) -> list[str]:
     problems: list[str] = []
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         each.zero_grad()
         for seed in range(3):
@@ -227,7 +222,7 @@ def test_zero_grad_gives_up_what_was_not_reduced_over_replicas(run_ranks, discar
 
 def partial_given_up(discard: str, way: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, reference = shard(layers(), way, mesh=mesh), layers()
+    model, reference = shard(layers(), way, but_last, mesh=mesh), layers()
     for each in (model, reference):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         if each is model:
@@ -250,11 +245,7 @@ def given_up_by_pytorchs(way: str) -> list[str]:
     problems: list[str] = []
     for discard in ("by_model", "by_optimizer"):
         plain, model = layers(), layers()
-        model = quietly(
-            lambda model=model: torch_fsdp.FullyShardedDataParallel(
-                model, use_orig_params=WRAPPERS[way], device_id=torch.device("cpu")
-            )
-        )
+        model = quietly(lambda model=model: wrap(model, torch_fsdp, use_orig_params=WRAPPERS[way]))
         for each in (model, plain):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             one_unsynced(each, each is model)
@@ -273,7 +264,7 @@ def test_memory_of_what_is_given_up_comes_back(run_ranks, way):
 
 def memory_given_back(way: str) -> list[str]:
     """After `zero_grad` and the next pass nothing of the unreduced gradients is held."""
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     one_unsynced(model, True)
     held = fullshard.memory_use(model).reducing
     model.zero_grad()

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from drop_in import error_of, layers, wrap
+from drop_in import layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.wrap import ModuleWrapPolicy
+from ways import error_of, wrap
 
 
 def of(arguments: Any, call: Callable[..., Any]) -> Any:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import PER_PARAMETER, assert_equal, every_kind, example_of, gradients, parameters, sharded
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel
+from ways import PER_PARAMETER, assert_equal, every_way, example_of, sharded, whole_gradients, whole_parameters
 
 
 class Blocks(nn.Module):
@@ -65,16 +65,16 @@ def step(model: nn.Module, number: int, ranks: list[int] | None = None) -> None:
     optimizer.zero_grad()
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("swap", [swap_models, swap_detached])
-def test_the_weights_of_a_model_and_its_copy_are_exchanged(run_ranks, kind, swap):
+def test_the_weights_of_a_model_and_its_copy_are_exchanged(run_ranks, way, swap):
     """And back: what averages of weights do around an evaluation."""
-    assert all(run_ranks(exchanged, kind, swap, timeout=30))
+    assert all(run_ranks(exchanged, way, swap, timeout=30))
 
 
-def exchanged(kind: str, swap: Callable[[nn.Module, nn.Module], None]) -> bool:
+def exchanged(way: str, swap: Callable[[nn.Module, nn.Module], None]) -> bool:
     everyone = list(range(dist.get_world_size()))
-    model, plain = sharded(EXAMPLE, kind), EXAMPLE.make(torch.float64)
+    model, plain = sharded(EXAMPLE, way), EXAMPLE.make(torch.float64)
     average, plain_average = copy.deepcopy(model), copy.deepcopy(plain)
     step(model, 0)
     step(plain, 0, everyone)
@@ -87,34 +87,34 @@ def exchanged(kind: str, swap: Callable[[nn.Module, nn.Module], None]) -> bool:
         step(plain_average, number, everyone)
     for name, ours, theirs in (("model", model, plain), ("average", average, plain_average)):
         wanted = {n: p.detach() for n, p in theirs.named_parameters()}
-        assert_equal(parameters(ours), wanted, name, 1e-10)
+        assert_equal(whole_parameters(ours), wanted, name, 1e-10)
     return True
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PER_PARAMETER if kind != "originals"])
-def test_blocks_take_each_others_data(run_ranks, kind):
-    assert all(run_ranks(rotated, kind, timeout=30))
+@pytest.mark.parametrize("way", [way for way in PER_PARAMETER if way != "originals"])
+def test_blocks_take_each_others_data(run_ranks, way):
+    assert all(run_ranks(rotated, way, timeout=30))
 
 
-def rotated(kind: str) -> bool:
-    model, plain = sharded(EXAMPLE, kind), EXAMPLE.make(torch.float64)
+def rotated(way: str) -> bool:
+    model, plain = sharded(EXAMPLE, way), EXAMPLE.make(torch.float64)
     for number in range(2):
         rotate_blocks(model)
         rotate_blocks(plain)
         step(model, number)
         step(plain, number, list(range(dist.get_world_size())))
-    assert_equal(parameters(model), {n: p.detach() for n, p in plain.named_parameters()}, kind, 1e-10)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in plain.named_parameters()}, way, 1e-10)
     return True
 
 
-@pytest.mark.parametrize("kind", PER_PARAMETER)
+@pytest.mark.parametrize("way", PER_PARAMETER)
 @pytest.mark.parametrize("late", [False, True])
-def test_a_tie_inside_a_unit_after_sharding_is_refused_by_name(run_ranks, kind, late):
-    assert all(run_ranks(tied, kind, late, timeout=30))
+def test_a_tie_inside_a_unit_after_sharding_is_refused_by_name(run_ranks, way, late):
+    assert all(run_ranks(tied, way, late, timeout=30))
 
 
-def tied(kind: str, late: bool) -> bool:
-    model = sharded(EXAMPLE, kind)
+def tied(way: str, late: bool) -> bool:
+    model = sharded(EXAMPLE, way)
     if late:
         step(model, 0)
     norm = next(module for module in model.modules() if isinstance(module, nn.LayerNorm))
@@ -124,21 +124,21 @@ def tied(kind: str, late: bool) -> bool:
     return True
 
 
-@every_kind
-def test_a_copy_has_no_gradients(run_ranks, kind):
+@every_way
+def test_a_copy_has_no_gradients(run_ranks, way):
     """As torch's own parameters do not copy theirs: a step of the copy's optimizer would be one too many."""
-    assert all(run_ranks(copied, kind, timeout=30))
+    assert all(run_ranks(copied, way, timeout=30))
 
 
-def copied(kind: str) -> bool:
-    model = sharded(EXAMPLE, kind)
+def copied(way: str) -> bool:
+    model = sharded(EXAMPLE, way)
     model(batch(0, dist.get_rank())).sum().backward()
-    before = gradients(model)
+    before = whole_gradients(model)
     new = copy.deepcopy(model)
     assert all(p.grad is None for p in new.parameters())
-    assert_equal(gradients(model), before, "of the model itself")
+    assert_equal(whole_gradients(model), before, "of the model itself")
     new(batch(0, dist.get_rank())).sum().backward()
-    assert_equal(gradients(new), before, "of the copy")
+    assert_equal(whole_gradients(new), before, "of the copy")
     return True
 
 
@@ -156,7 +156,7 @@ def stepped_inside() -> bool:
     inside = pytest.raises(RuntimeError, match="inside summon_full_params")
     with inside, FullyShardedDataParallel.summon_full_params(model):
         optimizers[0].step()
-    assert_equal(parameters(model), parameters(other), "weights")
+    assert_equal(whole_parameters(model), whole_parameters(other), "weights")
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         optimizers[0].step()
     return True

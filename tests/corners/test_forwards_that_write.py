@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import assert_equal, every_kind, every_layout, example_of, gradients, parameters, sharded
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel
+from ways import assert_equal, every_layout, every_way, example_of, sharded, whole_gradients, whole_parameters
 
 SECONDS = 40  # a hang is this, not a minute
 
@@ -70,22 +70,22 @@ def batch(rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("unit", ["a unit", "the root"])
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
-def test_a_forward_that_writes_raises_by_name(run_ranks, kind, unit, grad):
-    assert all(run_ranks(writing, kind, unit, grad, WRITES, timeout=SECONDS))
+def test_a_forward_that_writes_raises_by_name(run_ranks, way, unit, grad):
+    assert all(run_ranks(writing, way, unit, grad, WRITES, timeout=SECONDS))
 
 
-def writing(kind: str, unit: str, grad: bool, hows: list[str]) -> bool:
+def writing(way: str, unit: str, grad: bool, hows: list[str]) -> bool:
     """On every rank; the values are those from before, and the model trains on once it does not write."""
     for how in hows:
         example = example_of(lambda how=how: Around(Writing(how)), *(["middle"] if unit == "a unit" else []))
-        model = sharded(example, kind)
-        before = parameters(model)
+        model = sharded(example, way)
+        before = whole_parameters(model)
         with torch.set_grad_enabled(grad):
             expect(model, how)
-        assert_equal(parameters(model), before, f"parameters after {how}")
+        assert_equal(whole_parameters(model), before, f"parameters after {how}")
         inner(model).how = "nothing"
         whole = example.make(torch.float64)
         whole.middle.how = "nothing"
@@ -110,13 +110,13 @@ def trains_as(model: nn.Module, whole: nn.Module, what: str) -> None:
     model(batch(dist.get_rank())).square().mean().backward()
     for rank in range(2):
         (whole(batch(rank)).square().mean() / 2).backward()
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, f"gradients after {what}")
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, f"gradients after {what}")
 
 
-@every_kind
-def test_a_write_through_data_raises_by_name(run_ranks, kind):
+@every_way
+def test_a_write_through_data_raises_by_name(run_ranks, way):
     """`self.weight.data.clamp_()`, as weight clipping is usually written; autograd's version counter misses it."""
-    assert all(run_ranks(writing, kind, "a unit", True, [".data.clamp_"], timeout=SECONDS))
+    assert all(run_ranks(writing, way, "a unit", True, [".data.clamp_"], timeout=SECONDS))
 
 
 class Renormed(nn.Module):
@@ -134,27 +134,27 @@ class Renormed(nn.Module):
         return x + self.table(rows)
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("functional", [False, True])
-def test_max_norm_of_an_embedding_raises_by_name(run_ranks, kind, functional):
-    assert all(run_ranks(renormed, kind, functional, timeout=SECONDS))
+def test_max_norm_of_an_embedding_raises_by_name(run_ranks, way, functional):
+    assert all(run_ranks(renormed, way, functional, timeout=SECONDS))
 
 
-def renormed(kind: str, functional: bool) -> bool:
-    model = sharded(example_of(lambda: Around(Renormed(functional)), "middle"), kind)
+def renormed(way: str, functional: bool) -> bool:
+    model = sharded(example_of(lambda: Around(Renormed(functional)), "middle"), way)
     with pytest.raises(fullshard.FullshardError, match=r"middle\.table\.weight"):
         model(batch(dist.get_rank()))
     return True
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("hook", ["before", "after"])
-def test_a_write_in_a_forward_hook_raises_by_name(run_ranks, kind, hook):
-    assert all(run_ranks(in_hook, kind, hook, timeout=SECONDS))
+def test_a_write_in_a_forward_hook_raises_by_name(run_ranks, way, hook):
+    assert all(run_ranks(in_hook, way, hook, timeout=SECONDS))
 
 
-def in_hook(kind: str, hook: str) -> bool:
-    model = sharded(example_of(lambda: Around(nn.Sequential(nn.Linear(4, 4))), "middle"), kind)
+def in_hook(way: str, hook: str) -> bool:
+    model = sharded(example_of(lambda: Around(nn.Sequential(nn.Linear(4, 4))), "middle"), way)
     linear = next(m for n, m in model.named_modules() if n.endswith("0"))
 
     def clamp(module: nn.Module, *_: object) -> None:
@@ -169,14 +169,14 @@ def in_hook(kind: str, hook: str) -> bool:
 
 @every_layout
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept after forward"])
-def test_a_write_between_unshard_and_reshard_raises_by_name(run_ranks, kind, kept):
-    assert all(run_ranks(unsharded, kind, kept, timeout=SECONDS))
+def test_a_write_between_unshard_and_reshard_raises_by_name(run_ranks, way, kept):
+    assert all(run_ranks(unsharded, way, kept, timeout=SECONDS))
 
 
-def unsharded(kind: str, kept: bool) -> bool:
+def unsharded(way: str, kept: bool) -> bool:
     """At `reshard()`, or at the next forward if that comes first. Values are written through sharded parameters."""
     example = example_of(lambda: Around(nn.Linear(4, 4)), "middle")
-    model = sharded(example, kind)
+    model = sharded(example, way)
     if kept:
         model.set_reshard_after_backward(False)
     model(batch(dist.get_rank())).sum().backward()
@@ -212,14 +212,14 @@ class Counting(nn.Module):
         return nn.functional.linear(torch.relu_(self.bounded(self.norm(x))), weight, self.plain.bias)
 
 
-@every_kind
-def test_what_writes_to_buffers_and_activations_is_let_be(run_ranks, kind):
-    assert all(run_ranks(harmless, kind, timeout=SECONDS))
+@every_way
+def test_what_writes_to_buffers_and_activations_is_let_be(run_ranks, way):
+    assert all(run_ranks(harmless, way, timeout=SECONDS))
 
 
-def harmless(kind: str) -> bool:
+def harmless(way: str) -> bool:
     """Steps, loads, initialisations and clipping between the forwards are no writes of a forward either."""
-    model = sharded(example_of(lambda: Around(Counting()), "middle"), kind)
+    model = sharded(example_of(lambda: Around(Counting()), "middle"), way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(batch(dist.get_rank())).square().mean().backward()

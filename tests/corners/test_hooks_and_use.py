@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import KINDS, assert_equal, every_layout, every_parameter, gradients, sharded
 from test_parameter_hooks import NET, SECONDS, WEIGHT, backward, batch, compare, parameter_of, reference
 from torch import Tensor, nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, optimizer_view
+from ways import WAYS, assert_equal, every_layout, every_parameter, sharded, whole_gradients
 
 
 def add_backward(whole: nn.Module, number: int, skip: tuple[int, ...], factor: float) -> None:
@@ -28,13 +28,13 @@ def add_backward(whole: nn.Module, number: int, skip: tuple[int, ...], factor: f
 
 
 @every_parameter
-def test_a_gradient_of_another_rank_is_hooked_before_it_is_added(run_ranks, kind):
-    assert all(run_ranks(accumulated, kind, timeout=SECONDS))
+def test_a_gradient_of_another_rank_is_hooked_before_it_is_added(run_ranks, way):
+    assert all(run_ranks(accumulated, way, timeout=SECONDS))
 
 
-def accumulated(kind: str) -> bool:
+def accumulated(way: str) -> bool:
     """By turns all ranks, one, the other and none use the parameter, whose gradients are added up."""
-    model, whole, calls = sharded(NET, kind), reference(), []
+    model, whole, calls = sharded(NET, way), reference(), []
     parameter = parameter_of(model, WEIGHT)
     parameter.register_hook(lambda grad: calls.append("hook") or 3 * grad)
     parameter.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
@@ -48,13 +48,13 @@ def accumulated(kind: str) -> bool:
 
 
 @every_parameter
-def test_a_post_accumulate_hook_takes_the_gradient_away(run_ranks, kind):
-    assert all(run_ranks(taken_away, kind, timeout=SECONDS))
+def test_a_post_accumulate_hook_takes_the_gradient_away(run_ranks, way):
+    assert all(run_ranks(taken_away, way, timeout=SECONDS))
 
 
-def taken_away(kind: str) -> bool:
+def taken_away(way: str) -> bool:
     """As an optimizer in backward does; on a rank that did not use the parameter it is called at the end."""
-    model, total = sharded(NET, kind), 0
+    model, total = sharded(NET, way), 0
     parameter = parameter_of(model, WEIGHT)
 
     def take(p: nn.Parameter) -> None:
@@ -71,7 +71,7 @@ def taken_away(kind: str) -> bool:
         assert parameter.grad is None
     parameter.grad = total
     assert_equal(
-        {WEIGHT: gradients(model)[WEIGHT]}, {WEIGHT: whole.get_parameter(WEIGHT).grad}, "what the hook took away"
+        {WEIGHT: whole_gradients(model)[WEIGHT]}, {WEIGHT: whole.get_parameter(WEIGHT).grad}, "what the hook took away"
     )
     return True
 
@@ -102,13 +102,13 @@ def flat_of_one() -> bool:
 
 @every_layout
 @pytest.mark.parametrize("how", ["bfloat16 reductions", "offloaded", "a view"])
-def test_in_place_and_by_result(run_ranks, kind, how):
-    assert all(run_ranks(in_settings, kind, how, timeout=SECONDS))
+def test_in_place_and_by_result(run_ranks, way, how):
+    assert all(run_ranks(in_settings, way, how, timeout=SECONDS))
 
 
-def in_settings(kind: str, how: str) -> bool:
+def in_settings(way: str, how: str) -> bool:
     """A hook that changes its gradient in place does so whatever the dtype that was reduced in, and where it lies."""
-    given = {"layout": KINDS[kind].layout} if KINDS[kind].layout is not None else {}
+    given = dict(WAYS[way])
     if how == "bfloat16 reductions":
         given["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     if how == "offloaded":
@@ -127,9 +127,9 @@ def in_settings(kind: str, how: str) -> bool:
         for each in (model, plain):
             each.zero_grad()
             each(batch(dist.get_rank(), number), dist.get_rank() in skip).square().mean().backward()
-        want = dict(gradients(plain))
+        want = dict(whole_gradients(plain))
         want[WEIGHT], want["second.bias"] = 3 * want[WEIGHT], -want["second.bias"]
-        got = gradients(model)
+        got = whole_gradients(model)
         assert_equal(got, want, f"step {number}", 1e-2 if how == "bfloat16 reductions" else 1e-12)
     assert len(calls) == 3 * len(views)
     return True

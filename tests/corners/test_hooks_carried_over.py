@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import assert_equal, every_kind, every_layout, every_parameter, parameters, sharded
 from test_parameter_hooks import (
     NET,
     SECONDS,
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
+from ways import LAYOUTS, assert_equal, every_layout, every_parameter, every_way, sharded, whole_parameters
 
 
 class Tied(nn.Module):
@@ -38,13 +38,13 @@ class Tied(nn.Module):
 
 @every_layout
 @both_times
-def test_hooks_of_a_unit_that_gave_a_tied_weight_to_another(run_ranks, kind, when):
-    assert all(run_ranks(tied, kind, when, timeout=SECONDS))
+def test_hooks_of_a_unit_that_gave_a_tied_weight_to_another(run_ranks, way, when):
+    assert all(run_ranks(tied, way, when, timeout=SECONDS))
 
 
-def tied(kind: str, when: str) -> bool:
+def tied(way: str, when: str) -> bool:
     """`after`: between the two calls of `fully_shard`, of which the later one takes the shared weight away."""
-    layout = {"rows": "rows", "flat": "flat", "blocks": fullshard.Blocks("row"), "owner": "owner"}[kind]
+    layout = LAYOUTS[way]
     torch.manual_seed(0)
     whole = Tied().double()
     torch.manual_seed(0)
@@ -74,12 +74,12 @@ def tied(kind: str, when: str) -> bool:
 
 @every_parameter
 @both_times
-def test_hooks_stay_when_the_model_is_cast(run_ranks, kind, when):
-    assert all(run_ranks(cast, kind, when, timeout=SECONDS))
+def test_hooks_stay_when_the_model_is_cast(run_ranks, way, when):
+    assert all(run_ranks(cast, way, when, timeout=SECONDS))
 
 
-def cast(kind: str, when: str) -> bool:
-    model = hooked(kind, when, lambda m: parameter_of(m, WEIGHT).register_hook(lambda grad: 2 * grad))
+def cast(way: str, when: str) -> bool:
+    model = hooked(way, when, lambda m: parameter_of(m, WEIGHT).register_hook(lambda grad: 2 * grad))
     backward(model)
     model.zero_grad()
     model.float()
@@ -93,13 +93,13 @@ def cast(kind: str, when: str) -> bool:
 
 
 @every_layout
-def test_a_hook_may_not_return_another_shape(run_ranks, kind):
-    assert all(run_ranks(other_shape, kind, timeout=SECONDS))
+def test_a_hook_may_not_return_another_shape(run_ranks, way):
+    assert all(run_ranks(other_shape, way, timeout=SECONDS))
 
 
-def other_shape(kind: str) -> bool:
+def other_shape(way: str) -> bool:
     """On every rank, by name; and the model trains on once the hook is gone."""
-    model, whole = sharded(NET, kind), reference()
+    model, whole = sharded(NET, way), reference()
     handle = model.second.weight.register_hook(lambda grad: torch.ones(2, 2, dtype=torch.float64))
     with pytest.raises(fullshard.FullshardError, match=WEIGHT.replace(".", r"\.")):
         backward(model)
@@ -173,14 +173,14 @@ def before_flat(name: str) -> bool:
     return True
 
 
-@every_kind
-def test_a_step_in_post_accumulate_hooks(run_ranks, kind):
-    """An optimizer in backward, on whatever `parameters()` gives."""
-    assert all(run_ranks(stepping, kind, timeout=SECONDS))
+@every_way
+def test_a_step_in_post_accumulate_hooks(run_ranks, way):
+    """An optimizer in backward, on whatever `whole_parameters()` gives."""
+    assert all(run_ranks(stepping, way, timeout=SECONDS))
 
 
-def stepping(kind: str) -> bool:
-    model, whole = sharded(NET, kind), reference()
+def stepping(way: str) -> bool:
+    model, whole = sharded(NET, way), reference()
     each = {p: torch.optim.AdamW([p], lr=1e-2, eps=1e-3) for p in model.parameters()}
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
 
@@ -196,5 +196,5 @@ def stepping(kind: str) -> bool:
         backward(whole, number, ranks=(0, 1))
         theirs.step()
         theirs.zero_grad()
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters")
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters")
     return True

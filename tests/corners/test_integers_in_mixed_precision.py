@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded_ways import LAYOUTS
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from training import assert_same
+from ways import LAYOUTS
 
 WIDTH = 4
 VALUES = {  # none survives a trip through bfloat16 or float16

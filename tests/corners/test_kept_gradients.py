@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_ways import LAYOUTS, batch, every_way, layers, loss_of, mine, shard, whole_gradients, whole_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from training import assert_same
+from ways import LAYOUTS, batch, but_last, every_way, layers, loss_of, mine, shard, whole_gradients, whole_parameters
 
 # Each takes something that shares a gradient's memory, and gives a function that reads it.
 
@@ -86,7 +86,7 @@ def test_what_is_kept_of_a_gradient_stays(run_ranks, graph, way):
 
 def kept_in_all_forms(graph: bool, way: str) -> list[str]:
     problems: list[str] = []
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     loss_of(model, mine(0)).backward()
     for seed, (name, keep) in enumerate(KEEPS.items(), start=1):
         next_step(model, 2 * seed)
@@ -124,7 +124,7 @@ def test_what_is_kept_can_be_read_while_gradients_are_freed(run_ranks, way):
 
 def read_while_freed(way: str) -> list[str]:
     problems: list[str] = []
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     for name, keep in KEEPS.items():
         model.zero_grad()
         loss_of(model, mine(0)).backward()
@@ -148,7 +148,7 @@ def test_gradients_collected_over_steps(run_ranks, way):
 
 
 def collected(way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     gathered: dict[int, list[Tensor]] = {index: [] for index, _ in enumerate(model.parameters())}
     with torch.no_grad():  # the bookkeeping, not the passes
         for seed in range(4):
@@ -179,7 +179,7 @@ def test_whole_gradients_of_one_rank_stay(run_ranks, way):
 def kept_whole(way: str) -> list[str]:
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shard"))
     problems: list[str] = []
-    model = shard(layers(), way, mesh=meshes["shard"])
+    model = shard(layers(), way, but_last, mesh=meshes["shard"])
     for graph in (False, True):
         next_step(model, 0)
         with torch.set_grad_enabled(graph):
@@ -197,7 +197,7 @@ def test_gradients_of_an_optimizers_view_stay(run_ranks, way):
 
 
 def kept_of_views(way: str) -> list[str]:
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     views = list(fullshard.optimizer_view(model))
     problems: list[str] = []
     for name, keep in {"object": keep_object, "detached": keep_detached, "slice": lambda grad: grad[:1]}.items():
@@ -218,7 +218,7 @@ def test_what_a_reduction_hook_keeps_stays(run_ranks, way):
 
 def kept_by_hook(way: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(layers(), way, mesh=mesh)
+    model = shard(layers(), way, but_last, mesh=mesh)
     kept: list[Tensor] = []
     for unit in model.modules():
         if isinstance(unit, fullshard.FSDPModule):
@@ -236,7 +236,7 @@ def test_gradients_kept_by_a_parameters_hook_stay(run_ranks, way):
 
 
 def kept_by_parameters_hook(way: str) -> list[str]:
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     kept: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     copies: dict[str, list[Tensor]] = {name: [] for name in kept}
 
@@ -269,7 +269,7 @@ def test_memory_of_gradients_is_used_again_where_nobody_keeps_them(run_ranks, wa
 
 def memory_grown(way: str) -> int:
     """Bytes of all tensors after six steps, over those after two."""
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     sizes = []
     for seed in range(6):
         next_step(model, seed)

@@ -1,11 +1,7 @@
-"""Memory in odd places: forwards that write to or return their inputs, modules that are let go, early `unshard()`."""
+"""Memory in odd places: forwards that write to or return their inputs, layers that are dropped, early `unshard()`."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import sys
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,20 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import memory_use
+from models import blocks_of
 from training import assert_same
+from ways import WAYS, shard, whole_gradients
 
 WIDE = 8
 BLOCKS = 8
-FRONT_ENDS: dict[str, dict[str, Any]] = {
-    "rows": {"layout": "rows"},
-    "flat": {"layout": "flat"},
-    "owner": {"layout": "owner"},
-    "flat parameter": {"use_orig_params": False},
-    "original parameters": {"use_orig_params": True},
-}
-front_ends = pytest.mark.parametrize("front", FRONT_ENDS)
+five_ways = pytest.mark.parametrize("way", [way for way in WAYS if way != "blocks"])  # flat to the engine
 
 
 class Block(nn.Module):
@@ -147,17 +137,6 @@ class Network(nn.Module):
         return self.last(hidden)
 
 
-def sharded(front: str, model: Any) -> nn.Module:
-    given = FRONT_ENDS[front]
-    if "layout" in given:
-        for block in model.blocks:
-            fullshard.fully_shard(block, **given)
-        return fullshard.fully_shard(model, **given)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(block, **given)
-    return FSDP(model, **given)
-
-
 def batch(rank: int) -> Tensor:
     return torch.randn(4, WIDE, generator=torch.Generator().manual_seed(rank))
 
@@ -175,16 +154,9 @@ def most_gathered(events: Iterable[fullshard.Event]) -> int:
     return most
 
 
-def whole_gradients(front: str, model: nn.Module) -> dict[str, Tensor | None]:
-    if front in ("flat parameter", "original parameters"):
-        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-            return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
+def units_gathered(way: str, kind: str) -> tuple[int, list[str]]:
     """The most units gathered at once in the second step, and what was wrong with the gradients."""
-    model = sharded(front, Network(KINDS[kind]))
+    model = shard(Network(KINDS[kind]), way, blocks_of)
     plain = Network(KINDS[kind])
     for _ in range(2):
         model.zero_grad()
@@ -193,7 +165,7 @@ def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
     plain(torch.cat([batch(rank) for rank in range(dist.get_world_size())])).square().mean().backward()
     problems = [] if memory_use(model).gathered == 0 else ["something is gathered after the step"]
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    found = whole_gradients(front, model)
+    found = whole_gradients(model)
     for name, grad in wanted.items():
         got = found[name]
         if grad is None and (got is None or not got.any()):
@@ -203,20 +175,20 @@ def units_gathered(front: str, kind: str) -> tuple[int, list[str]]:
     return most_gathered(events), problems
 
 
-def freed_in_backward(front: str) -> list[str]:
+def freed_in_backward(way: str) -> list[str]:
     problems = []
     for kind in KINDS:
-        most, wrong = units_gathered(front, kind)
+        most, wrong = units_gathered(way, kind)
         problems += [f"{kind}: {problem}" for problem in wrong]
         if most > 2:
             problems.append(f"{kind}: {most} of {BLOCKS} units gathered at once")
     return problems
 
 
-@front_ends
-def test_units_are_freed_in_backward(run_ranks, front):
+@five_ways
+def test_units_are_freed_in_backward(run_ranks, way):
     """One that computes and one that is prefetched, whatever forwards do with their inputs."""
-    assert_same(run_ranks(freed_in_backward, front))
+    assert_same(run_ranks(freed_in_backward, way))
 
 
 class DroppedApart(Block):
@@ -232,9 +204,9 @@ class DroppedApart(Block):
         return x if (self.number * 5 + dist.get_rank() * 3) % 4 < 2 else super().forward(x)
 
 
-def layers_dropped_apart(front: str) -> list[str]:
+def layers_dropped_apart(way: str) -> list[str]:
     """A unit that did nothing on this rank is gathered in backward all the same: other ranks need its parts."""
-    model, plain = sharded(front, Network(DroppedApart)), Network(DroppedApart)
+    model, plain = shard(Network(DroppedApart), way, blocks_of), Network(DroppedApart)
     for each in (model, model, plain):
         each.zero_grad()
         with fullshard.record_events() as events:
@@ -242,7 +214,7 @@ def layers_dropped_apart(front: str) -> list[str]:
         if each is model:
             most = most_gathered(events)
     problems = [] if most <= 2 else [f"{most} of {BLOCKS} units gathered at once"]
-    found = whole_gradients(front, model)
+    found = whole_gradients(model)
     for name, p in plain.named_parameters():
         total = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(total)
@@ -252,86 +224,16 @@ def layers_dropped_apart(front: str) -> list[str]:
     return problems
 
 
-@front_ends
-def test_layers_dropped_on_some_ranks(run_ranks, front):
-    assert_same(run_ranks(layers_dropped_apart, front))
-
-
-# Modules are let go at once when the last reference to the root goes.
-
-
-class Careful(nn.Module):
-    """Overrides `__setattr__`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDE, WIDE)
-        self.gain = nn.Parameter(torch.ones(WIDE))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.gain
-
-
-def around(module: nn.Module) -> nn.Module:
-    """`module` as one unit of two under a root."""
-    return nn.Sequential(nn.Linear(WIDE, WIDE), module)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDE, WIDE),
-    "LSTM": lambda: nn.LSTM(WIDE, WIDE),
-    "GRU": lambda: nn.GRU(WIDE, WIDE, num_layers=2),
-    "RNN": lambda: nn.RNN(WIDE, WIDE, bidirectional=True),
-    "__setattr__": Careful,
-    "LSTM below": lambda: around(nn.LSTM(WIDE, WIDE)),
-    "__setattr__ below": lambda: around(Careful()),
-}
-
-
-def alive(front: str, kind: str, how: str) -> list[str]:
-    """What is still there of a model after the last reference to it is gone."""
-    model = MODELS[kind]()
-    given = FRONT_ENDS[front]
-    if "layout" in given:
-        if kind.endswith("below"):
-            fullshard.fully_shard(model[1], **given)
-        fullshard.fully_shard(model, **given)
-    else:
-        model = FSDP(model, **given)
-    if how != "never run":
-        outputs = model(torch.ones(2, 3, WIDE))
-        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        if how == "trained":
-            outputs.sum().backward()
-        del outputs
-    if how == "copied":
-        model = copy.deepcopy(model)
-        model(torch.ones(2, 3, WIDE))
-    watched = {name or "the root": weakref.ref(module) for name, module in model.named_modules()}
-    watched |= {f"parameter {name}": weakref.ref(p) for name, p in model.named_parameters()}
-    del model
-    gc.collect()
-    return [f"{name} is alive" for name, ref in watched.items() if ref() is not None]
-
-
-def let_go(front: str) -> list[str]:
-    hows = ("never run", "evaluated", "trained", "copied")
-    return [f"{kind}, {how}: {wrong}" for kind in MODELS for how in hows for wrong in alive(front, kind, how)[:1]]
-
-
-@front_ends
-def test_a_deleted_model_is_freed(run_ranks, front):
-    assert_same(run_ranks(let_go, front))
+@five_ways
+def test_layers_dropped_on_some_ranks(run_ranks, way):
+    assert_same(run_ranks(layers_dropped_apart, way))
 
 
 # What is gathered before the first forward is counted once.
 
 
 def early(layout: str) -> list[str]:
-    model: Any = sharded(layout, Network(Block))
+    model: Any = shard(Network(Block), layout, blocks_of)
     problems = []
 
     def check(when: str, gathered: int | None) -> None:
@@ -390,33 +292,3 @@ def two_roots(layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_unshard_of_units_without_a_root(run_ranks, layout):
     assert_same(run_ranks(two_roots, layout))
-
-
-# Optimizer state is matched in time that grows with the model, not with its square.
-
-
-def calls_to_match(modules: int, orig: bool) -> int:
-    """Python calls that the optimizer's state takes to be matched, with that many wrapped modules."""
-    model = nn.Sequential(*(FSDP(nn.Linear(2, 2), use_orig_params=orig) for _ in range(modules)))
-    root = FSDP(model, use_orig_params=orig)
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
-    with FSDP.state_dict_type(root, fullshard.StateDictType.SHARDED_STATE_DICT):
-        FSDP.optim_state_dict(root, optimizer)
-        calls = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            FSDP.optim_state_dict(root, optimizer)
-        finally:
-            sys.setprofile(None)
-    return calls
-
-
-@pytest.mark.parametrize("orig", [False, True], ids=["flat parameter", "original parameters"])
-def test_optimizer_state_is_matched_in_linear_time(fake_world, orig):
-    fake_world(2)
-    assert calls_to_match(160, orig) < 2.5 * calls_to_match(80, orig)

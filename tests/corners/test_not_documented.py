@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, WRAPPERS, batch, layers, shard, trains_as, wrap
+from drop_in import EVERY_LAYOUT, WRAPPERS, batch, layers, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from ways import wrap
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
 

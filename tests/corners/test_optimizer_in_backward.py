@@ -8,25 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import (
-    FRONTS,
-    LAYOUTS,
-    backward,
-    batch,
-    differences,
-    not_refused,
-    one_process,
-    plain,
-    raised,
-    shard,
-    values,
-    wrap,
-)
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fullshard
 from training import assert_same
+from ways import (
+    LAYOUTS,
+    WAYS,
+    backward,
+    differences,
+    error_of,
+    named_error,
+    one_process,
+    shard,
+    two_layers,
+    whole_state,
+    wide_batch,
+    wrap,
+)
 
 hooked = pytest.mark.parametrize("hook", [False, True], ids=["no_hook", "hook"])
 
@@ -43,7 +43,7 @@ def stepped(model: nn.Module, where: str) -> list[str]:
     """Two backwards train the model as steps after them would, and leave no gradient."""
     for step in range(2):
         backward(model, step)
-    problems = differences(where, values(model), values(one_process(2, optimizer=sgd)[0]))
+    problems = differences(where, whole_state(model), whole_state(one_process(2, optimizer=sgd)[0]))
     left = [name for name, p in model.named_parameters() if p.grad is not None]
     return problems + ([f"{where}: {left} keep gradients"] if left else [])
 
@@ -52,10 +52,10 @@ def with_original_parameters(when: str, hook: bool) -> list[str]:
     """As PyTorch's wrapper does: whether attached before wrapping or after it, and whether a hook was asked for."""
     problems = []
     for library in (torch_fsdp, fullshard):
-        model = plain()
+        model = two_layers()
         if when == "before":
             attach(model, hook)
-        model = shard("wrapper_orig", model, library=library)
+        model = shard(model, "originals", library=library)
         if when == "after":
             attach(model, hook)
         problems += stepped(model, library.__name__)
@@ -72,14 +72,14 @@ def with_flat_parameters(hook: bool) -> list[str]:
     """PyTorch's raises a RuntimeError at the first forward; so do we, and the model stays as it was."""
     problems = []
     for library in (torch_fsdp, fullshard):
-        model = shard("wrapper", plain(), library=library)
+        model = shard(two_layers(), "wrapper", library=library)
         attach(model, hook)
-        error = raised(lambda m=model: backward(m, 0))
+        error = error_of(lambda m=model: backward(m, 0))
         if library is fullshard:
-            problems += not_refused("ours", error, RuntimeError, "use_orig_params=True")
+            problems += named_error(error, "use_orig_params=True", kinds=RuntimeError, where="ours")
         elif not isinstance(error, RuntimeError):
             problems.append(f"PyTorch's: {error!r}")
-    return problems + differences("values", values(model), dict(plain().state_dict()))
+    return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
 @hooked
@@ -89,7 +89,7 @@ def test_flat_parameters_refuse_it(run_ranks, hook):
 
 def of_shards(layout: str, hook: bool) -> list[str]:
     """Attached to sharded parameters they step in backward as well (PyTorch's `fully_shard` ignores them)."""
-    model = shard(layout, plain())
+    model = shard(two_layers(), layout)
     attach(model, hook)
     return stepped(model, layout)
 
@@ -100,22 +100,22 @@ def test_sharded_parameters_step_in_backward(run_ranks, layout, hook):
     assert_same(run_ranks(of_shards, layout, hook, timeout=20))
 
 
-def of_replaced(front: str, hook: bool) -> list[str]:
+def of_replaced(way: str, hook: bool) -> list[str]:
     """Attached to parameters that sharding replaces: named at the latest by the first backward, or followed."""
-    model = plain()
+    model = two_layers()
     attach(model, hook)
     try:
-        model = shard(front, model)
+        model = shard(model, way)
         backward(model, 0)
     except fullshard.FullshardError as error:
-        return [] if "optimizer" in str(error).lower() else [f"{front}: {error}"]
-    return differences(front, values(model), values(one_process(1, optimizer=sgd)[0]))
+        return [] if "optimizer" in str(error).lower() else [f"{way}: {error}"]
+    return differences(way, whole_state(model), whole_state(one_process(1, optimizer=sgd)[0]))
 
 
 @hooked
-@pytest.mark.parametrize("front", [front for front in FRONTS if front != "wrapper_orig"])
-def test_optimizers_of_parameters_that_were_replaced(run_ranks, front, hook):
-    assert_same(run_ranks(of_replaced, front, hook, timeout=20))
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "originals"])
+def test_optimizers_of_parameters_that_were_replaced(run_ranks, way, hook):
+    assert_same(run_ranks(of_replaced, way, hook, timeout=20))
 
 
 class Heads(nn.Module):
@@ -131,44 +131,44 @@ class Heads(nn.Module):
         return self.heads[head](self.trunk(x).tanh())
 
 
-def sharded_heads(front: str) -> Any:
+def sharded_heads(way: str) -> Any:
     model = Heads()
-    if front in LAYOUTS:
-        fullshard.fully_shard(model.trunk, layout=LAYOUTS[front])
-        return fullshard.fully_shard(model, layout=LAYOUTS[front])
+    if way in LAYOUTS:
+        fullshard.fully_shard(model.trunk, layout=LAYOUTS[way])
+        return fullshard.fully_shard(model, layout=LAYOUTS[way])
     return wrap(model, use_orig_params=True)
 
 
-def of_some_ranks(front: str) -> list[str]:
+def of_some_ranks(way: str) -> list[str]:
     """A parameter that only the other rank used is stepped on this one as well, once; one that none used is not."""
-    model, reference = sharded_heads(front), Heads()
+    model, reference = sharded_heads(way), Heads()
     _apply_optimizer_in_backward(torch.optim.Adam, list(model.parameters()), {"lr": 0.1}, register_hook=False)
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.1)
     for step in range(3):
         rank = dist.get_rank()
-        model(batch(step, rank), rank).square().mean().backward()
+        model(wide_batch(step, rank), rank).square().mean().backward()
         optimizer.zero_grad()
-        (sum(reference(batch(step, r), r).square().mean() for r in range(2)) / 2).backward()
+        (sum(reference(wide_batch(step, r), r).square().mean() for r in range(2)) / 2).backward()
         optimizer.step()
     left = [name for name, p in model.named_parameters() if p.grad is not None]
     problems = [f"{left} keep gradients"] if left else []
-    return problems + differences(front, values(model), dict(reference.state_dict()))
+    return problems + differences(way, whole_state(model), dict(reference.state_dict()))
 
 
-@pytest.mark.parametrize("front", [*LAYOUTS, "wrapper_orig"])
-def test_parameters_used_on_some_ranks_are_stepped_on_all(run_ranks, front):
-    assert_same(run_ranks(of_some_ranks, front, timeout=20))
+@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
+def test_parameters_used_on_some_ranks_are_stepped_on_all(run_ranks, way):
+    assert_same(run_ranks(of_some_ranks, way, timeout=20))
 
 
 def of_views(when: str) -> list[str]:
     """An `optimizer_view` covers several parameters, whose gradients need not be complete at once: refused by name."""
-    model = shard("rows", plain())
+    model = shard(two_layers(), "rows")
     if when == "after a step":
         backward(model, 0)
     for view in fullshard.optimizer_view(model):
         view._in_backward_optimizers = [sgd([view])]  # as `_apply_optimizer_in_backward` does
-    error = raised(lambda: backward(model, 1))
-    return not_refused("views", error, fullshard.PhaseError, "optimizer_view")
+    error = error_of(lambda: backward(model, 1))
+    return named_error(error, "optimizer_view", kinds=fullshard.PhaseError, where="views")
 
 
 @pytest.mark.parametrize("when", ["before a step", "after a step"])

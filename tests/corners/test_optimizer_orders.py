@@ -8,25 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import (
-    FRONTS,
-    WRAPPERS,
-    adam,
-    differences,
-    not_refused,
-    one_process,
-    raised,
-    shard,
-    train,
-    values,
-    whole,
-)
 from torch import nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import StateDictType, state_dict
 from training import assert_same
+from ways import (
+    WAYS,
+    WRAPPERS,
+    adam,
+    alone,
+    children,
+    differences,
+    error_of,
+    named_error,
+    one_process,
+    shard,
+    train,
+    whole,
+    whole_state,
+)
 
 ORDERS = ("same", "reversed", "groups")
 MEMBERS = ("a parameter less", "other groups", "groups in another order")
@@ -73,12 +75,12 @@ def wrapper_saves(model: Any, optimizer: Any) -> dict[str, dict[str, Any]]:
     return saved
 
 
-def saves(front: str, order: str, units: bool) -> list[str]:
-    model = shard(front, four_layers(), units)
+def saves(way: str, order: str, units: bool) -> list[str]:
+    model = shard(four_layers(), way, children if units else alone)
     optimizer = optimizer_of(model, order)
     train(model, optimizer, range(2))
     reference, other = one_process(2, four_layers)
-    saved = wrapper_saves(model, optimizer) if front in WRAPPERS else {}
+    saved = wrapper_saves(model, optimizer) if way in WRAPPERS else {}
     for full in (False, True):
         options = state_dict.StateDictOptions(full_state_dict=full)
         saved[f"full={full}"] = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
@@ -93,34 +95,34 @@ def saves(front: str, order: str, units: bool) -> list[str]:
 
 @pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("front", FRONTS)
-def test_state_is_collected_in_the_models_order(run_ranks, front, order, units):
-    assert_same(run_ranks(saves, front, order, units, timeout=20))
+@pytest.mark.parametrize("way", WAYS)
+def test_state_is_collected_in_the_models_order(run_ranks, way, order, units):
+    assert_same(run_ranks(saves, way, order, units, timeout=20))
 
 
-def loads(front: str, order: str, units: bool) -> list[str]:
+def loads(way: str, order: str, units: bool) -> list[str]:
     """State from optimizers in one order into optimizers in two; training goes on as one process does."""
     reference, _ = one_process(3, four_layers)
     problems = []
     for full in (False, True):  # each with a source of its own: state dicts share memory with their optimizer
-        source = shard(front, four_layers(), units)
+        source = shard(four_layers(), way, children if units else alone)
         optimizer = adam([{"params": half} for half in groups_of(source, order)])
         train(source, optimizer, range(2))
         options = state_dict.StateDictOptions(full_state_dict=full)
         saved = state_dict.get_state_dict(source, optimizer, options=options)
-        model = shard(front, four_layers(), units)
+        model = shard(four_layers(), way, children if units else alone)
         loaded = optimizer_of(model, order)
         state_dict.set_state_dict(model, loaded, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
         train(model, loaded, range(2, 3))
-        problems += differences(f"full={full}", values(model), values(reference))
+        problems += differences(f"full={full}", whole_state(model), whole_state(reference))
     return problems
 
 
 @pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("front", FRONTS)
-def test_state_is_loaded_in_the_models_order(run_ranks, front, order, units):
-    assert_same(run_ranks(loads, front, order, units, timeout=20))
+@pytest.mark.parametrize("way", WAYS)
+def test_state_is_loaded_in_the_models_order(run_ranks, way, order, units):
+    assert_same(run_ranks(loads, way, order, units, timeout=20))
 
 
 def other_members(model: nn.Module, how: str) -> torch.optim.Optimizer:
@@ -135,13 +137,13 @@ def other_members(model: nn.Module, how: str) -> torch.optim.Optimizer:
     return adam([{"params": [first, rest[-1]]}, {"params": rest[:-1], "lr": 0.2}])
 
 
-def refuses(front: str) -> list[str]:
-    return [f"{how}: {problem}" for how in MEMBERS for problem in refuses_members(front, how)]
+def refuses(way: str) -> list[str]:
+    return [f"{how}: {problem}" for how in MEMBERS for problem in refuses_members(way, how)]
 
 
-def refuses_members(front: str, how: str) -> list[str]:
+def refuses_members(way: str, how: str) -> list[str]:
     """Every function that collects names a parameter that is not in the same group, on all ranks."""
-    model = shard(front, four_layers())
+    model = shard(four_layers(), way)
     good = adam(model.parameters())
     train(model, good, range(1))
     bad = other_members(model, how)
@@ -149,7 +151,7 @@ def refuses_members(front: str, how: str) -> list[str]:
     named = "6.weight" if how != "groups in another order" else "0.weight"
     full = state_dict.StateDictOptions(full_state_dict=True)
     calls = {"get_optimizer_state_dict": lambda: state_dict.get_optimizer_state_dict(model, bad, options=full)}
-    kinds = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT] if front in WRAPPERS else []
+    kinds = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT] if way in WRAPPERS else []
     for kind in kinds:
         with FSDP.state_dict_type(model, kind):
             saved = FSDP.optim_state_dict(model, good)
@@ -165,10 +167,10 @@ def refuses_members(front: str, how: str) -> list[str]:
         calls |= {f"save {kind.name}": save, f"load {kind.name}": load}
     problems = []
     for name, call in calls.items():
-        problems += not_refused(name, raised(call), fullshard.DivergenceError, named)
+        problems += named_error(error_of(call), named, kinds=fullshard.DivergenceError, where=name)
     return problems
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_ranks_whose_optimizers_hold_other_parameters_are_told_so(run_ranks, front):
-    assert_same(run_ranks(refuses, front, timeout=20))
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_whose_optimizers_hold_other_parameters_are_told_so(run_ranks, way):
+    assert_same(run_ranks(refuses, way, timeout=20))

@@ -10,35 +10,36 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import (
-    FRONTS,
-    LAYOUTS,
-    WRAPPERS,
-    adam,
-    differences,
-    not_refused,
-    one_process,
-    plain,
-    raised,
-    shard,
-    train,
-    values,
-    whole,
-)
 from torch.distributed.optim import _NamedOptimizer
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, StateDictType, state_dict
 from training import assert_same
+from ways import (
+    LAYOUTS,
+    WAYS,
+    WRAPPERS,
+    adam,
+    alone,
+    differences,
+    error_of,
+    named_error,
+    one_process,
+    shard,
+    train,
+    two_layers,
+    whole,
+    whole_state,
+)
 
-fronts = pytest.mark.parametrize("front", FRONTS)
-wrappers = pytest.mark.parametrize("front", WRAPPERS)
+fronts = pytest.mark.parametrize("way", WAYS)
+wrappers = pytest.mark.parametrize("way", WRAPPERS)
 FULL = state_dict.StateDictOptions(full_state_dict=True)
 
 
-def trained(front: str, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = shard(front, plain())
+def trained(way: str, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+    model = shard(two_layers(), way)
     optimizer = adam(model.parameters())
     train(model, optimizer, range(steps))
     return model, optimizer
@@ -62,19 +63,19 @@ def step_counts(state: dict[str, Any]) -> dict[str, float]:
 # Named optimizers.
 
 
-def named(front: str, load_directly: bool) -> list[str]:
+def named(way: str, load_directly: bool) -> list[str]:
     """A named optimizer resumes: it finds its keys, which are those of the wrapped model, and goes on."""
     problems = []
     for library in (torch_fsdp, fullshard):
         where = library.__name__
-        source = shard(front, plain(), units=False, library=library)
+        source = shard(two_layers(), way, alone, library=library)
         optimizer = adam(source.parameters())
         train(source, optimizer, range(2))
         wrapper = library.FullyShardedDataParallel
         with warnings.catch_warnings(), wrapper.state_dict_type(source, library.StateDictType.FULL_STATE_DICT):
             warnings.simplefilter("ignore")
             weights, saved = source.state_dict(), wrapper.optim_state_dict(source, optimizer)
-        model = shard(front, plain(), units=False, library=library)
+        model = shard(two_layers(), way, alone, library=library)
         with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
             model.load_state_dict(weights)
         groups = [{"params": list(model.parameters())}]
@@ -90,7 +91,7 @@ def named(front: str, load_directly: bool) -> list[str]:
         if not load_directly:
             loaded.load_state_dict(state)
         train(model, loaded, range(2, 3))
-        if library is torch_fsdp and front == "wrapper_orig":
+        if library is torch_fsdp and way == "originals":
             continue  # its keys are right, and what it trains is not
         reference, _ = one_process(3)
         with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
@@ -100,13 +101,13 @@ def named(front: str, load_directly: bool) -> list[str]:
 
 @wrappers
 @pytest.mark.parametrize("load_directly", [False, True])
-def test_a_named_optimizer_finds_its_keys(run_ranks, front, load_directly):
-    assert_same(run_ranks(named, front, load_directly, timeout=20))
+def test_a_named_optimizer_finds_its_keys(run_ranks, way, load_directly):
+    assert_same(run_ranks(named, way, load_directly, timeout=20))
 
 
-def names_kept(front: str) -> list[str]:
+def names_kept(way: str) -> list[str]:
     """`torch.optim` with names: what it is given to load lists them, as PyTorch's does."""
-    model = shard(front, plain(), units=False)
+    model = shard(two_layers(), way, alone)
     optimizer = adam(model.named_parameters())
     train(model, optimizer, range(1))
     state = loads_of(model, optimizer, saved_by(model, optimizer))
@@ -115,35 +116,35 @@ def names_kept(front: str) -> list[str]:
 
 
 @wrappers
-def test_names_of_an_optimizers_parameters_stay(run_ranks, front):
-    assert_same(run_ranks(names_kept, front, timeout=20))
+def test_names_of_an_optimizers_parameters_stay(run_ranks, way):
+    assert_same(run_ranks(names_kept, way, timeout=20))
 
 
 # Steps.
 
 
-def counts(front: str) -> list[str]:
+def counts(way: str) -> list[str]:
     """State made for all parameters beforehand (to load into), also on ranks that own nothing of some."""
-    model = shard(front, plain(), units=False)
+    model = shard(two_layers(), way, alone)
     optimizer = adam(model.parameters())
     state_dict.get_optimizer_state_dict(model, optimizer)
     train(model, optimizer, range(2))
     want = dict.fromkeys(["0.weight", "2.weight"], 2.0)
     found = {"get_optimizer_state_dict": state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)}
-    if front in WRAPPERS:
+    if way in WRAPPERS:
         found |= {kind: saved_by(model, optimizer, kind) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")}
     return [f"{name}: {step_counts(s)}" for name, s in found.items() if step_counts(s) != want]
 
 
 @fronts
-def test_steps_are_those_of_a_rank_that_owns_something(run_ranks, front):
-    assert_same(run_ranks(counts, front, timeout=20))
+def test_steps_are_those_of_a_rank_that_owns_something(run_ranks, way):
+    assert_same(run_ranks(counts, way, timeout=20))
 
 
 def stale_counts() -> list[str]:
     """The same with state by hand: a rank's state of a parameter of which it holds nothing counts for nothing."""
-    model, optimizer = trained("wrapper_orig")
-    model = shard("wrapper_orig", plain(), units=False)
+    model, optimizer = trained("originals")
+    model = shard(two_layers(), "originals", alone)
     optimizer = adam(model.parameters())
     train(model, optimizer, range(2))
     for parameter in model.parameters():
@@ -168,7 +169,7 @@ def missing_part(missing: str) -> list[str]:
     """`missing`: a parameter's whole state, or one key of it; PyTorch raises a ValueError, on every rank."""
     problems = []
     for library in (torch_fsdp, fullshard):
-        model = shard("wrapper", plain(), units=False, library=library)
+        model = shard(two_layers(), "wrapper", alone, library=library)
         optimizer = adam(model.parameters())
         train(model, optimizer, range(2))
         wrapper = library.FullyShardedDataParallel
@@ -179,17 +180,19 @@ def missing_part(missing: str) -> list[str]:
             else:
                 del saved["state"]["2.weight"][missing]
             before = copy.deepcopy(optimizer.state_dict()["state"])
-            error = raised(
+            error = error_of(
                 lambda w=wrapper, m=model, o=optimizer, s=saved: w.optim_state_dict_to_load(m, o, s, load_directly=True)
             )
         if library is torch_fsdp:
             if not isinstance(error, ValueError):
                 problems.append(f"PyTorch's: {error!r}")
             continue
-        problems += not_refused("ours", error, ValueError, "2.weight")
+        problems += named_error(error, "2.weight", kinds=ValueError, where="ours")
         problems += differences("left as it was", optimizer.state_dict()["state"][0], before[0])
-        error = raised(lambda m=model, o=optimizer, s=saved: state_dict.set_optimizer_state_dict(m, o, s, options=FULL))
-        problems += not_refused("set_optimizer_state_dict", error, ValueError, "2.weight")
+        error = error_of(
+            lambda m=model, o=optimizer, s=saved: state_dict.set_optimizer_state_dict(m, o, s, options=FULL)
+        )
+        problems += named_error(error, "2.weight", kinds=ValueError, where="set_optimizer_state_dict")
     return problems
 
 
@@ -200,7 +203,7 @@ def test_state_missing_for_a_part_of_a_flat_parameter(run_ranks, missing):
 
 def missing_part_of_view(missing: str) -> list[str]:
     """The same for an `optimizer_view`, which covers several parameters as well."""
-    model = shard("flat", plain(), units=False)
+    model = shard(two_layers(), "flat", alone)
     optimizer = adam(fullshard.optimizer_view(model))
     train(model, optimizer, range(2))
     saved = fullshard.optimizer_state_dict(model, optimizer)
@@ -208,8 +211,8 @@ def missing_part_of_view(missing: str) -> list[str]:
         del saved["state"]["2.weight"]
     else:
         del saved["state"]["2.weight"][missing]
-    error = raised(lambda: fullshard.load_optimizer_state_dict(model, optimizer, saved))
-    return not_refused(missing, error, fullshard.CheckpointError, "2.weight")
+    error = error_of(lambda: fullshard.load_optimizer_state_dict(model, optimizer, saved))
+    return named_error(error, "2.weight", kinds=fullshard.CheckpointError, where=missing)
 
 
 @pytest.mark.parametrize("missing", ["parameter", "exp_avg", "step"])
@@ -220,16 +223,16 @@ def test_state_missing_for_a_part_of_an_optimizer_view(run_ranks, missing):
 # State dicts without groups, and without the state of some parameters.
 
 
-def without_groups(front: str) -> list[str]:
+def without_groups(way: str) -> list[str]:
     """Every function takes them: values are loaded, settings stay the optimizer's."""
-    model, optimizer = trained(front)
+    model, optimizer = trained(way)
     groupless = {"state": saved_by(model, optimizer)["state"]}
     names = {"0.weight", "2.weight"}
     own = {"state": optimizer.state_dict()["state"]}
     with warnings.catch_warnings(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         warnings.simplefilter("ignore")
         collected = FSDP.optim_state_dict(model, optimizer, own)
-        numbered = FSDP.rekey_optim_state_dict(groupless, OptimStateKeyType.PARAM_ID, plain())
+        numbered = FSDP.rekey_optim_state_dict(groupless, OptimStateKeyType.PARAM_ID, two_layers())
         loaded = {
             "optim_state_dict_to_load": FSDP.optim_state_dict_to_load(model, optimizer, groupless),
             "shard_full": FSDP.shard_full_optim_state_dict(groupless, model, optim=optimizer),
@@ -246,13 +249,13 @@ def without_groups(front: str) -> list[str]:
 
 
 @wrappers
-def test_state_dicts_without_groups(run_ranks, front):
-    assert_same(run_ranks(without_groups, front, timeout=20))
+def test_state_dicts_without_groups(run_ranks, way):
+    assert_same(run_ranks(without_groups, way, timeout=20))
 
 
-def sent_from_rank0(front: str, how: str) -> list[str]:
+def sent_from_rank0(way: str, how: str) -> list[str]:
     """State dicts that only rank 0 has, without groups or without the state of a parameter."""
-    model, optimizer = trained(front)
+    model, optimizer = trained(way)
     saved = saved_by(model, optimizer)
     if how == "groups":
         del saved["param_groups"]
@@ -279,68 +282,68 @@ def sent_from_rank0(front: str, how: str) -> list[str]:
 
 @wrappers
 @pytest.mark.parametrize("how", ["groups", "state"])
-def test_state_dicts_of_rank_0_that_lack_something(run_ranks, front, how):
-    assert_same(run_ranks(sent_from_rank0, front, how, timeout=20))
+def test_state_dicts_of_rank_0_that_lack_something(run_ranks, way, how):
+    assert_same(run_ranks(sent_from_rank0, way, how, timeout=20))
 
 
-def set_without_groups(front: str, full: bool) -> list[str]:
+def set_without_groups(way: str, full: bool) -> list[str]:
     """`set_optimizer_state_dict` takes them too; training goes on as one process does."""
-    source, optimizer = trained(front)
+    source, optimizer = trained(way)
     options = state_dict.StateDictOptions(full_state_dict=full)
     weights, saved = state_dict.get_state_dict(source, optimizer, options=options)
     del saved["param_groups"]
-    model = shard(front, plain())
+    model = shard(two_layers(), way)
     loaded = adam(model.parameters())
     state_dict.set_state_dict(model, loaded, model_state_dict=weights, optim_state_dict=saved, options=options)
     train(model, loaded, range(2, 3))
-    return differences("", values(model), values(one_process(3)[0]))
+    return differences("", whole_state(model), whole_state(one_process(3)[0]))
 
 
 @fronts
 @pytest.mark.parametrize("full", [False, True])
-def test_setting_state_without_groups(run_ranks, front, full):
-    assert_same(run_ranks(set_without_groups, front, full, timeout=20))
+def test_setting_state_without_groups(run_ranks, way, full):
+    assert_same(run_ranks(set_without_groups, way, full, timeout=20))
 
 
-def frozen(front: str, flatten: bool, full: bool) -> list[str]:
+def frozen(way: str, flatten: bool, full: bool) -> list[str]:
     """A frozen parameter is listed in the groups and has no state: saving and loading know that."""
 
     def freeze(model: Any) -> Any:
-        model[2].requires_grad_(False) if front in LAYOUTS else model.module[2].requires_grad_(False)
+        model[2].requires_grad_(False) if way in LAYOUTS else model.module[2].requires_grad_(False)
         return model
 
-    source = freeze(shard(front, plain()))
+    source = freeze(shard(two_layers(), way))
     optimizer = adam(source.parameters())
     train(source, optimizer, range(2))
     options = state_dict.StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
     weights, saved = state_dict.get_state_dict(source, optimizer, options=options)
-    model = freeze(shard(front, plain()))
+    model = freeze(shard(two_layers(), way))
     loaded = adam(model.parameters())
     state_dict.set_state_dict(model, loaded, model_state_dict=weights, optim_state_dict=saved, options=options)
     train(model, loaded, range(2, 3))
 
     def make() -> Any:
-        made = plain()
+        made = two_layers()
         made[2].requires_grad_(False)
         return made
 
-    return differences("", values(model), values(one_process(3, make)[0]))
+    return differences("", whole_state(model), whole_state(one_process(3, make)[0]))
 
 
 @fronts
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("flatten", [False, True])
-def test_parameters_that_groups_list_and_that_have_no_state(run_ranks, front, flatten, full):
-    assert_same(run_ranks(frozen, front, flatten, full, timeout=20))
+def test_parameters_that_groups_list_and_that_have_no_state(run_ranks, way, flatten, full):
+    assert_same(run_ranks(frozen, way, flatten, full, timeout=20))
 
 
-def lacks_a_parameter(front: str) -> list[str]:
+def lacks_a_parameter(way: str) -> list[str]:
     """State that a trained parameter lacks: refused by name where strict, as PyTorch does; else it begins anew."""
-    model, optimizer = trained(front)
+    model, optimizer = trained(way)
     saved = state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)
     saved = {**saved, "state": {name: own for name, own in saved["state"].items() if name != "2.weight"}}
     fresh = adam(model.parameters())
-    error = raised(lambda: state_dict.set_optimizer_state_dict(model, fresh, saved, options=FULL))
+    error = error_of(lambda: state_dict.set_optimizer_state_dict(model, fresh, saved, options=FULL))
     problems = []
     if not isinstance(error, RuntimeError) or "2.weight" not in str(error):
         problems.append(f"strict: {error!r}")
@@ -353,5 +356,5 @@ def lacks_a_parameter(front: str) -> list[str]:
 
 
 @fronts
-def test_state_that_lacks_a_trained_parameter(run_ranks, front):
-    assert_same(run_ranks(lacks_a_parameter, front, timeout=20))
+def test_state_that_lacks_a_trained_parameter(run_ranks, way):
+    assert_same(run_ranks(lacks_a_parameter, way, timeout=20))

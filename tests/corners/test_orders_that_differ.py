@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import assert_equal, every_kind, example_of, gradients, sharded
 from torch import Tensor, nn
 
 from fullshard import DivergenceError
+from ways import assert_equal, every_way, example_of, sharded, whole_gradients
 
 WIDTH = 8
 SECONDS = 40  # a hang is this, not a minute
@@ -49,12 +49,12 @@ def assert_step_is_right(model: nn.Module) -> None:
         (loss_of(plain, other) / world).backward()
     model.zero_grad()
     loss_of(model, rank).backward()
-    assert_equal(gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "after the error")
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "after the error")
 
 
-def differ(kind: str, how: str) -> str:
+def differ(way: str, how: str) -> str:
     """Returns what the ranks were told."""
-    rank, model = dist.get_rank(), sharded(EXAMPLE, kind)
+    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
     mine = ALIKE if rank == 0 else ALIKE[::-1]
     loss_of(model, rank).backward()
     with torch.no_grad():
@@ -77,22 +77,22 @@ def differ(kind: str, how: str) -> str:
     return str(error.value)
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("how", ["evaluated", "not differentiated", "trained"])
-def test_an_order_of_one_rank_s_own(run_ranks, kind, how):
-    for rank, told in enumerate(run_ranks(differ, kind, how, timeout=SECONDS)):
+def test_an_order_of_one_rank_s_own(run_ranks, way, how):
+    for rank, told in enumerate(run_ranks(differ, way, how, timeout=SECONDS)):
         assert "in different orders" in told and f"{rank}" in told
 
 
-def run_one_more(kind: str) -> str:
-    rank, model = dist.get_rank(), sharded(EXAMPLE, kind)
+def run_one_more(way: str) -> str:
+    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
     with pytest.raises(DivergenceError) as error:
         loss_of(model, rank, ALIKE if rank == 0 else (*ALIKE, UNITS - 1)).backward()
     assert_step_is_right(model)
     return str(error.value)
 
 
-@every_kind
-def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(run_ranks, kind):
-    for told in run_ranks(run_one_more, kind, timeout=SECONDS):
+@every_way
+def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(run_ranks, way):
+    for told in run_ranks(run_one_more, way, timeout=SECONDS):
         assert f"runs unit 'units.{UNITS - 1}'" in told and "has come to the end of unit '(root)'" in told

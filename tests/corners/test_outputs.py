@@ -13,24 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from corners.right_or_named import (
+from models import blocks_of
+from training import assert_same
+from ways import (
     WIDE,
     Block,
     Loss,
     Network,
-    batch,
-    differences,
-    front_ends,
+    backward_of_both,
+    gradient_problems,
     inner,
     mean_square,
     right_or_named,
-    sharded,
+    shard,
+    some_ways,
+    wide_batch,
 )
-from training import assert_same
 
 # Views of parameters.
 
@@ -44,26 +45,26 @@ GIVEN: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] =
 }
 
 
-def given_view(front: str, what: str) -> list[str]:
+def given_view(way: str, what: str) -> list[str]:
     give, join = GIVEN[what]
     build = lambda: Network(lambda: Block(give), join)  # noqa: E731
     name = "bias" if "bias" in what else "weight"
-    return right_or_named(front, build, mean_square, (f"blocks.1.up.{name}", "remedy"), after=None)
+    return right_or_named(way, build, mean_square, (f"blocks.1.up.{name}", "remedy"), after=None)
 
 
 @pytest.mark.parametrize("what", GIVEN)
-@front_ends
-def test_a_view_of_a_parameter_among_the_outputs(run_ranks, front, what):
-    assert_same(run_ranks(given_view, front, what, timeout=20))
+@some_ways
+def test_a_view_of_a_parameter_among_the_outputs(run_ranks, way, what):
+    assert_same(run_ranks(given_view, way, what, timeout=20))
 
 
-def evaluated_view(front: str) -> list[str]:
+def evaluated_view(way: str) -> list[str]:
     """The same without gradients; and a copy of the parameter, which is anyone's."""
     problems = []
     copies = lambda: Network(lambda: Block(lambda b, y: (y, b.up.weight.clone())), lambda o: o[0] @ o[1])  # noqa: E731
     views = lambda: Network(lambda: Block(lambda b, y: (y, b.up.weight.t())), lambda o: o[0] @ o[1])  # noqa: E731
     for build, may_raise in ((copies, False), (views, True)):
-        model, plain, x = sharded(front, build()), build(), batch(0, [0])
+        model, plain, x = shard(build(), way, blocks_of), build(), wide_batch(0, 0)
         with torch.no_grad():
             try:
                 if not torch.allclose(model(x), plain(x), atol=1e-6):
@@ -74,9 +75,9 @@ def evaluated_view(front: str) -> list[str]:
     return problems
 
 
-@front_ends
-def test_a_view_of_a_parameter_in_evaluation(run_ranks, front):
-    assert_same(run_ranks(evaluated_view, front, timeout=20))
+@some_ways
+def test_a_view_of_a_parameter_in_evaluation(run_ranks, way):
+    assert_same(run_ranks(evaluated_view, way, timeout=20))
 
 
 # Outputs in objects that are no containers.
@@ -111,16 +112,16 @@ OBJECTS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]]
 }
 
 
-def in_object(front: str, what: str) -> list[str]:
+def in_object(way: str, what: str) -> list[str]:
     give, join = OBJECTS[what]
     build = lambda: Network(lambda: Block(give), join)  # noqa: E731
-    return right_or_named(front, build, mean_square, ("blocks.1", "remedy"), after=None)
+    return right_or_named(way, build, mean_square, ("blocks.1", "remedy"), after=None)
 
 
 @pytest.mark.parametrize("what", OBJECTS)
-@front_ends
-def test_outputs_in_plain_objects(run_ranks, front, what):
-    assert_same(run_ranks(in_object, front, what, timeout=20))
+@some_ways
+def test_outputs_in_plain_objects(run_ranks, way, what):
+    assert_same(run_ranks(in_object, way, what, timeout=20))
 
 
 # Losses that a module keeps, beside or in place of its output.
@@ -173,30 +174,30 @@ KEPT: dict[str, tuple[type[Block], Loss]] = {
 }
 
 
-def kept(front: str, what: str) -> list[str]:
+def kept(way: str, what: str) -> list[str]:
     kind, loss = KEPT[what]
-    return right_or_named(front, lambda: Network(kind), loss, ("blocks.1", "remedy"))
+    return right_or_named(way, lambda: Network(kind), loss, ("blocks.1", "remedy"))
 
 
 @pytest.mark.parametrize("what", KEPT)
-@front_ends
-def test_a_loss_kept_on_a_module(run_ranks, front, what):
-    assert_same(run_ranks(kept, front, what, timeout=20))
+@some_ways
+def test_a_loss_kept_on_a_module(run_ranks, way, what):
+    assert_same(run_ranks(kept, way, what, timeout=20))
 
 
-def kept_by_first(front: str) -> list[str]:
+def kept_by_first(way: str) -> list[str]:
     def build() -> nn.Module:
         model = Network(Block)
         torch.manual_seed(1)
         model.blocks[0] = Keeping()
         return model
 
-    return right_or_named(front, build, kept_from_first, ("blocks.0", "remedy"))
+    return right_or_named(way, build, kept_from_first, ("blocks.0", "remedy"))
 
 
-@front_ends
-def test_a_loss_kept_on_the_first_module(run_ranks, front):
-    assert_same(run_ranks(kept_by_first, front, timeout=20))
+@some_ways
+def test_a_loss_kept_on_the_first_module(run_ranks, way):
+    assert_same(run_ranks(kept_by_first, way, timeout=20))
 
 
 # Graphs that are kept where nobody looks: freed memory is never read.
@@ -218,13 +219,13 @@ def kept_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
     return ELSEWHERE.pop()
 
 
-def kept_by_nobody(front: str) -> list[str]:
-    return right_or_named(front, lambda: Network(KeepingElsewhere), kept_elsewhere, ("blocks.1.up.weight", "remedy"))
+def kept_by_nobody(way: str) -> list[str]:
+    return right_or_named(way, lambda: Network(KeepingElsewhere), kept_elsewhere, ("blocks.1.up.weight", "remedy"))
 
 
-@front_ends
-def test_a_loss_kept_elsewhere(run_ranks, front):
-    assert_same(run_ranks(kept_by_nobody, front, timeout=20))
+@some_ways
+def test_a_loss_kept_elsewhere(run_ranks, way):
+    assert_same(run_ranks(kept_by_nobody, way, timeout=20))
 
 
 class Sometimes(Block):
@@ -246,18 +247,16 @@ def sometimes(model: nn.Module, x: Tensor) -> Tensor:
     return output if loss is None else loss
 
 
-def kept_sometimes(front: str) -> list[str]:
+def kept_sometimes(way: str) -> list[str]:
     """Two steps without the loss, then two with it."""
-    model, plain = sharded(front, Network(Sometimes)), Network(Sometimes)
+    model, plain = shard(Network(Sometimes), way, blocks_of), Network(Sometimes)
     problems = []
     for step in range(4):
-        for each, ranks in ((model, [dist.get_rank()]), (plain, list(range(dist.get_world_size())))):
-            each.zero_grad()
-            sometimes(each, batch(step, ranks)).backward()
-        problems += differences(model, plain, f"step {step}")
+        backward_of_both(model, plain, step, sometimes)
+        problems += gradient_problems(f"step {step}", model, plain)
     return problems
 
 
-@front_ends
-def test_a_loss_kept_now_and_then(run_ranks, front):
-    assert_same(run_ranks(kept_sometimes, front, timeout=20))
+@some_ways
+def test_a_loss_kept_now_and_then(run_ranks, way):
+    assert_same(run_ranks(kept_sometimes, way, timeout=20))

@@ -11,17 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import (
-    assert_equal,
-    every_parameter,
-    example_of,
-    gradients,
-    sharded,
-    without_sync,
-)
 from torch import Tensor, nn
 
 from models import Example
+from ways import assert_equal, every_parameter, example_of, sharded, whole_gradients, without_sync
 
 SECONDS = 40  # a hang is this, not a minute
 
@@ -53,7 +46,7 @@ def backward(model: nn.Module, number: int = 0, ranks: tuple[int, ...] = (), ski
         (loss / max(len(ranks), 1)).backward()
 
 
-def hooked(kind: str, when: str, register: Callable[[nn.Module], object], example: Example = NET) -> nn.Module:
+def hooked(way: str, when: str, register: Callable[[nn.Module], object], example: Example = NET) -> nn.Module:
     """The example sharded, its parameters hooked before or after that by `register(model)`."""
     if when == "before":
         build = example.build
@@ -63,8 +56,8 @@ def hooked(kind: str, when: str, register: Callable[[nn.Module], object], exampl
             register(model)
             return model
 
-        return sharded(Example(build_hooked, example.units, kind="vectors"), kind)
-    model = sharded(example, kind)
+        return sharded(Example(build_hooked, example.units, kind="vectors"), way)
+    model = sharded(example, way)
     register(model)
     return model
 
@@ -74,7 +67,7 @@ def reference() -> nn.Module:
 
 
 def compare(model: nn.Module, whole: nn.Module, what: str) -> None:
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, what)
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, what)
 
 
 def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
@@ -99,11 +92,11 @@ both_times = pytest.mark.parametrize("when", ["before", "after"])
 @every_parameter
 @both_times
 @pytest.mark.parametrize("what", HOOKS)
-def test_a_hook_sees_the_reduced_gradient_and_may_replace_it(run_ranks, kind, when, what):
-    assert all(run_ranks(replacing, kind, when, what, timeout=SECONDS))
+def test_a_hook_sees_the_reduced_gradient_and_may_replace_it(run_ranks, way, when, what):
+    assert all(run_ranks(replacing, way, when, what, timeout=SECONDS))
 
 
-def replacing(kind: str, when: str, what: str) -> bool:
+def replacing(way: str, when: str, what: str) -> bool:
     """Over two steps, the first of two reduced backwards: what a hook gives is added to what is there."""
     calls: list[str] = []
 
@@ -114,7 +107,7 @@ def replacing(kind: str, when: str, what: str) -> bool:
 
         parameter_of(model, WEIGHT).register_hook(hook)
 
-    model, whole = hooked(kind, when, register), reference()
+    model, whole = hooked(way, when, register), reference()
     calls.clear()
     for step in range(2):
         model.zero_grad()
@@ -136,11 +129,11 @@ def replacing(kind: str, when: str, what: str) -> bool:
 
 @every_parameter
 @both_times
-def test_a_hook_runs_once_for_what_was_kept_without_sync(run_ranks, kind, when):
-    assert all(run_ranks(kept, kind, when, timeout=SECONDS))
+def test_a_hook_runs_once_for_what_was_kept_without_sync(run_ranks, way, when):
+    assert all(run_ranks(kept, way, when, timeout=SECONDS))
 
 
-def kept(kind: str, when: str) -> bool:
+def kept(way: str, when: str) -> bool:
     shapes: list[tuple[int, ...]] = []
 
     def register(model: nn.Module) -> None:
@@ -150,7 +143,7 @@ def kept(kind: str, when: str) -> bool:
 
         parameter_of(model, WEIGHT).register_hook(hook)
 
-    model, whole = hooked(kind, when, register), reference()
+    model, whole = hooked(way, when, register), reference()
     with without_sync(model):
         backward(model, 0)
     assert not shapes
@@ -166,11 +159,11 @@ def kept(kind: str, when: str) -> bool:
 
 @every_parameter
 @both_times
-def test_post_accumulate_hooks_see_the_complete_gradient(run_ranks, kind, when):
-    assert all(run_ranks(post_accumulate, kind, when, timeout=SECONDS))
+def test_post_accumulate_hooks_see_the_complete_gradient(run_ranks, way, when):
+    assert all(run_ranks(post_accumulate, way, when, timeout=SECONDS))
 
 
-def post_accumulate(kind: str, when: str) -> bool:
+def post_accumulate(way: str, when: str) -> bool:
     """Each hook gets the parameter that the optimizer has; together they see every gradient of every backward."""
     seen: list[tuple[int, Tensor]] = []
 
@@ -178,7 +171,7 @@ def post_accumulate(kind: str, when: str) -> bool:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), p.grad.detach().clone())))
 
-    model, whole = hooked(kind, when, register), reference()
+    model, whole = hooked(way, when, register), reference()
     for number in range(2):  # accumulated
         seen.clear()
         backward(model, number)
@@ -197,11 +190,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @every_parameter
-def test_several_hooks_run_in_order_and_the_last_before_the_post_accumulate_ones(run_ranks, kind):
-    assert all(run_ranks(several, kind, timeout=SECONDS))
+def test_several_hooks_run_in_order_and_the_last_before_the_post_accumulate_ones(run_ranks, way):
+    assert all(run_ranks(several, way, timeout=SECONDS))
 
 
-def several(kind: str) -> bool:
+def several(way: str) -> bool:
     order: list[str] = []
 
     def register(model: nn.Module) -> None:
@@ -218,7 +211,7 @@ def several(kind: str) -> bool:
         p.register_hook(noted("times", lambda grad: grad * 2))
         p.register_post_accumulate_grad_hook(lambda p: order.append("after"))
 
-    model, whole = hooked(kind, "after", register), reference()
+    model, whole = hooked(way, "after", register), reference()
     backward(model)
     backward(whole, ranks=(0, 1))
     grad = whole.get_parameter(WEIGHT).grad
@@ -231,12 +224,12 @@ def several(kind: str) -> bool:
 
 @every_parameter
 @both_times
-def test_a_removed_hook_is_gone(run_ranks, kind, when):
+def test_a_removed_hook_is_gone(run_ranks, way, when):
     """Its handle works over sharding too, and so does one that is removed between two steps."""
-    assert all(run_ranks(removed, kind, when, timeout=SECONDS))
+    assert all(run_ranks(removed, way, when, timeout=SECONDS))
 
 
-def removed(kind: str, when: str) -> bool:
+def removed(way: str, when: str) -> bool:
     handles = []
 
     def register(model: nn.Module) -> None:
@@ -244,7 +237,7 @@ def removed(kind: str, when: str) -> bool:
         handles.append(p.register_hook(lambda grad: 2 * grad))
         handles.append(p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5)))
 
-    model, whole = hooked(kind, when, register), reference()
+    model, whole = hooked(way, when, register), reference()
     for factor in (10, 1):
         model.zero_grad()
         whole.zero_grad()
@@ -259,11 +252,11 @@ def removed(kind: str, when: str) -> bool:
 
 @every_parameter
 @both_times
-def test_hooks_run_where_any_rank_used_the_parameter(run_ranks, kind, when):
-    assert all(run_ranks(used_by_one, kind, when, timeout=SECONDS))
+def test_hooks_run_where_any_rank_used_the_parameter(run_ranks, way, when):
+    assert all(run_ranks(used_by_one, way, when, timeout=SECONDS))
 
 
-def used_by_one(kind: str, when: str) -> bool:
+def used_by_one(way: str, when: str) -> bool:
     """A hook that talks to the other ranks must run on all of them, or on none."""
     calls: list[int] = []
 
@@ -274,7 +267,7 @@ def used_by_one(kind: str, when: str) -> bool:
 
         parameter_of(model, WEIGHT).register_hook(hook)
 
-    model, whole = hooked(kind, when, register), reference()
+    model, whole = hooked(way, when, register), reference()
     backward(model, skip=(0,))
     backward(whole, ranks=(0, 1), skip=(0,))
     whole.get_parameter(WEIGHT).grad *= 2

@@ -11,21 +11,23 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import (
-    KINDS,
-    assert_equal,
-    every_kind,
-    every_layout,
-    example_of,
-    gradients,
-    parameters,
-    sharded,
-)
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import FullyShardedDataParallel, fully_shard
-from training import Options
+from fullshard import FullyShardedDataParallel
+from ways import (
+    LAYOUTS,
+    assert_equal,
+    every_layout,
+    every_way,
+    every_wrapper,
+    example_of,
+    named,
+    shard,
+    sharded,
+    whole_gradients,
+    whole_parameters,
+)
 
 SECONDS = 40  # a hang is this, not a minute
 TRAINING = {"lr": 0.05, "eps": 1e-3}
@@ -118,27 +120,27 @@ ADDED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 }
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
 @pytest.mark.parametrize("what", ADDED)
-def test_a_parameter_that_was_added_is_refused_by_name(run_ranks, kind, when, what):
-    assert all(run_ranks(added, kind, when, what, timeout=SECONDS))
+def test_a_parameter_that_was_added_is_refused_by_name(run_ranks, way, when, what):
+    assert all(run_ranks(added, way, when, what, timeout=SECONDS))
 
 
-def added(kind: str, when: str, what: str) -> bool:
+def added(way: str, when: str, what: str) -> bool:
     """On every rank, every time, and with nothing changed."""
-    model = sharded(NET, kind)
+    model = sharded(NET, way)
     if when == "after it":
         train(model, 0)
         model.zero_grad()
-    before = {name: p.clone() for name, p in parameters(model).items()}
+    before = {name: p.clone() for name, p in whole_parameters(model).items()}
     add, name = ADDED[what]
     add(model)
     for _ in range(2):
         with pytest.raises(fullshard.FullshardError, match=name):
             model(batch(dist.get_rank()))
     assert all(p.grad is None for p in model.parameters())
-    after = parameters(model)
+    after = whole_parameters(model)
     kept = before.keys() & after.keys()
     kept -= {"head.weight", "head.bias"} if what == "a new head" else set()
     assert_equal({n: after[n] for n in kept}, {n: before[n] for n in kept}, "parameters after the error")
@@ -146,14 +148,14 @@ def added(kind: str, when: str, what: str) -> bool:
     return True
 
 
-@every_kind
-def test_the_refused_parameter_gone_or_frozen_training_goes_on(run_ranks, kind):
-    assert all(run_ranks(goes_on, kind, timeout=SECONDS))
+@every_way
+def test_the_refused_parameter_gone_or_frozen_training_goes_on(run_ranks, way):
+    assert all(run_ranks(goes_on, way, timeout=SECONDS))
 
 
-def goes_on(kind: str) -> bool:
+def goes_on(way: str) -> bool:
     """Frozen: it takes part. Trained again: refused again. Deleted: as if it had not been."""
-    model, whole = sharded(NET, kind), NET.make(torch.float64)
+    model, whole = sharded(NET, way), NET.make(torch.float64)
     train(model, 0)
     model.zero_grad()
     add_extra(model)
@@ -164,7 +166,7 @@ def goes_on(kind: str) -> bool:
         inner(each).extra.requires_grad_(False)
     train(model, 1)
     train(whole, 1, (0, 1))
-    assert_equal(of_trained(gradients(model)), gradients_of(whole), "with a frozen extra")
+    assert_equal(of_trained(whole_gradients(model)), gradients_of(whole), "with a frozen extra")
     inner(model).extra.requires_grad_(True)
     model.zero_grad()
     whole.zero_grad()
@@ -173,7 +175,7 @@ def goes_on(kind: str) -> bool:
     del inner(model).extra, inner(whole).extra
     train(model, 2)
     train(whole, 2, (0, 1))
-    assert_equal(of_trained(gradients(model)), gradients_of(whole), "with the extra deleted")
+    assert_equal(of_trained(whole_gradients(model)), gradients_of(whole), "with the extra deleted")
     return True
 
 
@@ -188,15 +190,15 @@ def gradients_of(whole: nn.Module) -> dict[str, Tensor | None]:
 # What may be added.
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
 @pytest.mark.parametrize("what", ["a module in the root", "a new head", "an adapter in a unit"])
-def test_a_frozen_parameter_may_be_added(run_ranks, kind, when, what):
-    assert all(run_ranks(frozen, kind, when, what, timeout=SECONDS))
+def test_a_frozen_parameter_may_be_added(run_ranks, way, when, what):
+    assert all(run_ranks(frozen, way, when, what, timeout=SECONDS))
 
 
-def frozen(kind: str, when: str, what: str) -> bool:
-    model, whole = sharded(NET, kind), NET.make(torch.float64)
+def frozen(way: str, when: str, what: str) -> bool:
+    model, whole = sharded(NET, way), NET.make(torch.float64)
     if when == "after it":
         train(model, 0)
         model.zero_grad()
@@ -209,7 +211,7 @@ def frozen(kind: str, when: str, what: str) -> bool:
     for number in range(2):
         train(model, number)
         train(whole, number, (0, 1))
-        got = {name: grad for name, grad in gradients(model).items() if grad is not None}
+        got = {name: grad for name, grad in whole_gradients(model).items() if grad is not None}
         want = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
         assert_equal(got, want, f"step {number}")
         model.zero_grad()
@@ -217,15 +219,15 @@ def frozen(kind: str, when: str, what: str) -> bool:
     return True
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
-def test_a_unit_of_its_own_may_be_added(run_ranks, kind, when):
-    assert all(run_ranks(unit_added, kind, when, timeout=SECONDS))
+def test_a_unit_of_its_own_may_be_added(run_ranks, way, when):
+    assert all(run_ranks(unit_added, way, when, timeout=SECONDS))
 
 
-def unit_added(kind: str, when: str) -> bool:
+def unit_added(way: str, when: str) -> bool:
     """`fully_shard` or the wrapper, called on the new module: it trains as the others do."""
-    model, whole, how = sharded(NET, kind), NET.make(torch.float64), KINDS[kind]
+    model, whole = sharded(NET, way), NET.make(torch.float64)
     ours, theirs = (torch.optim.AdamW(each.parameters(), **TRAINING) for each in (model, whole))
 
     def step(number: int) -> None:
@@ -238,17 +240,14 @@ def unit_added(kind: str, when: str) -> bool:
     if when == "after it":
         step(0)
     extra = linear()
-    if isinstance(how, Options):
-        fully_shard(extra, layout=how.layout)
-    else:
-        extra = FullyShardedDataParallel(extra, use_orig_params=how.orig)
+    extra = shard(extra, way)
     inner(model).extra, whole.extra = extra, linear()
     ours.add_param_group({"params": list(extra.parameters())})
     theirs.add_param_group({"params": list(whole.extra.parameters())})
     for number in range(1, 4):
         step(number)
     want = {name: p.detach() for name, p in whole.named_parameters()}
-    assert_equal(parameters(model), want, "parameters", 1e-11)
+    assert_equal(whole_parameters(model), want, "parameters", 1e-11)
     return True
 
 
@@ -260,22 +259,21 @@ class WithPlain(Net):
         self.extra = nn.Linear(4, 3)
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
-def test_what_was_ignored_from_the_beginning_is_the_users_own(run_ranks, kind, when):
-    assert all(run_ranks(ignored, kind, when, timeout=SECONDS))
+def test_what_was_ignored_from_the_beginning_is_the_users_own(run_ranks, way, when):
+    assert all(run_ranks(ignored, way, when, timeout=SECONDS))
 
 
-def ignored(kind: str, when: str) -> bool:
+def ignored(way: str, when: str) -> bool:
     """Its gradients stay each rank's own; freezing it, training it again and new values change nothing in that."""
     torch.manual_seed(0)
-    model, how = WithPlain().double(), KINDS[kind]
+    model = WithPlain().double()
     extra = model.extra
-    if isinstance(how, Options):
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, layout=how.layout, ignored_params=set(extra.parameters()))
+    if way in LAYOUTS:
+        model = shard(model, way, named("first", "second"), ignored_params=set(extra.parameters()))
     else:
-        model = FullyShardedDataParallel(model, use_orig_params=how.orig, ignored_modules=[extra])
+        model = shard(model, way, named(), ignored_modules=[extra])
     if when == "after it":
         train(model, 0)
         model.zero_grad()
@@ -295,20 +293,20 @@ def ignored(kind: str, when: str) -> bool:
     torch.testing.assert_close(extra.weight.grad, whole.extra.weight.grad)
     whole.zero_grad()
     train(whole, 2, (0, 1))
-    assert_equal(of_trained(gradients(model)), gradients_of(whole), "what is sharded")
+    assert_equal(of_trained(whole_gradients(model)), gradients_of(whole), "what is sharded")
     return True
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "originals"])
-def test_an_ignored_module_may_gain_parameters(run_ranks, kind):
+@every_wrapper
+def test_an_ignored_module_may_gain_parameters(run_ranks, way):
     """`ignored_modules` names modules: what they hold, now or later, is the user's."""
-    assert all(run_ranks(gaining, kind, timeout=SECONDS))
+    assert all(run_ranks(gaining, way, timeout=SECONDS))
 
 
-def gaining(kind: str) -> bool:
+def gaining(way: str) -> bool:
     torch.manual_seed(0)
     model = WithPlain().double()
-    wrapped = FullyShardedDataParallel(model, use_orig_params=KINDS[kind].orig, ignored_modules=[model.extra])
+    wrapped = shard(model, way, named(), ignored_modules=[model.extra])
     train(wrapped, 0)
     model.extra.more = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     wrapped.zero_grad()
@@ -336,13 +334,13 @@ class Lazy(nn.Module):
 LAZY = example_of(lambda: nn.Sequential(Lazy(), nn.Linear(4, 3)), "0")
 
 
-@every_kind
-def test_a_parameter_made_by_the_first_forward_is_refused_at_the_second(run_ranks, kind):
-    assert all(run_ranks(lazily, kind, timeout=SECONDS))
+@every_way
+def test_a_parameter_made_by_the_first_forward_is_refused_at_the_second(run_ranks, way):
+    assert all(run_ranks(lazily, way, timeout=SECONDS))
 
 
-def lazily(kind: str) -> bool:
-    model = sharded(LAZY, kind)
+def lazily(way: str) -> bool:
+    model = sharded(LAZY, way)
     with pytest.raises(fullshard.FullshardError, match=r"0\.late"):
         for number in range(2):
             train(model, number)
@@ -351,18 +349,18 @@ def lazily(kind: str) -> bool:
 
 
 @every_layout
-def test_modules_may_be_taken_away(run_ranks, kind):
+def test_modules_may_be_taken_away(run_ranks, way):
     """What a deleted module held gets no gradient from then on; the rest trains on exactly."""
-    assert all(run_ranks(taken_away, kind, timeout=SECONDS))
+    assert all(run_ranks(taken_away, way, timeout=SECONDS))
 
 
-def taken_away(kind: str) -> bool:
-    model, whole = sharded(NET, kind), NET.make(torch.float64)
+def taken_away(way: str) -> bool:
+    model, whole = sharded(NET, way), NET.make(torch.float64)
     train(model, 0)
     model.zero_grad()
     model.head, whole.head = nn.Identity(), nn.Identity()
     for number in range(2):
         train(model, number)
         train(whole, number, (0, 1))
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "without a head")
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "without a head")
     return True

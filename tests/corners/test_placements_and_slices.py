@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import FRONTS, LAYOUTS, batch, differences, plain, raised, shard, values, whole
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import fullshard
 from training import assert_same
+from ways import LAYOUTS, WAYS, differences, error_of, shard, two_layers, whole, whole_state, wide_batch
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -25,7 +25,7 @@ def beyond(dim: int, ndim: int) -> list[str]:
     for library in (torch_fsdp, fullshard):
         model = nn.Linear(6, 6)
         before = list(model.parameters())
-        error = raised(
+        error = error_of(
             lambda m=model, lib=library: lib.fully_shard(
                 m, shard_placement_fn=lambda p: Shard(dim) if p.dim() == ndim else None
             )
@@ -74,29 +74,29 @@ SLICES = {
 }
 
 
-def sliced(front: str, kind: str) -> list[str]:
+def sliced(way: str, kind: str) -> list[str]:
     """A plain container of the same modules, of the class that the model had, which runs and trains its units."""
     cut, length = SLICES[kind]
     problems = []
-    model = shard(front, Named(*plain()))
+    model = shard(Named(*two_layers()), way)
     piece = cut(model)
     if type(piece) is not Named:
         problems.append(f"the slice is a {type(piece).__name__}")
-    modules = list(model.children() if front in LAYOUTS else model.module.children())
+    modules = list(model.children() if way in LAYOUTS else model.module.children())
     if len(piece) != length or any(a is not b for a, b in zip(piece, cut(modules), strict=True)):
         problems.append(f"the slice has {len(piece)} modules")
     if isinstance(piece, fullshard.FSDPModule):
         problems.append("the slice counts as sharded")
-    if not isinstance(model, fullshard.FSDPModule) and front in LAYOUTS:
+    if not isinstance(model, fullshard.FSDPModule) and way in LAYOUTS:
         problems.append("the model does not count as sharded")
-    reference = plain()
-    out = piece(batch(0, dist.get_rank()))
-    problems += differences("out", {"": out.detach()}, {"": cut(reference)(batch(0, dist.get_rank())).detach()})
+    reference = two_layers()
+    out = piece(wide_batch(0, dist.get_rank()))
+    problems += differences("out", {"": out.detach()}, {"": cut(reference)(wide_batch(0, dist.get_rank())).detach()})
     if any(p.requires_grad for p in piece.parameters()):
         out.square().mean().backward()
-        together = torch.cat([batch(0, rank) for rank in range(dist.get_world_size())])
+        together = torch.cat([wide_batch(0, rank) for rank in range(dist.get_world_size())])
         cut(reference)(together).square().mean().backward()
-        if front in LAYOUTS:
+        if way in LAYOUTS:
             got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
             problems += differences(
                 "grad", got, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
@@ -105,22 +105,22 @@ def sliced(front: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SLICES)
-@pytest.mark.parametrize("front", FRONTS)
-def test_slices_of_a_sharded_sequential(run_ranks, front, kind):
-    assert_same(run_ranks(sliced, front, kind, timeout=20))
+@pytest.mark.parametrize("way", WAYS)
+def test_slices_of_a_sharded_sequential(run_ranks, way, kind):
+    assert_same(run_ranks(sliced, way, kind, timeout=20))
 
 
 def joined(layout: str) -> list[str]:
     """What else makes containers from containers; the model itself stays sharded and goes on training."""
-    model = shard(layout, plain())
+    model = shard(two_layers(), layout)
     made = {"sum": model + nn.Sequential(nn.Tanh()), "twice": model * 2}
     problems = [f"{k}: {type(m).__name__}" for k, m in made.items() if type(m) is not nn.Sequential]
     del made
     fresh = type(model)(nn.Linear(2, 2))
     if type(fresh) is not nn.Sequential or not isinstance(fresh(torch.ones(1, 2)), torch.Tensor):
         problems.append(f"type(model)(...) is a {type(fresh).__name__}")
-    model(batch(0, dist.get_rank())).sum().backward()
-    return problems + differences("values", values(model), dict(plain().state_dict()))
+    model(wide_batch(0, dist.get_rank())).sum().backward()
+    return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
 @layouts
@@ -142,7 +142,7 @@ def twins(layout: str) -> list[str]:
     alias = copy.copy(model)
     if type(alias) is not type(model) or alias.weight is not model.weight:
         problems.append(f"copy.copy gives a {type(alias).__name__}")
-    if (error := raised(lambda: twin(torch.ones(1, 4)))) is not None:
+    if (error := error_of(lambda: twin(torch.ones(1, 4)))) is not None:
         problems.append(f"the twin does not run: {error!r}")
     return problems
 

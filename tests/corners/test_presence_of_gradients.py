@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import assert_equal, every_kind, gradients, parameters, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import ShardPlacementResult, fully_shard
 from models import Example
+from ways import assert_equal, every_way, sharded, whole_gradients, whole_parameters
 
 SECONDS = 40  # a hang is this, not a minute
 TRAINING = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.3}
@@ -37,22 +37,22 @@ def rows_example() -> Example:
     return Example(Rows, lambda model: [], kind="vectors")
 
 
-def zero_parts(kind: str, row: int, by: int, clip: str) -> bool:
+def zero_parts(way: str, row: int, by: int, clip: str) -> bool:
     """Rank `by` alone uses `chosen`, and only one row of it. All of `chosen` decays, on every rank."""
     what, world, rank = rows_example(), dist.get_world_size(), dist.get_rank()
     whole = what.make(torch.float64)
     theirs = torch.optim.AdamW(whole.parameters(), **TRAINING)
-    model = sharded(what, kind)
+    model = sharded(what, way)
     ours = torch.optim.AdamW(model.parameters(), **TRAINING)
     for _ in range(3):
         for other in range(world):
             (whole(0, row if other == by else None) / world).backward()
         model(0, row if rank == by else None).backward()
-        assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+        assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
         want = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         if clip == "torch":
             got = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False).full_tensor()
-        elif kind in ("wrapper", "originals"):
+        elif way in ("wrapper", "originals"):
             got = model.clip_grad_norm_(0.5)
         else:
             got = fullshard.clip_grad_norm_(model.parameters(), 0.5)
@@ -61,15 +61,15 @@ def zero_parts(kind: str, row: int, by: int, clip: str) -> bool:
             optimizer.step()
             optimizer.zero_grad()
     # gloo's reduced slice is exact here; what clipping adds is rounding
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-9)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-9)
     return True
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("row", [0, 3])
 @pytest.mark.parametrize("by", [0, 1])
-def test_gradients_that_are_zero_where_a_rank_holds_them(run_ranks, kind, row, by):
-    assert all(run_ranks(zero_parts, kind, row, by, "ours", timeout=SECONDS))
+def test_gradients_that_are_zero_where_a_rank_holds_them(run_ranks, way, row, by):
+    assert all(run_ranks(zero_parts, way, row, by, "ours", timeout=SECONDS))
 
 
 @pytest.mark.parametrize("row", [0, 3])
@@ -78,27 +78,27 @@ def test_clipping_by_torch_meets_the_same_gradients_on_every_rank(run_ranks, row
     assert all(run_ranks(zero_parts, "rows", row, by, "torch", timeout=SECONDS))
 
 
-@every_kind
-def test_gradients_that_cancel(run_ranks, kind):
+@every_way
+def test_gradients_that_cancel(run_ranks, way):
     """A sum of zero over ranks is a gradient still."""
-    assert all(run_ranks(cancelling, kind, timeout=SECONDS))
+    assert all(run_ranks(cancelling, way, timeout=SECONDS))
 
 
-def cancelling(kind: str) -> bool:
-    model = sharded(rows_example(), kind)
-    before = parameters(model)
+def cancelling(way: str) -> bool:
+    model = sharded(rows_example(), way)
+    before = whole_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)
     sign = 1 - 2 * dist.get_rank()
     (sign * model(0, 3)).backward()
-    assert all(grad is not None and not grad.any() for grad in gradients(model).values())
+    assert all(grad is not None and not grad.any() for grad in whole_gradients(model).values())
     optimizer.step()
-    assert_equal(parameters(model), {name: 0.75 * p for name, p in before.items()}, "parameters")
+    assert_equal(whole_parameters(model), {name: 0.75 * p for name, p in before.items()}, "parameters")
     return True
 
 
-@pytest.mark.parametrize("kind", ["flat", "blocks", "owner"])
-def test_optimizer_views_have_a_gradient_where_any_rank_used_one(run_ranks, kind):
-    assert all(run_ranks(viewed, kind, timeout=SECONDS))
+@pytest.mark.parametrize("way", ["flat", "blocks", "owner"])
+def test_optimizer_views_have_a_gradient_where_any_rank_used_one(run_ranks, way):
+    assert all(run_ranks(viewed, way, timeout=SECONDS))
 
 
 class Two(nn.Module):
@@ -122,10 +122,10 @@ class Single(nn.Module):
         return self.weight[row].square().sum()
 
 
-def viewed(kind: str) -> bool:
+def viewed(way: str) -> bool:
     """The second unit is in rank 1's loss only, and its gradient is zero but in rank 1's (last) row."""
     what = Example(Two, lambda model: list(model.units), kind="vectors")
-    model, whole = sharded(what, kind), what.make(torch.float64)
+    model, whole = sharded(what, way), what.make(torch.float64)
     ours = torch.optim.AdamW(fullshard.optimizer_view(model), **TRAINING)
     theirs = torch.optim.AdamW(whole.parameters(), **TRAINING)
     rows = [(0, None), (0, 3)]
@@ -133,11 +133,11 @@ def viewed(kind: str) -> bool:
         model(rows[dist.get_rank()]).backward()
         for row in rows:
             (whole(row) / 2).backward()
-        assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+        assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-9)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-9)
     return True
 
 

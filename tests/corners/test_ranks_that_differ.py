@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import (
-    assert_equal,
-    every_kind,
-    every_layout,
-    every_parameter,
-    gradients,
-    parameters,
-    sharded,
-    without_sync,
-)
 from torch import Tensor, nn
 
 from models import Example
+from ways import (
+    assert_equal,
+    every_layout,
+    every_parameter,
+    every_way,
+    sharded,
+    whole_gradients,
+    whole_parameters,
+    without_sync,
+)
 
 SECONDS = 40  # a hang is this, not a minute
 WIDTH = 4
@@ -112,11 +112,11 @@ def loss_of(model: nn.Module, part: Micro, rank: int, number: int) -> Tensor:
     return sum(outputs[index].square().mean() for index in sorted(part.taken[rank]))
 
 
-def fill(model: nn.Module, kind: str, zeros: bool) -> None:
+def fill(model: nn.Module, way: str, zeros: bool) -> None:
     """Zeros for None where that is right: in a FlatParameter that has a gradient; everywhere, if asked for."""
     units = [[model.scale], list(model.body.parameters()), *(list(head.parameters()) for head in model.heads)]
     for unit in units:
-        if zeros or (kind == "wrapper" and any(p.grad is not None for p in unit)):
+        if zeros or (way == "wrapper" and any(p.grad is not None for p in unit)):
             for p in unit:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
@@ -130,7 +130,7 @@ class Trained:
     steps: dict[str, float] = field(default_factory=dict)
 
 
-def reference(what: Example, kind: str, plan: Plan, world: int, zeros: bool = False) -> Trained:
+def reference(what: Example, way: str, plan: Plan, world: int, zeros: bool = False) -> Trained:
     model, found, numbers = what.make(torch.float64), Trained(), itertools.count()
     optimizer = torch.optim.AdamW(model.parameters(), **TRAINING)
     for step in plan:
@@ -139,7 +139,7 @@ def reference(what: Example, kind: str, plan: Plan, world: int, zeros: bool = Fa
             for rank in range(world):
                 (loss_of(model, part, rank, number) / world).backward()
             if part.sync == "all":
-                fill(model, kind, zeros)
+                fill(model, way, zeros)
                 found.gradients.append(
                     {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
                 )
@@ -150,11 +150,11 @@ def reference(what: Example, kind: str, plan: Plan, world: int, zeros: bool = Fa
     return found
 
 
-def follow(kind: str, plan: Plan, settings: dict, hybrid: bool = False, zeros: bool = False) -> bool:
+def follow(way: str, plan: Plan, settings: dict, hybrid: bool = False, zeros: bool = False) -> bool:
     """Trains by the plan, sharded, and compares gradients after each reduction, step counts and parameters."""
     what, world, rank = example(**settings), dist.get_world_size(), dist.get_rank()
-    want = reference(what, kind, plan, world, zeros)
-    model, numbers, reductions = sharded(what, kind, hybrid), itertools.count(), itertools.count()
+    want = reference(what, way, plan, world, zeros)
+    model, numbers, reductions = sharded(what, way, hybrid=hybrid), itertools.count(), itertools.count()
     if zeros:
         model.set_reduce_scatter_unused_params(True)
     optimizer = torch.optim.AdamW(model.parameters(), **TRAINING)
@@ -173,11 +173,11 @@ def follow(kind: str, plan: Plan, settings: dict, hybrid: bool = False, zeros: b
                 continue
             loss_of(model, part, rank, number).backward()
             done = next(reductions)
-            assert_equal(gradients(model), want.gradients[done], f"step {index}, gradients {done}", tolerance)
+            assert_equal(whole_gradients(model), want.gradients[done], f"step {index}, gradients {done}", tolerance)
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(parameters(model), want.parameters, "parameters after the last step", tolerance)
-    if kind not in ("wrapper", "originals"):
+    assert_equal(whole_parameters(model), want.parameters, "parameters after the last step", tolerance)
+    if way not in ("wrapper", "originals"):
         counts = {n: optimizer.state[p]["step"].item() for n, p in model.named_parameters() if optimizer.state[p]}
         assert counts == want.steps
     return True
@@ -202,32 +202,32 @@ INSIDE: dict[str, list[Micro]] = {
 }  # fmt: skip
 
 
-def follow_all(kind: str, cases: dict[str, list[Micro]], settings: dict, zeros: bool = False) -> bool:
+def follow_all(way: str, cases: dict[str, list[Micro]], settings: dict, zeros: bool = False) -> bool:
     """Two steps of every case; whatever fails names its case."""
     for name, step in cases.items():
         try:
-            follow(kind, [step] * 2, settings, zeros=zeros)
+            follow(way, [step] * 2, settings, zeros=zeros)
         except Exception as error:
             error.add_note(f"in the case {name!r}")
             raise
     return True
 
 
-@every_kind
-def test_parameters_that_some_ranks_use(run_ranks, kind):
-    assert all(run_ranks(follow_all, kind, INSIDE, {}, timeout=SECONDS))
+@every_way
+def test_parameters_that_some_ranks_use(run_ranks, way):
+    assert all(run_ranks(follow_all, way, INSIDE, {}, timeout=SECONDS))
 
 
 @every_parameter
-def test_parameters_of_two_dtypes_that_some_ranks_use(run_ranks, kind):
-    assert all(run_ranks(follow_all, kind, INSIDE, {"two_dtypes": True}, timeout=SECONDS))
+def test_parameters_of_two_dtypes_that_some_ranks_use(run_ranks, way):
+    assert all(run_ranks(follow_all, way, INSIDE, {"two_dtypes": True}, timeout=SECONDS))
 
 
 @every_layout
 @pytest.mark.parametrize("two_dtypes", [False, True])
-def test_zeros_for_what_is_not_used(run_ranks, kind, two_dtypes):
+def test_zeros_for_what_is_not_used(run_ranks, way, two_dtypes):
     """`set_reduce_scatter_unused_params(True)`: as PyTorch's, every parameter has a gradient."""
-    assert all(run_ranks(follow_all, kind, INSIDE, {"two_dtypes": two_dtypes}, zeros=True, timeout=SECONDS))
+    assert all(run_ranks(follow_all, way, INSIDE, {"two_dtypes": two_dtypes}, zeros=True, timeout=SECONDS))
 
 
 # Units: (c) every rank runs all of them, and the losses leave out different ones.
@@ -249,23 +249,23 @@ BETWEEN: dict[str, list[Micro]] = {
 }  # fmt: skip
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("case", BETWEEN)
-def test_losses_that_leave_out_units(run_ranks, kind, case):
-    assert all(run_ranks(follow_all, kind, {case: BETWEEN[case]}, {}, timeout=SECONDS))
+def test_losses_that_leave_out_units(run_ranks, way, case):
+    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {}, timeout=SECONDS))
 
 
-@every_kind
+@every_way
 @pytest.mark.parametrize("case", BETWEEN)
-def test_losses_that_leave_out_units_of_a_chain(run_ranks, kind, case):
+def test_losses_that_leave_out_units_of_a_chain(run_ranks, way, case):
     """A rank whose loss contains an early output only leaves out all units above it (early exit)."""
-    assert all(run_ranks(follow_all, kind, {case: BETWEEN[case]}, {"chain": True}, timeout=SECONDS))
+    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {"chain": True}, timeout=SECONDS))
 
 
 @every_layout
 @pytest.mark.parametrize("case", ["other heads", "one left out by one rank", "kept, then in the loss"])
-def test_losses_that_leave_out_units_with_zeros_for_what_is_not_used(run_ranks, kind, case):
-    assert all(run_ranks(follow_all, kind, {case: BETWEEN[case]}, {}, zeros=True, timeout=SECONDS))
+def test_losses_that_leave_out_units_with_zeros_for_what_is_not_used(run_ranks, way, case):
+    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {}, zeros=True, timeout=SECONDS))
 
 
 def random_plan(seed: int, world: int, hybrid: bool, alike: bool = False) -> Plan:
@@ -289,25 +289,25 @@ def random_plan(seed: int, world: int, hybrid: bool, alike: bool = False) -> Pla
     return plan
 
 
-def follow_several(kind: str, seeds: range, hybrid: bool, alike: bool = False) -> bool:
+def follow_several(way: str, seeds: range, hybrid: bool, alike: bool = False) -> bool:
     for seed in seeds:
-        settings = {"chain": bool(seed % 2), "two_dtypes": kind != "wrapper" and seed % 4 > 1}
-        plan = random_plan(seed, dist.get_world_size(), hybrid and kind not in ("wrapper", "originals"), alike)
-        assert follow(kind, plan, settings, hybrid), seed
+        settings = {"chain": bool(seed % 2), "two_dtypes": way != "wrapper" and seed % 4 > 1}
+        plan = random_plan(seed, dist.get_world_size(), hybrid and way not in ("wrapper", "originals"), alike)
+        assert follow(way, plan, settings, hybrid), seed
     return True
 
 
-@every_kind
-def test_any_use_by_all_ranks_alike(run_ranks, kind):
-    assert all(run_ranks(follow_several, kind, range(6), False, alike=True, timeout=SECONDS))
+@every_way
+def test_any_use_by_all_ranks_alike(run_ranks, way):
+    assert all(run_ranks(follow_several, way, range(6), False, alike=True, timeout=SECONDS))
 
 
-@every_kind
-def test_any_use_by_any_rank(run_ranks, kind):
-    assert all(run_ranks(follow_several, kind, range(12), False, timeout=SECONDS))
+@every_way
+def test_any_use_by_any_rank(run_ranks, way):
+    assert all(run_ranks(follow_several, way, range(12), False, timeout=SECONDS))
 
 
-@every_kind
-def test_any_use_by_any_rank_on_a_hybrid_mesh(run_ranks, kind):
+@every_way
+def test_any_use_by_any_rank_on_a_hybrid_mesh(run_ranks, way):
     """Whether a parameter was used is agreed over the replicas too, and kept with what is not reduced over them."""
-    assert all(run_ranks(follow_several, kind, range(4), True, world=4, timeout=SECONDS))
+    assert all(run_ranks(follow_several, way, range(4), True, world=4, timeout=SECONDS))

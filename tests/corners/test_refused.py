@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, WRAPPERS, layers, losses_of, notices, shard, trains_as, wrap
+from drop_in import EVERY_LAYOUT, WRAPPERS, layers, losses_of, notices, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +20,7 @@ import fullshard
 import fullshard.state_dict
 from fullshard import FullyShardedDataParallel, StateDictType, fully_shard
 from fullshard.state_dict import StateDictOptions
+from ways import wrap
 
 every_layout = pytest.mark.parametrize("layout", EVERY_LAYOUT, ids=str)
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])

@@ -16,16 +16,23 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from sharded_ways import LAYOUTS, batch, every_way, gradient_problems, layers, loss_of, mine, shard, value_problems
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import FullyShardedDataParallel
 from training import assert_same
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, FullyShardedDataParallel) else model
+from ways import (
+    LAYOUTS,
+    batch,
+    but_last,
+    every_way,
+    gradient_problems,
+    inner,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    value_problems,
+)
 
 
 def switch(model: nn.Module, which: str, on: bool) -> None:
@@ -49,7 +56,7 @@ WHICH = ("all", "a unit", "the root's own", "weights")
 
 def which_of(way: str) -> list[str]:
     """A `FlatParameter` is switched as one."""
-    return [which for which in WHICH if which != "weights" or way != "flat_parameter"]
+    return [which for which in WHICH if which != "weights" or way != "wrapper"]
 
 
 # What happens between a forward with gradients and its backward. `other` is another batch.
@@ -124,7 +131,7 @@ def test_switched_between_forward_and_backward(run_ranks, between, keep, way):
 
 def switched(between: str, keep: bool, way: str) -> list[str]:
     problems: list[str] = []
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     for step, which in enumerate([*which_of(way), "all"]):  # one model for all, as long as nothing went wrong
         try:
             found = switched_step(BETWEEN[between], which, step, model, reference)
@@ -132,7 +139,7 @@ def switched(between: str, keep: bool, way: str) -> list[str]:
             found = [f"{type(error).__name__}: {error}"]
         if found:
             problems.append(f"{which}: {found[0]}")
-            model, reference = shard(layers(), way, keep=keep), layers()
+            model, reference = shard(layers(), way, but_last, keep=keep), layers()
     return problems
 
 
@@ -161,7 +168,7 @@ def switched_on(keep: bool, way: str) -> list[str]:
     for which in which_of(way):
         if which == "all":
             continue  # then there is nothing to differentiate
-        model, reference = shard(layers(), way, keep=keep), layers()
+        model, reference = shard(layers(), way, but_last, keep=keep), layers()
         for each in (model, reference):
             switch(each, which, False)
             loss = loss_of(each, mine(0) if each is model else batch(0))
@@ -235,7 +242,7 @@ def test_preference_training_with_adapters(run_ranks, freeze, kind, way):
 
 
 def preferences(freeze: bool, kind: type[Adapted], way: str) -> list[str]:
-    model, reference = shard(adapted(kind), way), adapted(kind)
+    model, reference = shard(adapted(kind), way, but_last), adapted(kind)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.5) for m in (model, reference)]
     problems: list[str] = []
     for step in range(3):
@@ -255,7 +262,7 @@ def test_alternating_players(run_ranks, way):
 
 
 def alternating(way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for step in range(4):

@@ -12,31 +12,28 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sharded_ways import (
+from torch import Tensor, nn
+
+from training import assert_same
+from ways import (
     LAYOUTS,
     WAYS,
     WIDTH,
     batch,
+    but_last,
     error_of,
     every_way,
     gradient_problems,
+    inner,
     layers,
     loss_of,
     mine,
+    named,
     named_error,
     shard,
     value_problems,
     whole_gradients,
 )
-from torch import Tensor, nn
-
-import fullshard
-from fullshard import FullyShardedDataParallel
-from training import assert_same
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
 def inputs_of(model: nn.Module, reference: nn.Module, seed: int) -> Tensor:
@@ -91,7 +88,7 @@ def test_a_step_between_forward_and_backward_is_refused(run_ranks, change, keep,
 
 def refused(change: str, keep: bool, way: str) -> list[str]:
     """As the unsharded model refuses it; `weight` is in the name of what needs the old values. Then all goes on."""
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     problems: list[str] = []
     for each in (model, reference):
         loss_of(each, inputs_of(each, reference, 0)).backward()
@@ -100,10 +97,8 @@ def refused(change: str, keep: bool, way: str) -> list[str]:
         error = error_of(late.backward)
         if each is reference:
             assert "modified by an inplace operation" in str(error)
-        elif said := named_error(error, "weight"):
-            problems.append(said)
-        elif not isinstance(error, RuntimeError):  # PhaseError is one: code that catches PyTorch's catches it
-            problems.append(f"{type(error).__name__} is no RuntimeError")
+        else:  # PhaseError is a RuntimeError: code that catches PyTorch's catches it
+            problems += named_error(error, "weight", kinds=RuntimeError)
     if problems:
         return problems
     for each in (model, reference):
@@ -119,13 +114,12 @@ def test_two_losses_with_a_step_between_their_backwards(run_ranks, way):
 
 
 def second_refused(way: str) -> list[str]:
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = loss_of(model, mine(0)), loss_of(model, mine(1))
     first.backward()
     optimizer.step()
-    said = named_error(error_of(second.backward), "weight")
-    return [said] if said else []
+    return named_error(error_of(second.backward), "weight")
 
 
 @pytest.mark.parametrize("way", LAYOUTS)
@@ -135,15 +129,14 @@ def test_a_step_of_one_ranks_part_is_refused_on_all(run_ranks, way):
 
 
 def refused_everywhere(way: str) -> list[str]:
-    model = shard(layers(), way)
+    model = shard(layers(), way, but_last)
     loss = loss_of(model, mine(0))
     with torch.no_grad():
         for parameter in model.parameters():
             held = parameter.to_local()
             if torch.distributed.get_rank() == 1 and held.numel():
                 held.mul_(0.5)
-    said = named_error(error_of(loss.backward), "weight")
-    return [said] if said else []
+    return named_error(error_of(loss.backward), "weight")
 
 
 # Steps that change nothing that a backward needs.
@@ -157,8 +150,8 @@ def test_a_step_of_another_model_is_not_refused(run_ranks, keep, way):
 
 
 def two_models(keep: bool, way: str) -> list[str]:
-    model, reference = shard(layers(), way, keep=keep), layers()
-    other, other_reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
+    other, other_reference = shard(layers(), way, but_last, keep=keep), layers()
     for each, second in ((model, other), (reference, other_reference)):
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (each, second)]
         for step in range(3):
@@ -190,16 +183,7 @@ def test_a_step_of_what_the_forward_did_not_use_is_not_refused(run_ranks, way):
 
 def other_head_stepped(way: str) -> list[str]:
     model, reference = TwoHeads(), TwoHeads()
-    sharded: nn.Module = model
-    if way in LAYOUTS:
-        for unit in (model.body, *model.heads, model):
-            fullshard.fully_shard(unit, layout=LAYOUTS[way])
-    else:
-        given = {"use_orig_params": way == "originals"}
-        model.body = FullyShardedDataParallel(model.body, **given)
-        for index, head in enumerate(model.heads):
-            model.heads[index] = FullyShardedDataParallel(head, **given)
-        sharded = FullyShardedDataParallel(model, **given)
+    sharded = shard(model, way, named("body", "heads.0", "heads.1"))
     for each in (sharded, reference):
         heads = inner(each).heads
         optimizers = [torch.optim.SGD(head.parameters(), lr=0.1) for head in heads]
@@ -220,7 +204,7 @@ def test_a_step_after_a_forward_whose_graph_is_gone_is_not_refused(run_ranks, ke
 
 
 def dropped_forward(keep: bool, way: str) -> list[str]:
-    model, reference = shard(layers(), way, keep=keep), layers()
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
     for each in (model, reference):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
         for step in range(3):
@@ -238,7 +222,7 @@ def test_an_optimizer_in_backward_is_not_refused(run_ranks, way):
 
 
 def stepped_in_backward(way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in each.parameters()}
 
@@ -269,7 +253,7 @@ WHICH: dict[str, Callable[[str], bool]] = {
 }
 
 
-FOR_SOME = [(which, way) for which in WHICH for way in WAYS if (which, way) != ("weights", "flat_parameter")]
+FOR_SOME = [(which, way) for which in WHICH for way in WAYS if (which, way) != ("weights", "wrapper")]
 
 
 @pytest.mark.parametrize(("which", "way"), FOR_SOME)
@@ -279,16 +263,15 @@ def test_backward_for_some_parameters(run_ranks, which, way):
 
 
 def for_some(which: str, way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     wanted = [parameter for name, parameter in model.named_parameters() if WHICH[which](name)]
-    if way == "flat_parameter":  # one for all of a unit
+    if way == "wrapper":  # one for all of a unit
         flat = {"a unit": inner(model)[0].parameters(), "the last": inner(model).parameters(recurse=False)}
         wanted = [*flat.get(which, wanted)]
     assert wanted
     error = error_of(lambda: loss_of(model, mine(0)).backward(inputs=wanted))
     if error is not None:
-        said = named_error(error, "inputs")
-        return [said] if said else []
+        return named_error(error, "inputs")
     gradients_for(reference, WHICH[which], 0)
     return gradient_problems(which, model, reference)
 
@@ -301,7 +284,7 @@ def test_the_step_after_a_backward_for_some_parameters_is_right(run_ranks, how, 
 
 
 def after_for_some(how: str, way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     wanted = list(model.parameters())[:2]
     if how == "backward":
         error_of(lambda: loss_of(model, mine(0)).backward(inputs=wanted))
@@ -322,7 +305,7 @@ def test_backward_for_an_activation_leaves_parameters_alone(run_ranks, way):
 
 
 def for_an_activation(way: str) -> list[str]:
-    model, reference = shard(layers(), way), layers()
+    model, reference = shard(layers(), way, but_last), layers()
     found = []
     for each in (model, reference):
         x = inputs_of(each, reference, 0).requires_grad_()

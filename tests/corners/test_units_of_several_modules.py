@@ -13,24 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from every_kind import KINDS, assert_equal, every_layout, gradients, parameters
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from models import Example
-from training import shard
+from ways import assert_equal, every_layout, sharded, whole_gradients, whole_parameters
 
 SECONDS = 40  # a hang is this, not a minute
 TRAINING = {"lr": 0.05, "eps": 1e-3}
 
 
 class Fused(nn.Module):
-    """A body, a norm and a head. What the head computes is computed by `way`."""
+    """A body, a norm and a head. What the head computes is computed by `use`."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, use: str) -> None:
         super().__init__()
-        self.way = way
+        self.use = use
         self.body, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5)
         self.extra = nn.Linear(4, 4)
 
@@ -39,14 +38,14 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x))
-        return WAYS[self.way](self, hidden)
+        return USES[self.use](self, hidden)
 
 
 def normed(model: Fused, x: Tensor) -> Tensor:
     return model.project(model.norm(x))
 
 
-WAYS: dict[str, Callable[[Fused, Tensor], Tensor]] = {
+USES: dict[str, Callable[[Fused, Tensor], Tensor]] = {
     "called": lambda m, x: m.head(m.norm(x)),
     "never called": normed,
     "and called after": lambda m, x: m.project(m.norm(x)) + m.head(x),
@@ -59,19 +58,15 @@ WAYS: dict[str, Callable[[Fused, Tensor], Tensor]] = {
 }
 
 
-def fused(way: str, group: tuple[str, ...] = ("norm", "head")) -> Example:
+def fused(use: str, group: tuple[str, ...] = ("norm", "head")) -> Example:
     def units(model: nn.Module) -> list:
         return [model.body, model.extra, [model.get_submodule(name) for name in group]]
 
-    return Example(lambda: Fused(way), units, kind="vectors")
+    return Example(lambda: Fused(use), units, kind="vectors")
 
 
 def batch(rank: int, number: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
-
-
-def make(example: Example, kind: str, **settings: object) -> nn.Module:
-    return shard(fullshard, example.make(torch.float64), example, replace(KINDS[kind], **settings))
 
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -93,64 +88,64 @@ def train(
             for other in range(world):
                 (loss(whole, batch(other, number)) / world).backward()
             want = {n: p.grad for n, p in whole.named_parameters()}
-            assert_equal(gradients(model), want, f"gradients of step {step}, batch {number}")
+            assert_equal(whole_gradients(model), want, f"gradients of step {step}, batch {number}")
         use = fullshard.memory_use(model)
         assert (use.gathered, use.reducing) == (0, 0)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    assert_equal(parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-10)
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-10)
 
 
 @every_layout
-@pytest.mark.parametrize("way", WAYS)
-def test_a_weight_of_the_unit_used_by_other_code(run_ranks, kind, way):
-    assert all(run_ranks(used, kind, way, ("norm", "head"), timeout=SECONDS))
+@pytest.mark.parametrize("use", USES)
+def test_a_weight_of_the_unit_used_by_other_code(run_ranks, way, use):
+    assert all(run_ranks(used, way, use, ("norm", "head"), timeout=SECONDS))
 
 
 @every_layout
-@pytest.mark.parametrize("way", ["never called", "and called after"])
-def test_a_unit_of_three_modules_at_both_ends(run_ranks, kind, way):
+@pytest.mark.parametrize("use", ["never called", "and called after"])
+def test_a_unit_of_three_modules_at_both_ends(run_ranks, way, use):
     """The body runs first, the head's weight is used last, and everything lies between."""
-    assert all(run_ranks(used, kind, way, ("extra", "norm", "head"), timeout=SECONDS))
+    assert all(run_ranks(used, way, use, ("extra", "norm", "head"), timeout=SECONDS))
 
 
-def used(kind: str, way: str, group: tuple[str, ...]) -> bool:
-    example = fused(way, group)
+def used(way: str, use: str, group: tuple[str, ...]) -> bool:
+    example = fused(use, group)
     if len(group) > 2:
         example = replace(example, units=lambda model: [model.body, [model.get_submodule(name) for name in group]])
     for reshard in (None, True, False):
-        train(make(example, kind, reshard=reshard), example.make(torch.float64), plain_loss)
+        train(sharded(example, way, reshard_after_forward=reshard), example.make(torch.float64), plain_loss)
     return True
 
 
 @every_layout
-def test_evaluation_uses_the_weight_too(run_ranks, kind):
-    assert all(run_ranks(evaluating, kind, timeout=SECONDS))
+def test_evaluation_uses_the_weight_too(run_ranks, way):
+    assert all(run_ranks(evaluating, way, timeout=SECONDS))
 
 
-def evaluating(kind: str) -> bool:
+def evaluating(way: str) -> bool:
     """And what is gathered is freed, and sharded parameters are shown, once the root's forward has ended."""
     example = fused("never called")
-    model, whole = make(example, kind), example.make(torch.float64)
-    sharded = dict(model.named_parameters())
+    model, whole = sharded(example, way), example.make(torch.float64)
+    held = dict(model.named_parameters())
     for grad in (False, True, False):
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(model(batch(0)), whole(batch(0)), rtol=1e-12, atol=1e-12)
-        assert all(p is sharded[name] for name, p in model.named_parameters())
+        assert all(p is held[name] for name, p in model.named_parameters())
         if not grad:
             assert fullshard.memory_use(model).gathered == 0
     return True
 
 
 @every_layout
-def test_after_an_error_between_two_modules_of_a_unit(run_ranks, kind):
-    assert all(run_ranks(broken, kind, timeout=SECONDS))
+def test_after_an_error_between_two_modules_of_a_unit(run_ranks, way):
+    assert all(run_ranks(broken, way, timeout=SECONDS))
 
 
-def broken(kind: str) -> bool:
+def broken(way: str) -> bool:
     example = fused("never called")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     handle = model.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("after the norm")))
     with pytest.raises(KeyError):
         model(batch(dist.get_rank()))
@@ -203,28 +198,28 @@ LOSSES: dict[str, Loss] = {
 
 @every_layout
 @pytest.mark.parametrize("loss", LOSSES)
-def test_full_tensor_under_grad_reduces(run_ranks, kind, loss):
-    assert all(run_ranks(full, kind, loss, timeout=SECONDS))
+def test_full_tensor_under_grad_reduces(run_ranks, way, loss):
+    assert all(run_ranks(full, way, loss, timeout=SECONDS))
 
 
 @every_layout
 @pytest.mark.parametrize("loss", ["alone", "several times, and the model"])
-def test_full_tensor_under_grad_reduces_over_replicas_too(run_ranks, kind, loss):
-    assert all(run_ranks(full, kind, loss, "hybrid", world=4, timeout=SECONDS))
+def test_full_tensor_under_grad_reduces_over_replicas_too(run_ranks, way, loss):
+    assert all(run_ranks(full, way, loss, True, world=4, timeout=SECONDS))
 
 
-def full(kind: str, loss: str, mesh: str = "default") -> bool:
+def full(way: str, loss: str, hybrid: bool = False) -> bool:
     example = fused("called")
     for micro in (1, 2):
-        model, whole = make(example, kind, mesh=mesh), example.make(torch.float64)
+        model, whole = sharded(example, way, hybrid=hybrid), example.make(torch.float64)
         train(model, whole, LOSSES[loss], micro=micro)
     return True
 
 
 @every_layout
-def test_full_tensor_of_a_weight_in_the_root_forward(run_ranks, kind):
+def test_full_tensor_of_a_weight_in_the_root_forward(run_ranks, way):
     """What a module does that was told by our error to use `full_tensor()`: inside of the root's forward."""
-    assert all(run_ranks(full_within, kind, timeout=SECONDS))
+    assert all(run_ranks(full_within, way, timeout=SECONDS))
 
 
 class Following(nn.Module):
@@ -239,40 +234,40 @@ class Following(nn.Module):
         return self.head(torch.tanh(self.body(x))) + first
 
 
-def full_within(kind: str) -> bool:
+def full_within(way: str) -> bool:
     example = Example(Following, lambda model: [model.body, model.head], kind="vectors")
-    train(make(example, kind), example.make(torch.float64), plain_loss)
+    train(sharded(example, way), example.make(torch.float64), plain_loss)
     return True
 
 
 @every_layout
-def test_full_tensor_with_gradients_that_are_kept(run_ranks, kind):
-    assert all(run_ranks(full_kept, kind, timeout=SECONDS))
+def test_full_tensor_with_gradients_that_are_kept(run_ranks, way):
+    assert all(run_ranks(full_kept, way, timeout=SECONDS))
 
 
-def full_kept(kind: str) -> bool:
+def full_kept(way: str) -> bool:
     """A micro-batch without sync, then one with: one sum, reduced."""
     example = fused("called")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     for number in range(2):
         model.set_requires_gradient_sync(number == 1)
         depending_twice(model, batch(dist.get_rank(), number)).backward()
         for other in range(2):
             (depending_twice(whole, batch(other, number)) / 2).backward()
-    assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
+    assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, "gradients")
     return True
 
 
 @every_layout
 @pytest.mark.parametrize("loss", ["before the model", "several times, and the model"])
-def test_full_tensor_beside_an_optimizer_view(run_ranks, kind, loss):
-    assert all(run_ranks(full_viewed, kind, loss, timeout=SECONDS))
+def test_full_tensor_beside_an_optimizer_view(run_ranks, way, loss):
+    assert all(run_ranks(full_viewed, way, loss, timeout=SECONDS))
 
 
-def full_viewed(kind: str, loss: str) -> bool:
+def full_viewed(way: str, loss: str) -> bool:
     """The gradients reach the parameters themselves while their view, which shares them, has none yet."""
     example = fused("called")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     train(model, whole, LOSSES[loss], micro=2, viewed=fullshard.optimizer_view(model))
     return True
 
@@ -298,34 +293,34 @@ class Pair(nn.Module):
 
 
 @every_layout
-def test_full_tensor_of_a_weight_that_one_rank_uses_besides(run_ranks, kind):
-    assert all(run_ranks(full_partly, kind, timeout=SECONDS))
+def test_full_tensor_of_a_weight_that_one_rank_uses_besides(run_ranks, way):
+    assert all(run_ranks(full_partly, way, timeout=SECONDS))
 
 
-def full_partly(kind: str) -> bool:
+def full_partly(way: str) -> bool:
     """What comes from the penalty reaches the parameter after its unit's reduction has been delivered."""
 
     def loss(model: nn.Module, x: Tensor, rank: int) -> Tensor:
         return with_full(model, "head.other").square().sum() + model(x, rank == 0).square().mean()
 
     example = Example(Partly, lambda model: [model.body, model.head], kind="vectors")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     for number in range(2):
         loss(model, batch(dist.get_rank(), number), dist.get_rank()).backward()
         for other in range(2):
             (loss(whole, batch(other, number), other) / 2).backward()
-        assert_equal(gradients(model), {n: p.grad for n, p in whole.named_parameters()}, f"gradients {number}")
+        assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, f"gradients {number}")
     return True
 
 
 @every_layout
-def test_full_tensor_without_grad_and_of_frozen_parameters_is_plain(run_ranks, kind):
-    assert all(run_ranks(full_plain, kind, timeout=SECONDS))
+def test_full_tensor_without_grad_and_of_frozen_parameters_is_plain(run_ranks, way):
+    assert all(run_ranks(full_plain, way, timeout=SECONDS))
 
 
-def full_plain(kind: str) -> bool:
+def full_plain(way: str) -> bool:
     example = fused("never called")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     weight = model.head.weight
     with torch.no_grad():
         assert not weight.full_tensor().requires_grad
@@ -337,19 +332,19 @@ def full_plain(kind: str) -> bool:
 
 
 @every_layout
-def test_a_penalty_on_sharded_parameters(run_ranks, kind):
+def test_a_penalty_on_sharded_parameters(run_ranks, way):
     """Element-wise on the parts and summed over all: nobody reduces that again. Right, or refused by name."""
-    assert all(run_ranks(penalty, kind, timeout=SECONDS))
+    assert all(run_ranks(penalty, way, timeout=SECONDS))
 
 
-def penalty(kind: str) -> bool:
+def penalty(way: str) -> bool:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         total = model.head.weight.square().sum()
         total = total.full_tensor() if hasattr(total, "full_tensor") else total
         return model(x).square().mean() + 0.1 * total
 
     example = fused("called")
-    model, whole = make(example, kind), example.make(torch.float64)
+    model, whole = sharded(example, way), example.make(torch.float64)
     try:
         train(model, whole, loss)
     except fullshard.FullshardError as error:

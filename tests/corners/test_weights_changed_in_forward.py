@@ -8,14 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_kind import KINDS, assert_equal, every_kind, example_of, gradients, parameters, sharded
 from torch import Tensor, nn
 
 from fullshard import record_events
-from training import Options
-from wrapped import Wrapping
+from ways import assert_equal, every_way, example_of, sharded, whole_gradients, whole_parameters
 
-WAYS = ["in place", "through .data", ".data =", "foreach", "detached"]
+HOWS = ["in place", "through .data", ".data =", "foreach", "detached"]
 
 
 def move(keys: list[Tensor], queries: list[Tensor], how: str) -> None:
@@ -59,30 +57,30 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-@every_kind
-def test_units_compute_with_weights_that_a_forward_changed(run_ranks, kind):
-    assert not [problem for found in run_ranks(trains, kind, WAYS, 0, False) for problem in found]
+@every_way
+def test_units_compute_with_weights_that_a_forward_changed(run_ranks, way):
+    assert not [problem for found in run_ranks(trains, way, HOWS, 0, False) for problem in found]
 
 
-@every_kind
-def test_a_key_encoder_that_begins_as_the_query_encoder(run_ranks, kind):
+@every_way
+def test_a_key_encoder_that_begins_as_the_query_encoder(run_ranks, way):
     """The first pass changes nothing by itself: what it does shows all the same."""
     assert not [
-        problem for found in run_ranks(trains, kind, ["in place", ".data =", "foreach"], 0, True) for problem in found
+        problem for found in run_ranks(trains, way, ["in place", ".data =", "foreach"], 0, True) for problem in found
     ]
 
 
-@every_kind
-def test_a_forward_that_changes_weights_in_later_passes_only(run_ranks, kind):
-    assert not [problem for found in run_ranks(trains, kind, ["in place", "foreach"], 2, False) for problem in found]
+@every_way
+def test_a_forward_that_changes_weights_in_later_passes_only(run_ranks, way):
+    assert not [problem for found in run_ranks(trains, way, ["in place", "foreach"], 2, False) for problem in found]
 
 
-def trains(kind: str, hows: list[str], begins: int, alike: bool) -> list[str]:
+def trains(way: str, hows: list[str], begins: int, alike: bool, keep: bool = False) -> list[str]:
     """What is wrong in three steps, by way of changing; outputs, gradients and weights are held to one process."""
     problems = []
     for how in hows:
         example = example_of(lambda how=how: Momentum(how, begins, alike), "query.0", "query.1", "key.0", "key.1")
-        model, plain = sharded(example, kind), example.make(torch.float64)
+        model, plain = sharded(example, way, keep=keep), example.make(torch.float64)
         for step in range(4):
             try:
                 compare(model, plain, step, how)
@@ -104,7 +102,7 @@ def compare(model: nn.Module, plain: nn.Module, step: int, how: str) -> None:
                 key.copy_(value)
         plain.passes = passes
         (plain(batch(step, other)).square().mean() / world).backward()
-    found = {name: grad for name, grad in gradients(model).items() if name.startswith("query")}
+    found = {name: grad for name, grad in whole_gradients(model).items() if name.startswith("query")}
     wanted = {n: p.grad for n, p in plain.named_parameters() if n.startswith("query")}
     assert_equal(found, wanted, f"{how}, step {step}: gradients", 1e-9)
     for one in (model, plain):
@@ -112,20 +110,20 @@ def compare(model: nn.Module, plain: nn.Module, step: int, how: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     wanted = {n: p.detach() for n, p in plain.named_parameters()}
-    assert_equal(parameters(model), wanted, f"{how}, step {step}: weights", 1e-9)
+    assert_equal(whole_parameters(model), wanted, f"{how}, step {step}: weights", 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["rows", "flat", "originals"])
-def test_only_units_that_change_are_not_gathered_ahead(run_ranks, kind):
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+def test_only_units_that_change_are_not_gathered_ahead(run_ranks, way):
     """The others are, as before: the price is paid where it is due."""
-    for ahead in run_ranks(gathered_ahead, kind, world=2):
+    for ahead in run_ranks(gathered_ahead, way, world=2):
         assert ahead["query.1"] and not ahead["key.0"] and not ahead["key.1"], ahead
 
 
-def gathered_ahead(kind: str) -> dict[str, bool]:
+def gathered_ahead(way: str) -> dict[str, bool]:
     """By unit, whether its gather began before the unit that runs before it had ended."""
     example = example_of(lambda: Momentum("in place", 0, False), "query.0", "query.1", "key.0", "key.1")
-    model = sharded(example, kind)
+    model = sharded(example, way)
     order: list[str] = []
     for name, module in model.named_modules():
         if (name := name.replace("_fsdp_wrapped_module.", "")) in ("query.0", "key.0"):
@@ -144,17 +142,10 @@ def gathered_ahead(kind: str) -> dict[str, bool]:
     }
 
 
-STAYING = {"rows": Options(reshard=False), "wrapper": Wrapping(strategy="SHARD_GRAD_OP")}
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_units_that_stay_gathered_are_gathered_anew(run_ranks, way):
+    assert not [problem for found in run_ranks(kept, way) for problem in found]
 
 
-@pytest.mark.parametrize("kind", STAYING)
-def test_units_that_stay_gathered_are_gathered_anew(run_ranks, kind):
-    assert not [problem for found in run_ranks(kept, kind) for problem in found]
-
-
-def kept(kind: str) -> list[str]:
-    before, KINDS[kind] = KINDS[kind], STAYING[kind]
-    try:
-        return trains(kind, ["in place", ".data ="], 0, False)
-    finally:
-        KINDS[kind] = before
+def kept(way: str) -> list[str]:
+    return trains(way, ["in place", ".data ="], 0, False, keep=True)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard, wrap
+from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard
 from fullshard import MixedPrecision
 from fullshard.wrap import ModuleWrapPolicy
+from ways import wrap
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
 

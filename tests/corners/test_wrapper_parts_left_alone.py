@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from front_ends import FRONTS, LAYOUTS, WRAPPERS, adam, differences, not_refused, raised, shard, whole, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -21,8 +20,9 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import StateDictType
 from training import assert_same
+from ways import LAYOUTS, WAYS, WRAPPERS, adam, alone, differences, error_of, named_error, shard, whole, wrap
 
-wrappers = pytest.mark.parametrize("front", WRAPPERS)
+wrappers = pytest.mark.parametrize("way", WRAPPERS)
 LIBRARIES = (torch_fsdp, fullshard)  # PyTorch's first: it says what is right
 
 
@@ -49,12 +49,12 @@ def reduced(library: types.ModuleType) -> Any:
     return library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
-def buffers_of_ignored(front: str, norm: bool, outer: bool) -> list[str]:
+def buffers_of_ignored(way: str, norm: bool, outer: bool) -> list[str]:
     """They keep dtype and value, in training and in the state dict; those of the instance itself are cast."""
     problems = []
     for library in LIBRARIES:
         inner = Scaled(norm)
-        given = {"use_orig_params": front == "wrapper_orig", "mixed_precision": reduced(library)}
+        given = {"use_orig_params": way == "originals", "mixed_precision": reduced(library)}
         model = wrap(inner, library, ignored_modules=[inner.ignored], **given)
         if outer:
             model = wrap(nn.Sequential(model), library, **given)
@@ -82,8 +82,8 @@ def buffers_of_ignored(front: str, norm: bool, outer: bool) -> list[str]:
 @wrappers
 @pytest.mark.parametrize("norm", [False, True], ids=["linear", "batch_norm"])
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "below_another"])
-def test_buffers_of_ignored_modules_stay(run_ranks, front, norm, outer):
-    assert_same(run_ranks(buffers_of_ignored, front, norm, outer, timeout=20))
+def test_buffers_of_ignored_modules_stay(run_ranks, way, norm, outer):
+    assert_same(run_ranks(buffers_of_ignored, way, norm, outer, timeout=20))
 
 
 # Ignored by an instance below.
@@ -101,7 +101,7 @@ def average_gradients(parameters: Any) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def ignored_below(front: str, how: str) -> list[str]:
+def ignored_below(way: str, how: str) -> list[str]:
     """An instance's ignored modules are ignored by those around it: whole, alive, trained beside the shards."""
     problems = []
     for library in LIBRARIES:
@@ -109,8 +109,8 @@ def ignored_below(front: str, how: str) -> list[str]:
         norm = model[0][1]
         before = list(norm.parameters())
         given: dict[str, Any] = {"ignored_modules": [norm]} if how == "modules" else {"ignored_states": before}
-        model[0] = wrap(model[0], library, use_orig_params=front == "wrapper_orig", **given)
-        wrapped = wrap(model, library, use_orig_params=front == "wrapper_orig")
+        model[0] = wrap(model[0], library, use_orig_params=way == "originals", **given)
+        wrapped = wrap(model, library, use_orig_params=way == "originals")
         optimizer = adam(wrapped.parameters())
         for _ in range(2):
             optimizer.zero_grad()
@@ -135,8 +135,8 @@ def ignored_below(front: str, how: str) -> list[str]:
 
 @wrappers
 @pytest.mark.parametrize("how", ["modules", "states"])
-def test_modules_ignored_by_an_instance_below(run_ranks, front, how):
-    assert_same(run_ranks(ignored_below, front, how, timeout=20))
+def test_modules_ignored_by_an_instance_below(run_ranks, way, how):
+    assert_same(run_ranks(ignored_below, way, how, timeout=20))
 
 
 def ignored_by_a_unit(layout: str) -> list[str]:
@@ -165,41 +165,41 @@ def test_parameters_ignored_by_a_unit_below(run_ranks, layout):
     assert_same(run_ranks(ignored_by_a_unit, layout, timeout=20))
 
 
-def ignored_and_remade(front: str) -> list[str]:
+def ignored_and_remade(way: str) -> list[str]:
     """What is ignored stays so where its Parameters become other objects: materialised, replaced, deep-copied."""
     problems = []
     for how in ("materialised", "replaced", "copied"):
         inner = layers()
         norm = inner[0][1]
-        if front in LAYOUTS:
+        if way in LAYOUTS:
             inner = inner.to("meta") if how == "materialised" else inner
-            model: Any = fullshard.fully_shard(inner, layout=LAYOUTS[front], ignored_params=set(norm.parameters()))
+            model: Any = fullshard.fully_shard(inner, layout=LAYOUTS[way], ignored_params=set(norm.parameters()))
         else:  # materialises by itself
-            model = wrap(inner, use_orig_params=front == "wrapper_orig", ignored_modules=[norm])
-        if how == "materialised" and front in LAYOUTS:
+            model = wrap(inner, use_orig_params=way == "originals", ignored_modules=[norm])
+        if how == "materialised" and way in LAYOUTS:
             model.to_empty(device="cpu")
             norm.reset_parameters()
         elif how == "replaced":
             norm.weight = nn.Parameter(torch.ones(6))
         elif how == "copied":
             model = copy.deepcopy(model)
-            norm = (model if front in LAYOUTS else model.module)[0][1]
+            norm = (model if way in LAYOUTS else model.module)[0][1]
         model(batch()).sum().backward()
         if type(norm.weight) is not nn.Parameter or norm.weight.shape != (6,) or norm.weight.grad is None:
             problems.append(f"{how}: {norm.weight}")
     return problems
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_ignored_parameters_that_become_other_objects(run_ranks, front):
-    assert_same(run_ranks(ignored_and_remade, front, timeout=20))
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_parameters_that_become_other_objects(run_ranks, way):
+    assert_same(run_ranks(ignored_and_remade, way, timeout=20))
 
 
-def added_to_ignored(front: str) -> list[str]:
+def added_to_ignored(way: str) -> list[str]:
     """Modules that are ignored may gain parameters later, as adapters do."""
     model = layers()
     norm = model[0][1]
-    wrapped = wrap(model, use_orig_params=front == "wrapper_orig", ignored_modules=[norm])
+    wrapped = wrap(model, use_orig_params=way == "originals", ignored_modules=[norm])
     wrapped(batch())
     norm.adapter = nn.Linear(6, 6)
     wrapped(batch()).sum().backward()
@@ -207,14 +207,14 @@ def added_to_ignored(front: str) -> list[str]:
 
 
 @wrappers
-def test_parameters_added_to_ignored_modules(run_ranks, front):
-    assert_same(run_ranks(added_to_ignored, front, timeout=20))
+def test_parameters_added_to_ignored_modules(run_ranks, way):
+    assert_same(run_ranks(added_to_ignored, way, timeout=20))
 
 
 # Full precision in eval, with a batch norm that mixed precision leaves alone.
 
 
-def evaluated(front: str) -> list[str]:
+def evaluated(way: str) -> list[str]:
     """As PyTorch's with FSDP_USE_FULL_PREC_IN_EVAL=1: exact in eval, and training goes on in bfloat16 after it."""
     problems, outputs = [], {}
     for library in LIBRARIES:
@@ -222,7 +222,7 @@ def evaluated(front: str) -> list[str]:
         inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
         more = {"full_precision_in_eval": True} if library is fullshard else {}
         with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
-            model = shard_by_policy(library, inner, front, more)
+            model = shard_by_policy(library, inner, way, more)
             plain = {name: value.clone() for name, value in inner_state(library, model).items()}
             model.eval()
             out = model(batch())
@@ -237,10 +237,10 @@ def evaluated(front: str) -> list[str]:
     return problems
 
 
-def shard_by_policy(library: types.ModuleType, inner: nn.Module, front: str, more: dict[str, Any]) -> Any:
+def shard_by_policy(library: types.ModuleType, inner: nn.Module, way: str, more: dict[str, Any]) -> Any:
     policy = library.wrap.ModuleWrapPolicy({nn.Linear})
     mixed = library.MixedPrecision(param_dtype=torch.bfloat16)
-    given = {"use_orig_params": front == "wrapper_orig", "mixed_precision": mixed, "auto_wrap_policy": policy}
+    given = {"use_orig_params": way == "originals", "mixed_precision": mixed, "auto_wrap_policy": policy}
     return wrap(inner, library, **given, **more)
 
 
@@ -250,14 +250,14 @@ def inner_state(library: types.ModuleType, model: Any) -> dict[str, Tensor]:
 
 
 @wrappers
-def test_full_precision_in_eval_beside_a_batch_norm(run_ranks, front):
-    assert_same(run_ranks(evaluated, front, timeout=20))
+def test_full_precision_in_eval_beside_a_batch_norm(run_ranks, way):
+    assert_same(run_ranks(evaluated, way, timeout=20))
 
 
 # Rank 0's values, also of tensor-parallel parameters and buffers.
 
 
-def synchronised(front: str, parameters: bool, buffers: bool) -> list[str]:
+def synchronised(way: str, parameters: bool, buffers: bool) -> list[str]:
     """Every rank has the values of the first rank of its data-parallel group, in the form that they had."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(10 + mesh["dp"].get_local_rank())
@@ -275,7 +275,7 @@ def synchronised(front: str, parameters: bool, buffers: bool) -> list[str]:
             setattr(owner, key, nn.Parameter(made))
     if buffers:
         model.table = distribute_tensor(model.table, mesh["tp"], [Shard(0)], src_data_rank=None)
-    wrapped = FSDP(model, device_mesh=mesh["dp"], use_orig_params=front == "wrapper_orig", sync_module_states=True)
+    wrapped = FSDP(model, device_mesh=mesh["dp"], use_orig_params=way == "originals", sync_module_states=True)
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
         got = {name: whole(value) for name, value in wrapped.state_dict().items()}
     torch.manual_seed(10)
@@ -289,8 +289,8 @@ def synchronised(front: str, parameters: bool, buffers: bool) -> list[str]:
 
 @wrappers
 @pytest.mark.parametrize(("parameters", "buffers"), [(False, False), (True, False), (False, True), (True, True)])
-def test_sync_module_states_of_tensor_parallel_modules(run_ranks, front, parameters, buffers):
-    assert_same(run_ranks(synchronised, front, parameters, buffers, world=4, timeout=30))
+def test_sync_module_states_of_tensor_parallel_modules(run_ranks, way, parameters, buffers):
+    assert_same(run_ranks(synchronised, way, parameters, buffers, world=4, timeout=30))
 
 
 def split_over_data_ranks() -> list[str]:
@@ -298,8 +298,8 @@ def split_over_data_ranks() -> list[str]:
     model = nn.Linear(6, 6)
     mesh = init_device_mesh("cpu", (2,))
     model.register_buffer("table", distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None))
-    error = raised(lambda: FSDP(model, device_mesh=mesh, sync_module_states=True))
-    problems = not_refused("split", error, fullshard.ConfigError, "table")
+    error = error_of(lambda: FSDP(model, device_mesh=mesh, sync_module_states=True))
+    problems = named_error(error, "table", kinds=fullshard.ConfigError, where="split")
     return problems + differences("kept", {"": whole(model.table)}, {"": torch.arange(4.0)})
 
 
@@ -344,9 +344,9 @@ def test_a_flat_parameter_of_padding_only_has_a_gradient(run_ranks, world):
 # Pinned shards.
 
 
-def pinned(front: str, kind: str, optimizer_state: bool) -> list[str]:
+def pinned(way: str, kind: str, optimizer_state: bool) -> list[str]:
     """State dicts of shards in pinned memory say so. Pinning takes an accelerator: here all tensors claim it."""
-    model = shard(front, layers(), units=False, cpu_offload=fullshard.CPUOffload(offload_params=True))
+    model = shard(layers(), way, alone, cpu_offload=fullshard.CPUOffload(offload_params=True))
     optimizer = adam(model.parameters())
     model(batch()).sum().backward()
     optimizer.step()
@@ -366,5 +366,5 @@ def pinned(front: str, kind: str, optimizer_state: bool) -> list[str]:
     [("LOCAL_STATE_DICT", False), ("SHARDED_STATE_DICT", False), ("SHARDED_STATE_DICT", True)],
 )
 @wrappers
-def test_state_dicts_of_pinned_shards(run_ranks, front, kind, optimizer_state):
-    assert_same(run_ranks(pinned, front, kind, optimizer_state, timeout=20))
+def test_state_dicts_of_pinned_shards(run_ranks, way, kind, optimizer_state):
+    assert_same(run_ranks(pinned, way, kind, optimizer_state, timeout=20))

@@ -34,6 +34,13 @@ def owner_of(parameter: torch.Tensor) -> Any:
     return reference() if reference else None
 
 
+def mark_view(view: torch.Tensor, of: torch.Tensor) -> None:
+    """`view` is of the memory of `of`: changes of it in place are changes of that one's unit."""
+    reference = of.__dict__.get(OWNER_KEY)
+    if reference is not None:
+        view.__dict__[OWNER_KEY] = reference
+
+
 def give_up_gradient(parameter: Any) -> None:
     """A user set the `.grad` of a sharded parameter to None: what waits for its next reduction goes as well."""
     reference = parameter.__dict__.get(OWNER_KEY)

@@ -23,7 +23,7 @@ from ..layout import dense_strides, rectangles
 from ..mesh import device_type_of, reduce_value
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import OWNER_KEY, changes_in_place, give_up_gradient, note_change
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change
 from .norms import norms
 from .row_shard import assign_data
 from .run import Run
@@ -59,7 +59,7 @@ class FlatShard(torch.Tensor):
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. Assigning a FlatShard of the same run writes its values into the shard."""
         found = read_data(self)
-        found.__dict__[OWNER_KEY] = self.__dict__.get(OWNER_KEY)
+        mark_view(found, self)
         return found
 
     @data.setter
@@ -265,7 +265,7 @@ def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> t
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     view = FlatShard(args[0]._local_tensor.detach(), args[0]._run)
-    view.__dict__[OWNER_KEY] = args[0].__dict__.get(OWNER_KEY)  # the unit's memory
+    mark_view(view, args[0])
     return view
 
 

@@ -24,7 +24,7 @@ from ..torch_private.local_tensor import (
     set_local,
     write_grad,
 )
-from .changes import OWNER_KEY, changes_in_place, give_up_gradient, note_change, owner_of
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of
 from .member import NAME_KEY, attributes_of
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
@@ -47,7 +47,7 @@ class RowShard(DTensor):
         """As `Tensor.data`. Assigning a DTensor of the same shape and placements writes its values into the shard."""
         with plain_access():
             found = as_row_shard(read_data(self))
-        found.__dict__[OWNER_KEY] = self.__dict__.get(OWNER_KEY)
+        mark_view(found, self)
         return found
 
     @data.setter
@@ -143,7 +143,7 @@ class RowShard(DTensor):
             if (name := name_of(args)) is not None:
                 result.__dict__[NAME_KEY] = name
                 if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: changes in place are noted
-                    result.__dict__[OWNER_KEY] = args[0].__dict__.get(OWNER_KEY)
+                    mark_view(result, args[0])
         return result
 
 
