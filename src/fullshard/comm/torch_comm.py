@@ -59,7 +59,7 @@ class TorchComm:
 
     def gather_many(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Pending]:
         """Several gathers in one call of the group; one after the other where that saves nothing (on a CPU)."""
-        if axis.size == 1 or axis.backend in ("gloo", "fake"):
+        if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
         return all_gather_many(outs, shards, axis.group)
 
@@ -67,7 +67,7 @@ class TorchComm:
         self, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool
     ) -> list[Pending]:
         """Several reductions in one call of the group, as `gather_many`."""
-        if axis.size == 1 or axis.backend in ("gloo", "fake"):
+        if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
         return reduce_scatter_many(outs, buffers, axis.group, mean)
 
