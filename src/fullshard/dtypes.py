@@ -27,6 +27,15 @@ def as_moved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in KNOWN else tensor.view(-1).view(torch.uint8)
 
 
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` in integers of its width: what compares equal is equal bit by bit, NaN too."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def as_summed(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, contiguous, as a collective that sums takes it: itself, or [2 * numel] real numbers of complex ones."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

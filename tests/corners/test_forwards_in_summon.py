@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import LIBRARIES, WRAPPERS, wrap
+from drop_in import LIBRARIES, WRAPPERS
 from torch import Tensor, nn
 
 from fullshard.errors import UsageError
+from ways import wrap
 
 
 class Block(nn.Module):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import WRAPPERS, batch, layers, wrap
+from drop_in import WRAPPERS, batch, layers
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecision
+from ways import wrap
 
 
 def cast_up(model: nn.Module) -> list[str]:

@@ -149,3 +149,20 @@ def test_units_that_stay_gathered_are_gathered_anew(run_ranks, way):
 
 def kept(way: str) -> list[str]:
     return trains(way, ["in place", ".data ="], 0, False, keep=True)
+
+
+@every_way
+def test_weights_that_are_no_numbers_are_not_taken_for_written(run_ranks, way):
+    """Memory that was not initialised yet, say: NaN is not equal to itself."""
+    assert all(run_ranks(computes_with_nan, way))
+
+
+def computes_with_nan(way: str) -> bool:
+    example = example_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0")
+    model = sharded(example, way)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    for _ in range(2):
+        assert model(batch(0, dist.get_rank())).isnan().all()
+    return True

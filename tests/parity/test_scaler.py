@@ -137,7 +137,8 @@ def once_and_empty() -> None:
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
     scaler.scale(model(batch(0)).square().mean()).backward()
     expected = {n: full(p.grad) / 8 for n, p in model.named_parameters()}
-    scaler.unscale_(torch.optim.SGD([view, *model.parameters()], lr=0.1))
+    both = torch.optim.SGD([view, *model.parameters()], lr=0.1)  # kept: scalers know optimizers by their ids
+    scaler.unscale_(both)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.grad), expected[name], rtol=0, atol=0)
     own = nn.Parameter(torch.ones(3))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Gathers, Pending, gather_segments, wait_all
+from ..dtypes import as_bits
 from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all, same_form
@@ -224,7 +225,7 @@ class PlainFull:
                 shape, strides, at = self.layout.held(member.slot, part)
                 buffer, offset = self._place_of(member)
                 held = buffer.as_strided(shape, strides, offset + at)
-            found[index] = (held != mine).any()
+            found[index] = (as_bits(held) != as_bits(mine)).any()
         return found
 
     def written(self) -> list[Member]:
