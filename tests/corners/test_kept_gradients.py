@@ -263,21 +263,27 @@ def kept_by_parameters_hook(way: str) -> list[str]:
 
 @every_way
 def test_memory_of_gradients_is_used_again_where_nobody_keeps_them(run_ranks, way):
-    """The other side: what is kept for nobody must not pile up, step by step."""
-    assert all(grown == 0 for grown in run_ranks(memory_grown, way))
+    """The other side: what is kept for nobody must not pile up, step by step.
+
+    A collective's thread may let go of a step's last message a moment late, so sizes differ by bytes; what piles up
+    adds a step's gradients ten times.
+    """
+    for grown, gradients in run_ranks(memory_grown, way):
+        assert grown < gradients, (grown, gradients)
 
 
-def memory_grown(way: str) -> int:
-    """Bytes of all tensors after six steps, over those after two."""
+def memory_grown(way: str) -> tuple[int, int]:
+    """Bytes of all tensors after twelve steps over those after two, and bytes of this rank's gradients."""
     model = shard(layers(), way, but_last)
     sizes = []
-    for seed in range(6):
+    for seed in range(12):
         next_step(model, seed)
         with torch.no_grad():
             norms = [keep_local(p.grad).norm() for p in model.parameters() if p.grad is not None]
         del norms
         sizes.append(bytes_of_tensors())
-    return sizes[-1] - sizes[1]
+    locals_ = [keep_local(p.grad) for p in model.parameters() if p.grad is not None]
+    return sizes[-1] - sizes[1], sum(each.numel() * each.element_size() for each in locals_)
 
 
 def bytes_of_tensors() -> int:
