@@ -42,6 +42,7 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .watcher import watch
 
 __version__ = "0.1.0"
 
@@ -96,5 +97,6 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "watch",
     "wrap",
 ]

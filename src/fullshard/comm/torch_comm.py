@@ -21,6 +21,7 @@ from ..dtypes import as_moved, as_summed
 from ..mesh import Axis
 from ..torch_private.collectives import all_gather, all_gather_many, exchange, reduce_scatter, reduce_scatter_many
 from .protocol import DONE, Costs, Pending
+from .watched import watched
 
 # Seconds for a collective on two ranks and for each further rank, bytes per second of a copy. A gather around a ring of
 # p ranks takes p - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
@@ -46,7 +47,7 @@ class TorchComm:
         if axis.size == 1 and self.local_shortcut:
             out.copy_(shard)
             return DONE
-        return all_gather(out, shard, axis.group)
+        return watched(axis, all_gather(out, shard, axis.lines.data))
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
@@ -54,14 +55,14 @@ class TorchComm:
             return DONE
         if axis.backend == "gloo":
             return _Exchange(axis, as_summed(out), as_summed(buffer), mean)
-        work = reduce_scatter(out, buffer, axis.group, mean)
+        work = reduce_scatter(out, buffer, axis.lines.data, mean)
         return DONE if axis.backend == "fake" else work  # the fake group is done at once, and never says so
 
     def gather_many(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Pending]:
         """Several gathers in one call of the group; one after the other where that saves nothing (on a CPU)."""
         if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
-        return all_gather_many(outs, shards, axis.group)
+        return all_gather_many(outs, shards, axis.lines.data)
 
     def reduce_many(
         self, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool
@@ -69,18 +70,20 @@ class TorchComm:
         """Several reductions in one call of the group, as `gather_many`."""
         if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
-        return reduce_scatter_many(outs, buffers, axis.group, mean)
+        return reduce_scatter_many(outs, buffers, axis.lines.data, mean)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        return dist.all_reduce(as_summed(tensor), op=op, group=axis.group, async_op=True) or DONE
+        work = dist.all_reduce(as_summed(tensor), op=op, group=axis.lines.data, async_op=True)
+        return watched(axis, work) if work else DONE
 
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        return dist.broadcast(as_moved(tensor), group_src=source, group=axis.group, async_op=True) or DONE
+        work = dist.broadcast(as_moved(tensor), group_src=source, group=axis.lines.data, async_op=True)
+        return watched(axis, work) if work else DONE
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
         return buffer.numel() * buffer.element_size() if axis.backend == "gloo" and axis.size > 1 else 0
@@ -103,7 +106,7 @@ class _Exchange:
     def __init__(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
         self.out, self.mean, self.world = out, mean, axis.size
         self.received: torch.Tensor | None = torch.empty_like(buffer)
-        self.work = exchange(self.received, buffer, axis.group)
+        self.work = watched(axis, exchange(self.received, buffer, axis.lines.data))
 
     def is_completed(self) -> bool:
         return self.work is None or bool(self.work.is_completed())

@@ -11,13 +11,16 @@ from .axes import (
     subdivide,
     unsharded_axes,
 )
+from .lines import Lines, all_lines
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
 
 __all__ = [
     "Axis",
     "DataParallelMeshDims",
+    "Lines",
     "MeshAxes",
     "ShardPlacementResult",
+    "all_lines",
     "axes_of_groups",
     "data_parallel_mesh",
     "device_type_of",

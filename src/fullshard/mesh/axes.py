@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import ConfigError
+from .lines import Lines, lines_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,21 @@ class Axis:
     rank: int
     backend: str
     ranks: tuple[int, ...] = field(repr=False, default=())
+
+    @functools.cached_property
+    def lines(self) -> Lines:
+        """The groups by which the engine talks over the axis."""
+        return lines_of(self.group)
+
+    @functools.cached_property
+    def aside(self) -> Axis:
+        """The same ranks, over connections of their own if the engine has opened any: for comparisons."""
+        return Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks) if self.lines.is_open else self
+
+    def open_lines(self) -> None:
+        """Talk over groups of the engine's own from now on, where gloo is what talks. Collective over the axis."""
+        if self.size > 1 and self.backend == "gloo" and self.ranks and type(self.group) is dist.ProcessGroup:
+            self.lines.open(self.ranks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from .copy import deepcopy_module
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
+from .position import Check, checked
 from .reducer import InFlight
 from .root import Root
 from .runner import Runner
@@ -13,6 +14,7 @@ from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, run
 
 __all__ = [
     "RUNNER_KEY",
+    "Check",
     "InFlight",
     "Order",
     "Phase",
@@ -21,6 +23,7 @@ __all__ = [
     "Root",
     "Runner",
     "UnitSettings",
+    "checked",
     "deepcopy_module",
     "find_root",
     "is_unit",

@@ -10,6 +10,7 @@ from ..comm import Comm
 from ..errors import DivergenceError, PhaseError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
+from .position import Position
 
 
 class UseAgreement:
@@ -23,27 +24,22 @@ class UseAgreement:
 
     Args:
         comm: collectives.
+        position: keeps the fingerprint.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self._fingerprint = 0
+    def __init__(self, comm: Comm, position: Position) -> None:
+        self.comm, self.position = comm, position
         self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
         self._unread: list[tuple[torch.Tensor, int]] = []  # (on its way to the host, this rank's fingerprint)
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
-        self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 1) % _PRIME
         self._reduced.add(index)
 
     def noted(self, index: int) -> bool:
         """Whether the unit was reduced since the ranks last agreed."""
         return index in self._reduced
-
-    def note_gather(self, index: int) -> None:
-        """A unit's gather was issued, in forward or backward."""
-        self._fingerprint = (self._fingerprint * 1_000_003 + 2 * index + 2) % _PRIME
 
     def note_changed(self, index: int) -> None:
         """A unit's weights are not those that its forward saw, in the backward that runs now."""
@@ -51,7 +47,6 @@ class UseAgreement:
 
     def reset(self) -> None:
         """After an exception."""
-        self._fingerprint = 0
         self._reduced.clear()
         self._changed.clear()
         self._unread.clear()
@@ -75,7 +70,7 @@ class UseAgreement:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
-        fingerprint, self._fingerprint = self._fingerprint, 0
+        fingerprint, self.position.fingerprint = self.position.fingerprint, 0
         self._reduced.clear()
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:
@@ -159,5 +154,3 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
                 "forward again after it",
             )
 
-
-_PRIME = 2_147_483_647

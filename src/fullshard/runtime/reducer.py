@@ -20,8 +20,10 @@ from ..comm import Comm
 from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, settle, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
+from ..watcher import REDUCE
 from .agreement import UseAgreement
 from .attached import step_attached
+from .position import Position
 from .settings import UnitSettings
 
 
@@ -45,19 +47,18 @@ class Reducer:
     Args:
         units: all units under the root.
         comm: collectives by which ranks agree.
+        position: told of each reduction before it is issued.
         in_flight: shared with other roots, if it is.
     """
 
-    def __init__(self, units: Sequence[Reducible], comm: Comm, in_flight: InFlight | None = None) -> None:
-        self.units = units
+    def __init__(
+        self, units: Sequence[Reducible], comm: Comm, position: Position, in_flight: InFlight | None = None
+    ) -> None:
+        self.units, self.position = units, position
         self.in_flight: InFlight = deque() if in_flight is None else in_flight
         self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
-        self._use = UseAgreement(comm)
-
-    def note_gather(self, index: int) -> None:
-        """A unit's gather was issued."""
-        self._use.note_gather(index)
+        self._use = UseAgreement(comm, position)
 
     def changed(self, one: Reducible) -> None:
         """A unit's weights changed between a forward and its backward, which runs now."""
@@ -86,6 +87,7 @@ class Reducer:
             self._advance()
         self._finish_own(one)
         collect(one.unit, everything=True)
+        self.position.issue(REDUCE, one.index)
         reduction = Reduction(one.unit, one.settings.comm, settings.divide_factor, settings.force_sum)
         self.in_flight.append((self, one, reduction))
         self._use.note(one.index)

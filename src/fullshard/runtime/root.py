@@ -18,10 +18,13 @@ from ..mesh import Axis
 from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
+from ..watcher import BACKWARD, FORWARD, GATHER, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .first_pass import FirstPass, differing
+from .meeting import meet
 from .phases import Happening, Phase
+from .position import Check, Position
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
 from .schedule import Orders
@@ -57,6 +60,7 @@ class Root:
         comm: collectives that compare ranks; units bring their own.
         additions: finds parameters that were added to the root's modules since.
         in_flight: reductions, if several roots share them.
+        check: when ranks compare what they run.
 
     Attributes:
         pass_top: whose forward began the pass that runs now.
@@ -64,6 +68,7 @@ class Root:
         first_pass: what the pass that runs now is compared by with the other ranks', if it is the first of its kind.
         orders, traces: of units, to prefetch by; and of the passes whose backwards may come.
         recomputed: the unit that was recomputed last; its backward comes next.
+        position: what is issued next, compared with other ranks.
         reducer: reductions of gradients.
     """
 
@@ -74,6 +79,7 @@ class Root:
         comm: Comm,
         additions: Additions,
         in_flight: InFlight | None = None,
+        check: Check = "first",
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
         self.ledger = Ledger()
@@ -82,9 +88,9 @@ class Root:
         self.first_pass: FirstPass | None = None
         self.orders, self.traces = Orders(), Traces()
         self.recomputed: Runnable | None = None
-        self.reducer = Reducer(units, comm, in_flight)
+        self.position = Position(units, [one.unit.name for one in units], comm, check)
+        self.reducer = Reducer(units, comm, self.position, in_flight)
         self._backward: BackwardEnd | None = None
-        self._names = [one.unit.name for one in units]
         self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
 
@@ -94,12 +100,12 @@ class Root:
         Raises:
             PhaseError: a unit's root is running, or the unit became a root.
         """
-        for one, name in zip(self.units, self._names, strict=True):
+        for one, name in zip(self.units, self.position.names, strict=True):
             if one.root is not None and one.root is not self:
                 one.root.lend(one, name)
         for index, one in enumerate(self.units):
             if one.root is not self:
-                one.root, one.index, one.unit.name = self, index, self._names[index]
+                one.root, one.index, one.unit.name = self, index, self.position.names[index]
                 self.ledger.take_over(one.unit.ledger)
                 one.unit.ledger = self.ledger
         self._lent = False
@@ -155,6 +161,8 @@ class Root:
             for bucket in one.unit.buckets:
                 device = bucket.axes.device
                 axes |= {id(axis.group): axis for axis in bucket.axes.all}
+            if one.unit.kept_axis is not None:
+                axes.setdefault(id(one.unit.kept_axis.group), one.unit.kept_axis)
                 for member in bucket.members:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
@@ -164,6 +172,7 @@ class Root:
         if device is not None:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
             check_same_model(lines, left, list(axes.values()), self.comm, device)
+            meet(list(axes.values()), self.comm, device)
 
     # Forward.
 
@@ -181,6 +190,8 @@ class Root:
         refuse_meta(units)
         with_grad = torch.is_grad_enabled()
         first = self.orders.begin_forward(top.index, with_grad)
+        self.position.begin(FORWARD, 2 * top.index + with_grad)
+        self.position.compares = not first
         if first and with_grad:
             check_attached_units(units)
         self._drop_stale()
@@ -250,6 +261,7 @@ class Root:
         if not self.orders.told and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             self._warn_of_order()
         self.orders.end_forward(self.pass_grad)
+        self.position.end()
         self._settle()
 
     def _warn_of_order(self) -> None:
@@ -268,6 +280,7 @@ class Root:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""
         self.first_pass = None
         self.orders.forward.restart()
+        self.position.lose()
         self._settle()
 
     def _settle(self) -> None:
@@ -296,6 +309,7 @@ class Root:
         if self._lent:
             self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
+        self.position.begin(BACKWARD, self.top.settings.reduce.sync)
 
     def reach(self, period: Period, begins: bool) -> None:
         """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
@@ -321,6 +335,7 @@ class Root:
             self.reducer.end()
         except BaseException as error:
             if isinstance(error, DivergenceError):
+                self.position.forget()
                 self.orders.forget()  # each rank learned its own: gathers ahead would swap units
             try:
                 self.recover()
@@ -328,6 +343,7 @@ class Root:
                 error.add_note(f"The units could not be put back after this: {second!r}")
             raise
         self.orders.backward.finish()
+        self.position.end()
         self.traces.forget()
         self.recomputed = self._backward = None
 
@@ -347,8 +363,8 @@ class Root:
             if one.unit.state is State.SHARDED and (
                 one.settings.unshard_in_backward if backward else not one.unit.moving
             ):
+                self.position.issue(REGATHER if backward else GATHER, index)
                 one.unit.issue_gather(one.settings.comm)
-                self.reducer.note_gather(index)
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
@@ -364,6 +380,7 @@ class Root:
         self.reducer.reset()
         self.traces.forget()
         self.orders.restart()
+        self.position.lose()
         self.pass_top = self.traces.current = None
         self.recomputed = None
         failed: Exception | None = None  # of one unit: the others are put back all the same

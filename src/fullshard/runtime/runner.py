@@ -17,8 +17,10 @@ from torch import nn
 
 from ..errors import PhaseError
 from ..shard import State, Unit
+from ..watcher import GATHER, REGATHER
 from .asked import Asked
 from .call import Call
+from .meeting import arrive
 from .outputs import Leftovers, on_first_gradient, refuse_views
 from .phases import ROWS, Happening, Phase, impossible
 from .root import Root
@@ -56,6 +58,8 @@ class Runner(Asked):
     ) -> None:
         self.unit, self.settings, self.find_root = unit, settings, find_root
         self._modules = [weakref.ref(module) for module in modules]
+        for bucket in unit.buckets[:1]:
+            arrive(bucket.axes.shard.group, bucket.axes.shard.backend)
         self.root: Root | None = None
         self.index = -1
         self.phase = Phase.IDLE
@@ -130,8 +134,8 @@ class Runner(Asked):
             unit.refresh()
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
+                root.position.issue(GATHER, self.index)
                 unit.issue_gather(self.settings.comm)
-                root.reducer.note_gather(self.index)
             unit.finish_gather(keep=with_grad)
         if (assigned := unit.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
@@ -255,9 +259,9 @@ class Runner(Asked):
         unit = self.unit
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
-                unit.issue_gather(self.settings.comm)
                 if self.root is not None:
-                    self.root.reducer.note_gather(self.index)
+                    self.root.position.issue(REGATHER, self.index)
+                unit.issue_gather(self.settings.comm)
             unit.finish_gather()
         unit.show_unsharded()
 

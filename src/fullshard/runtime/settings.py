@@ -12,6 +12,7 @@ import torch
 from ..comm import Comm
 from ..forms import Ignored
 from ..policies import MixedPrecisionPolicy
+from .position import Check
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class UnitSettings:
         reduce, prefetch: see there.
         group_memory: whether `comm` communicates through memory of the process group's backend.
         ignored: what is in the unit's modules and was to be left alone.
+        check: when ranks compare what they are about to run; the root's counts. See `position.Check`.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
     """
 
@@ -79,6 +81,7 @@ class UnitSettings:
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
     group_memory: bool = False
     ignored: Ignored = field(default_factory=Ignored)
+    check: Check = "first"
     in_flight: deque[Any] | None = None
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:

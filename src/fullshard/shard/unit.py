@@ -64,6 +64,7 @@ class Unit:
         self.kept_axis: Axis | None = None
         self.moving = False
         self.changes = 0
+        self.gather_bytes = 0  # of the last gather
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
         self.showing = Showing()
@@ -107,6 +108,7 @@ class Unit:
                 bucket.free()
             raise
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
+        self.gather_bytes = full + staging
         self.note_gathered()
         ledger = self.ledger
         ledger.gathered += full

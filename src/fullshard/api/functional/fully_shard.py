@@ -21,9 +21,11 @@ from ...optim import guard as optimizer_guard
 from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
+    Check,
     PrefetchSettings,
     Runner,
     UnitSettings,
+    checked,
     find_root,
     is_unit,
     left_alone,
@@ -68,6 +70,7 @@ def fully_shard(
     auto_wrap_policy: Any = None,
     prefetch: int = 1,
     comm: str | Comm = "torch",
+    check: Check = "first",
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -105,6 +108,9 @@ def fully_shard(
         prefetch: how many units ahead are gathered; 0 turns prefetching off. At most `prefetch + 1` units that are
             freed after use are gathered at any time.
         comm: "torch"; "null" takes communication out, to time the rest (results are meaningless); or a `Comm`.
+        check: when ranks compare what they are about to run; the root's counts. "first": along the first pass of each
+            kind, and whenever a rank leaves the order that it has taken before; "step": at the beginning of every
+            pass, too; "every": before each collective.
 
     Returns:
         `module` itself. Its class is now a subclass of its own class and `FSDPModule`.
@@ -117,6 +123,7 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, offload_policy, layout, prefetch)
+    checked(check)
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
     spmd = None
@@ -138,7 +145,7 @@ def fully_shard(
     planned.append((modules, (settings, keep, ignored, prefetch)))
     _check_plans(planned)
     for units, arguments in planned:
-        _make_unit(units, *arguments)
+        _make_unit(units, *arguments, check)
     optimizer_guard.install()
     notice_torch()
     return module
@@ -262,7 +269,7 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
 
 
 def _make_unit(
-    modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int
+    modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int, check: Check
 ) -> None:
     """Shard what is left in `modules`, and have a runner run them."""
     found = find_parameters(modules, unit_of, ignored)
@@ -279,6 +286,7 @@ def _make_unit(
         reshard,
         prefetch=PrefetchSettings(prefetch, prefetch),
         ignored=Ignored.under(modules, ignored),
+        check=check,
     )
     runner = Runner(unit, modules, own, find_root)
     for module in modules:

@@ -18,8 +18,10 @@ from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...runtime import (
     RUNNER_KEY,
+    Check,
     Root,
     Runner,
+    checked,
     deepcopy_module,
     find_root,
     move_buffers,
@@ -68,6 +70,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         full_precision_in_eval: Fullshard's own, for the root: compute in the parameters' own dtype in eval mode, and
             with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
         comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
+        check: Fullshard's own, for the root: when ranks compare what they are about to run, as of `fully_shard`.
 
     Raises:
         ConfigError: an argument that cannot work, alone or with another one. Nothing has changed then.
@@ -95,6 +98,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         *,
         full_precision_in_eval: bool = False,
         comm: str | Comm = "torch",
+        check: Check = "first",
     ) -> None:
         kind = make_comm(comm)
         arguments = check_arguments(
@@ -110,7 +114,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             device_mesh,
         )
         super().__init__()
-        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn)
+        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, checked(check))
         blocks: list[tuple[Plan, dict[str, Any]]] = []
         if auto_wrap_policy is not None:
             common: dict[str, Any] = {

@@ -16,7 +16,7 @@ from ...errors import ArgumentTypeError, ConfigError
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
 from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
+from ...runtime import Check, PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     Bucket,
     BuildSettings,
@@ -50,6 +50,7 @@ class Plan:
         comm: collectives.
         flat: whether it shows one `FlatParameter`.
         init: `param_init_fn`.
+        when: ranks compare what they run.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class Plan:
     comm: Comm
     flat: bool
     init: Callable[[nn.Module], None] | None
+    when: Check = "first"
 
     def build_settings(self) -> BuildSettings:
         """How its unit is built."""
@@ -87,6 +89,7 @@ class Plan:
             arguments.strategy in FULL_SHARD,
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
+            check=self.when,
         )
 
     def ignored(self) -> set[int]:

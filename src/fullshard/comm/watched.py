@@ -1,0 +1,47 @@
+"""Waits that end: a gloo collective that never comes is given up when the watcher has found out why."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from ..mesh import Axis, all_lines
+from ..watcher import RANK, SLICE
+
+_SLICE = timedelta(seconds=SLICE)
+
+
+class Watched:
+    """A collective in flight, of which the host waits for the end."""
+
+    __slots__ = ("label", "work")
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.label = work, RANK.label
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        try:
+            self.work.wait(_SLICE)
+        except RuntimeError as error:
+            self._go_on(error)
+
+    def _go_on(self, error: BaseException) -> None:
+        """It did not come within a slice, or failed."""
+        try:
+            if self.work.is_completed():
+                raise error
+            RANK.wait(self.work, self.label)
+        except RuntimeError as failed:
+            told = failed if RANK.is_verdict(failed) else RANK.explain(failed)
+            if RANK.is_verdict(told):
+                for lines in all_lines():
+                    lines.cut()
+            raise told from (None if told is failed else failed)
+
+
+def watched(axis: Axis, work: Any) -> Any:
+    """`work`, over an axis; as it is where the host does not wait for it (accelerators' own backends, fakes)."""
+    return Watched(work) if axis.backend == "gloo" else work

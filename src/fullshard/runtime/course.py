@@ -1,0 +1,97 @@
+"""What a rank issues, pass by pass, and whether that is what it has issued before. Pure.
+
+Ranks compare what they issue while it is new, and need not as long as each goes on as it did then: whoever leaves the
+known course compares first (`position.py`), and so never issues a collective that others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+_MEMORY = 128  # passes
+_CONTEXT = 16  # passes that a prediction looks back
+
+
+class Course:
+    """The kinds of passes in their order, and the tokens of each kind in theirs.
+
+    >>> course = Course()
+    >>> course.begin("forward"), course.next(7), course.next(8)
+    (False, False, False)
+    >>> course.end()
+    >>> course.begin("forward"), course.next(7), course.next(9), course.next(8)
+    (False, True, False, False)
+    >>> course.end()
+    >>> course.begin("forward"), course.next(7), course.next(9), course.next(8)
+    (True, True, True, True)
+    """
+
+    __slots__ = ("_history", "_known", "_passes")
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[int]] = {}
+        self._history: list[Hashable] = []
+        self._passes: list[_Pass] = []  # that run now, innermost last
+
+    def begin(self, kind: Hashable) -> bool:
+        """A pass begins; returns whether one of this kind was to be expected here."""
+        expected = bool(self._history) and following(self._history) == kind
+        self._history.append(kind)
+        if len(self._history) > 2 * _MEMORY:
+            del self._history[:_MEMORY]
+        self._passes.append(_Pass(kind, self._known.get(kind, ())))
+        return expected
+
+    def next(self, token: int) -> bool:
+        """The pass goes on with this; returns whether it did so last time. Outside of passes: True."""
+        return not self._passes or self._passes[-1].goes_on_with(token)
+
+    def end(self) -> None:
+        """The pass that began last is over; this is how passes of its kind go."""
+        if self._passes:
+            over = self._passes.pop()
+            if not over.follows or len(over.seen) != len(over.known):
+                self._known[over.kind] = over.seen
+
+    def lose(self) -> None:
+        """Passes were broken off: whatever comes next is new. How passes go is still known."""
+        self._passes.clear()
+        self._history.clear()
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.lose()
+        self._known.clear()
+
+
+class _Pass:
+    __slots__ = ("follows", "kind", "known", "seen")
+
+    def __init__(self, kind: Hashable, known: list[int] | tuple[int, ...]) -> None:
+        self.kind, self.known, self.follows = kind, known, True
+        self.seen: list[int] = []
+
+    def goes_on_with(self, token: int) -> bool:
+        at = len(self.seen)
+        self.seen.append(token)
+        if self.follows:
+            self.follows = at < len(self.known) and self.known[at] == token
+        return self.follows
+
+
+def following(history: list[Hashable]) -> Hashable:
+    """What came after the last stretch of `history` that ended as it ends now, the longest one; None if none did.
+
+    >>> following(["a", "b", "a", "c", "a", "b", "a"])
+    'c'
+    """
+    last, best, found = len(history) - 1, 0, None
+    for at in range(last - 1, max(-1, last - _MEMORY), -1):
+        length = 0
+        while length <= at and length < _CONTEXT and history[at - length] == history[last - length]:
+            length += 1
+        if length > best:
+            best, found = length, history[at + 1]
+            if length == _CONTEXT:
+                break
+    return found

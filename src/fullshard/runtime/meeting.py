@@ -1,0 +1,66 @@
+"""Ranks meet: their watchers learn of each other, and the engine opens connections of its own.
+
+A watcher starts when a process makes its first unit, and its address goes into the process group's store, where a rank
+that waits finds who has come so far. At a model's first forward the ranks exchange addresses among themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..comm import Comm
+from ..mesh import Axis, device_type_of
+from ..torch_private.group_timeout import timeout_of
+from ..torch_private.store import look_up, put
+from ..watcher import RANK, Address
+
+_ROOM = 256  # bytes of an address
+_KEY = "fullshard/watcher/{}"
+_met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_published: list[int] = []  # id of the default group under which this rank's address was put into the store
+
+
+def arrive(group: dist.ProcessGroup, backend: str) -> None:
+    """A unit is made: start this process's watcher, and let those find it that wait."""
+    if backend not in _WATCHED or not dist.is_initialized():
+        return
+    rank = dist.get_rank()
+    address = RANK.start(rank, timeout_of(group, device_type_of(group)).total_seconds())
+    world = id(dist.group.WORLD)
+    if address is not None and _published != [world]:
+        _published[:] = [world]
+        RANK.reprieve()
+        put(_KEY.format(rank), json.dumps(address))
+        RANK.find_others = lambda: _find(dist.get_world_size())
+
+
+def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
+    """Exchange addresses over every axis, and open lines. Collective over each of them, once."""
+    for axis in axes:
+        if axis.size == 1 or not comm.communicates or axis.backend not in _WATCHED or axis.group in _met:
+            continue
+        _met.add(axis.group)
+        text = json.dumps(RANK.address).encode().ljust(_ROOM)[:_ROOM]
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        found = torch.empty(axis.size * _ROOM, dtype=torch.uint8, device=device)
+        comm.gather(axis, found, mine).wait()
+        rows = [json.loads(bytes(row)) for row in found.view(axis.size, _ROOM).tolist()]
+        RANK.meet([(rank, tuple(row)) for rank, row in zip(axis.ranks, rows, strict=True) if row is not None])
+        axis.open_lines()
+        if axis.backend != "gloo":
+            RANK.waits_on_device()
+
+
+def _find(world: int) -> list[tuple[int, Address | None]]:
+    """Where the ranks' watchers are, of all that have come so far."""
+    values = look_up([_KEY.format(rank) for rank in range(world)])
+    return [(rank, None if value is None else tuple(json.loads(value))) for rank, value in enumerate(values)]  # type: ignore[misc]
+
+
+_WATCHED = ("gloo", "nccl", "xccl", "hccl")
+"""Backends whose ranks are processes that can be watched."""

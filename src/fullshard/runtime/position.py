@@ -1,0 +1,165 @@
+"""Where a rank is: what it is about to issue, told to its watcher, and compared with other ranks where that is new.
+
+Ranks that issue different collectives at one time swap units' values without a word where sizes agree; where they do
+not, gloo ends the process and NCCL waits for ever. So nothing is issued that ranks have not agreed on: along the first
+pass of every kind (`first_pass.py`), and whenever this rank leaves the course that it has taken before. Ranks that
+leave it alike compare, and go on; one that leaves it alone waits for the others, which wait for it in turn, until the
+watcher tells all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from ..comm import Comm
+from ..errors import ConfigError, DivergenceError
+from ..mesh import Axis, MeshAxes
+from ..shard import Unit
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, RANK, REDUCE, VERBS
+from .course import Course
+
+Check = Literal["first", "step", "every"]
+"""When ranks compare what they issue: where it is new; besides once a step; before everything."""
+
+_PRIME = 2_147_483_647
+_CODES = len(VERBS)
+
+
+class Holder(Protocol):
+    """What is known here of a unit: its `Runner`."""
+
+    unit: Unit
+
+
+class Position:
+    """See the module's docstring. One per root.
+
+    Args:
+        units: all under the root.
+        names: theirs.
+        comm: collectives.
+        check: see `Check`.
+
+    Attributes:
+        fingerprint: of what was issued since the ranks last agreed.
+        step: backwards that reduced so far.
+        compares: whether what is new is compared here; not along a first pass, which compares more.
+    """
+
+    def __init__(self, units: Sequence[Holder], names: list[str], comm: Comm, check: Check = "first") -> None:
+        self.units, self.names, self.comm, self.check = units, names, comm, check
+        self.fingerprint = self.step = 0
+        self.compares = True
+        self._course = Course()
+        self._axes = _compared([one.unit for one in units], comm)
+        self._place = RANK.new_root(names)
+        self._reduced = False
+
+    def begin(self, verb: int, index: int) -> None:
+        """A pass begins.
+
+        Args:
+            verb: `FORWARD` or `BACKWARD`.
+            index: of its kind.
+
+        Raises:
+            DivergenceError: other ranks begin another one.
+        """
+        self._reduced = False
+        known = self._course.begin((verb, index))
+        RANK.record(verb, self._place + (index // 2 if verb == FORWARD else 0), 0, self.step)
+        if not known or self.check != "first":
+            self._compare(verb, index)
+
+    def issue(self, verb: int, index: int) -> None:
+        """A unit's gather or reduction is about to be issued.
+
+        Raises:
+            DivergenceError: other ranks are about to issue another one; or the watcher found the ranks stuck.
+        """
+        known = self._course.next(index * _CODES + verb)
+        if (not known and self.compares) or self.check == "every":
+            self._compare(verb, index)
+        self._reduced |= verb == REDUCE
+        self.fingerprint = (self.fingerprint * 1_000_003 + index * _CODES + verb + 1) % _PRIME
+        RANK.record(verb, self._place + index, self.units[index].unit.gather_bytes, self.step)
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.compares = True
+        self._course.end()
+        if self._reduced:
+            self._reduced = False
+            self.step += 1
+            RANK.board.stepped(self.step)
+            RANK.record(END, self._place, 0, self.step)
+
+    def lose(self) -> None:
+        """After an exception."""
+        self.fingerprint, self.compares = 0, True
+        self._course.lose()
+
+    def forget(self) -> None:
+        """Each rank learned its own course: all begin anew."""
+        self._course.forget()
+
+    def _compare(self, verb: int, index: int) -> None:
+        axes = self._axes
+        if axes is None:
+            return
+        RANK.record(COMPARE, self._place + (index if verb not in (FORWARD, BACKWARD) else 0), 0, self.step)
+        for axis in axes.all:
+            if axis.size > 1:
+                self._compare_over(axis, verb, index, axes.device)
+
+    def _compare_over(self, axis: Axis, verb: int, index: int, device: torch.device) -> None:
+        mine = torch.tensor([verb, index], dtype=torch.int64, device=device)
+        found = torch.empty(2 * axis.size, dtype=torch.int64, device=device)
+        self.comm.gather(axis.aside, found, mine).wait()
+        rows = found.view(axis.size, 2).tolist()
+        other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
+        if other is None:
+            return
+        ranks = axis.ranks or tuple(range(axis.size))
+        raise DivergenceError(
+            f"ranks go on differently (step {self.step}).\n"
+            f"  rank {ranks[0]}: {self._told(*rows[0])}\n"
+            f"  rank {ranks[other]}: {self._told(*rows[other])}\n"
+            "  remedy:    let every rank run the same units in the same order, with the same number of forwards and "
+            "backwards, and the same gradient sync in each"
+        )
+
+    def _told(self, verb: int, index: int) -> str:
+        if verb == FORWARD:
+            grad = "with" if index % 2 else "without"
+            return f"begins a forward of {self._name(index // 2)} {grad} gradients"
+        if verb == BACKWARD:
+            return f"begins a backward {'with' if index else 'without'} gradient sync"
+        return f"{VERBS[verb]} of {self._name(index)}"
+
+    def _name(self, index: int) -> str:
+        return f"unit {self.names[index] or '(root)'!r}" if index < len(self.names) else f"unit {index}"
+
+
+def checked(check: str) -> Check:
+    """`check`, if it is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if check not in get_args(Check):
+        raise ConfigError("check says when ranks compare what they are about to run.",
+                          expected=" or ".join(map(repr, get_args(Check))), got=repr(check))  # fmt: skip
+    return check  # type: ignore[return-value]
+
+
+def _compared(units: Sequence[Unit], comm: Comm) -> MeshAxes | None:
+    """The largest mesh of these units; None if there is nobody to compare with."""
+    found = [bucket.axes for unit in units for bucket in unit.buckets]
+    axes = max(found, key=lambda axes: axes.world, default=None)
+    if axes is None or axes.world == 1 or not comm.communicates or axes.shard.backend == "fake":
+        return None
+    return axes

@@ -1,0 +1,10 @@
+"""The watcher: a process beside each rank that says what ranks wait for, who is gone, and why.
+
+`board.py` is the memory that rank and watcher share, `rank.py` the rank's side, `process.py` the watcher's, `report.py`
+what is concluded and said, `proc.py` what the operating system tells.
+"""
+
+from .board import BACKWARD, COMPARE, END, FORWARD, GATHER, REDUCE, REGATHER, VERBS
+from .rank import RANK, SLICE, Address, WatchSettings, watch
+
+__all__ = ["Address", "BACKWARD", "COMPARE", "END", "FORWARD", "GATHER", "RANK", "REDUCE", "REGATHER", "SLICE", "VERBS", "WatchSettings", "watch"]

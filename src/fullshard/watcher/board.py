@@ -1,0 +1,189 @@
+"""What a rank does now, in memory that its watcher reads: also while the rank is stopped, stuck in native code or dead.
+
+    bytes 0..63      header, one field each (`_FIELDS`)
+    ring             the last 256 things that the engine issued, 40 bytes each (`_RECORD`)
+    note             what the rank raised, as text
+    verdict          what the watcher found, as text, which the rank raises
+
+The rank writes header, ring and note; the watcher writes verdict, and `VERDICT` last. Only the standard library is
+imported here, and in all files that the watcher's process loads: it must start in milliseconds and live without torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from typing import NamedTuple
+
+VERBS = ("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare")
+"""What a record may tell; written as an index."""
+FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE = range(len(VERBS))
+
+ROOT = 1 << 16
+_RECORD = struct.Struct("<QdQIIB3x")  # number (from 1), time, bytes, step, unit, verb; of a root
+_RECORD_ROOM = 40
+_RING = 256
+_TEXT = 64 * 1024
+
+# Header: offset of each field. All are 8 bytes.
+_COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT = range(0, 56, 8)
+_AT_RING = 64
+_AT_NOTE = _AT_RING + _RING * _RECORD_ROOM
+_AT_VERDICT = _AT_NOTE + _TEXT
+SIZE = _AT_VERDICT + _TEXT
+
+_u64 = struct.Struct("<Q")
+_f64 = struct.Struct("<d")
+_now = time.time  # of one clock for all processes of a machine, and near that of others
+
+
+class Record(NamedTuple):
+    """One thing that the engine issued.
+
+    Attributes:
+        number: of this rank's records, from 1.
+        time: seconds since the epoch.
+        nbytes: of the collective's whole buffer; 0 for what is none.
+        step: finished steps of the root then.
+        unit: index in its root, plus `ROOT` times the number of the root.
+        verb: see `VERBS`.
+    """
+
+    number: int
+    time: float
+    nbytes: int
+    step: int
+    unit: int
+    verb: int
+
+
+class Board:
+    """See the module's docstring.
+
+    Args:
+        fd: of the shared memory; None: made here.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            fd = os.memfd_create("fullshard") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+            os.ftruncate(fd, SIZE)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, SIZE)
+        self._count = 0
+
+    # The rank writes.
+
+    def record(self, verb: int, unit: int, nbytes: int, step: int) -> int:
+        """Note that something is issued; returns its number."""
+        self._count = count = self._count + 1
+        at = _AT_RING + count % _RING * _RECORD_ROOM
+        _RECORD.pack_into(self._memory, at, count, _now(), nbytes, step, unit, verb)
+        _u64.pack_into(self._memory, _COUNT, count)
+        return count
+
+    def waits(self, number: int) -> None:
+        """The rank has waited a while for what has this number (0: unknown); it goes on waiting."""
+        _u64.pack_into(self._memory, _WAITING, number)
+        _f64.pack_into(self._memory, _WAIT_SINCE, _now())
+
+    def waits_no_more(self) -> None:
+        """The wait is over."""
+        _f64.pack_into(self._memory, _WAIT_SINCE, 0.0)
+
+    def stepped(self, steps: int) -> None:
+        """So many steps are done in all."""
+        _u64.pack_into(self._memory, _STEPS, steps)
+
+    def note(self, text: str) -> None:
+        """What the rank raised."""
+        self._write(_AT_NOTE, text)
+        _u64.pack_into(self._memory, _NOTE_AT, self._count + 1)
+
+    def end(self) -> None:
+        """The interpreter ends in good order."""
+        _u64.pack_into(self._memory, _ENDED, 1)
+
+    @property
+    def verdict(self) -> str | None:
+        """What the watcher found, if it found something."""
+        return self._read(_AT_VERDICT) if self._memory[VERDICT] else None
+
+    def condemned(self) -> bool:
+        """Whether there is a verdict."""
+        return self._memory[VERDICT] != 0
+
+    # The watcher reads, and writes the verdict.
+
+    def condemn(self, text: str) -> None:
+        """Give the verdict."""
+        self._write(_AT_VERDICT, text)
+        self._memory[VERDICT] = 1
+
+    def hear(self) -> None:
+        """The rank raises the verdict now."""
+        self._memory[VERDICT] = 2
+
+    @property
+    def heard(self) -> bool:
+        """Whether the rank has raised it."""
+        return self._memory[VERDICT] == 2
+
+    def reprieve(self) -> None:
+        """Take the verdict back."""
+        self._memory[VERDICT] = 0
+
+    @property
+    def count(self) -> int:
+        """Number of the last record."""
+        return int(_u64.unpack_from(self._memory, _COUNT)[0])
+
+    @property
+    def steps(self) -> int:
+        """See `stepped`."""
+        return int(_u64.unpack_from(self._memory, _STEPS)[0])
+
+    @property
+    def waiting(self) -> tuple[int, float] | None:
+        """What is waited for, by number, and since when; None if nothing is, for long."""
+        since = _f64.unpack_from(self._memory, _WAIT_SINCE)[0]
+        return (int(_u64.unpack_from(self._memory, _WAITING)[0]), since) if since else None
+
+    @property
+    def ended(self) -> bool:
+        """See `end`."""
+        return self._memory[_ENDED] != 0
+
+    @property
+    def raised(self) -> str | None:
+        """What the rank raised, unless it has gone on since."""
+        at = _u64.unpack_from(self._memory, _NOTE_AT)[0]
+        return self._read(_AT_NOTE) if at and at == self.count + 1 else None
+
+    @property
+    def last(self) -> Record | None:
+        """What was issued last."""
+        records = self.records()
+        return records[-1] if records else None
+
+    def records(self) -> list[Record]:
+        """The last records, oldest first. Those that are being written while this reads are left out."""
+        count = self.count
+        found = []
+        for number in range(max(1, count - _RING + 1), count + 1):
+            record = Record(*_RECORD.unpack_from(self._memory, _AT_RING + number % _RING * _RECORD_ROOM))
+            if record.number == number and record.verb < len(VERBS):
+                found.append(record)
+        return found
+
+    def _write(self, at: int, text: str) -> None:
+        data = text.encode(errors="replace")[: _TEXT - 8]
+        _u64.pack_into(self._memory, at, len(data))
+        self._memory[at + 8 : at + 8 + len(data)] = data
+
+    def _read(self, at: int) -> str:
+        length = min(int(_u64.unpack_from(self._memory, at)[0]), _TEXT - 8)
+        return self._memory[at + 8 : at + 8 + length].decode(errors="replace")

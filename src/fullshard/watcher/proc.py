@@ -1,0 +1,79 @@
+"""What the operating system tells of a process: whether it runs, what it has used, how it ended. Linux's `/proc`.
+
+Where there is none (macOS) only whether the process is alive is known; nothing else here fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of `/proc/PID/stat` from the third on (proc(5)); empty if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
+
+
+def state(pid: int) -> str:
+    """One letter, as in proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?" if it cannot be known."""
+    fields = stat(pid)
+    return fields[0] if fields else "?"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU that the process and the children it waited for have used."""
+    fields = stat(pid)
+    return sum(map(int, fields[11:15])) / _TICKS if len(fields) > 15 else 0.0
+
+
+def children_seconds(pid: int) -> float:
+    """Seconds of CPU that its children use now (compilers, loaders)."""
+    total = 0.0
+    for task in _listed(f"/proc/{pid}/task"):
+        try:
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii").split()
+        except OSError:
+            continue
+        total += sum(cpu_seconds(int(child)) for child in children if int(child) != os.getpid())
+    return total
+
+
+def moved_bytes(pid: int) -> int:
+    """Bytes that the process has read and written, whatever by."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def ending(pid: int) -> str | None:
+    """How a process that nobody has waited for yet ended; None if it lives or cannot be asked any more."""
+    fields = stat(pid)
+    if not fields or fields[0] not in "ZX" or len(fields) < 50:
+        return None
+    code = int(fields[49])
+    if code & 0x7F:
+        return f"killed by signal {code & 0x7F} ({_signal_name(code & 0x7F)})"
+    return f"exit code {code >> 8}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

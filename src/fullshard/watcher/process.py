@@ -1,0 +1,374 @@
+"""The watcher: a small process beside each rank, which lives on when the rank is stuck, stopped or dead.
+
+It does nothing while its rank gets on. When the rank has waited for a second it asks the first reachable watcher, by
+rank, whether anybody is gone; when the rank has waited for the limit, that one (the judge) asks all others what their
+ranks do, and tells all of them what it found. A watcher that is told so gives its rank the verdict, which the rank
+raises at its next wait or collective; a rank that does not within `grace` (it waits in code of somebody else) is ended.
+
+Watchers talk by JSON lines over TCP, a connection per question, with a secret that ranks exchanged. Only the standard
+library is loaded, and nothing else of this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import proc
+from .board import COMPARE, Board
+from .report import Status, stuck, told, words
+
+ASK_AFTER = 1.0  # seconds of a wait before the first question
+_TICK = 0.2
+_ANSWER = 3.0  # seconds within which a watcher has to answer
+_NEWS = 3  # watchers, by rank, that are told of an end
+_LINGER = 20.0  # seconds for which a watcher answers after its rank's end
+_MOST = 8 << 20  # bytes of a line
+
+Peer = tuple[int, str, int, str]
+"""A rank's watcher: rank, host, port, secret."""
+
+
+class Watcher:
+    """See the module's docstring.
+
+    Args:
+        options: what `rank.py` passes on the command line, as a dict.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.board = Board(options["board"])
+        self.pid, self.rank, self.secret = options["pid"], options["rank"], options["secret"]
+        self.limit, self.hard, self.grace = options["limit"], options["hard"], options["grace"]
+        self.folder: str | None = options["folder"]
+        self.idle = False  # whether silence is a wait
+        self.stacks: int = options["stacks"]  # where the rank writes its stacks when it gets the signal
+        self.signal: int = options["signal"]
+        self.listener = socket.socket(fileno=options["listener"])
+        self.names: dict[int, list[str]] = {}
+        self.peers: list[Peer] = []
+        self.gone: str | None = None  # how the rank ended
+        self.news: dict[int, Status] = {}  # of ranks that ended
+        self.before: list[Status] = []  # at the last look
+        self.report: str | None = None
+        self._look = asyncio.Lock()
+        self._condemned = 0.0  # when
+        self._said = False
+        self._partial = b""  # of a line that the rank writes
+
+    async def run(self) -> None:
+        """Until the rank has ended, and for a while after."""
+        server = await asyncio.start_server(self._serve, sock=self.listener, limit=_MOST)
+        loop = asyncio.get_running_loop()
+        control = os.fdopen(0, "rb", buffering=0)
+        os.set_blocking(0, False)
+        loop.add_reader(0, self._obey, control)
+        ended = asyncio.Event()
+        pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        if pidfd is not None:
+            loop.add_reader(pidfd, self._ended, pidfd, ended)
+        async with server:
+            asked = 0.0
+            while not ended.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _TICK)
+                if pidfd is None and os.getppid() != self.pid:
+                    self._ended(None, ended)
+                waiting = self._waiting()
+                if self.gone is None and waiting is not None and not self.board.condemned():
+                    now = time.time()
+                    if now - waiting[1] > ASK_AFTER and now - asked > self._pause(now - waiting[1]):
+                        asked = now
+                        await self._ask()
+                self._end_if_deaf()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whoever reads the rank's output waits for its end
+            await self._tell()
+            await asyncio.sleep(_LINGER if self.peers else 0)
+
+    def _pause(self, waited: float) -> float:
+        """Seconds between two questions: rarely, while a wait is short of the limit."""
+        return max(0.5, self.limit / 5) if waited > self.limit else min(5.0, max(1.0, self.limit / 5))
+
+    # The rank.
+
+    def _waiting(self) -> tuple[int, float] | None:
+        """What the rank waits for, by number, and since when."""
+        waiting = self.board.waiting
+        if waiting is None and self.idle and (records := self.board.records()):
+            return records[-1].number, records[-1].time
+        return waiting
+
+    def _obey(self, control: Any) -> None:
+        """Lines of JSON from the rank: names of units, and peers."""
+        data = control.read(1 << 20)
+        if not data:
+            asyncio.get_running_loop().remove_reader(0)
+            return
+        self._partial += data
+        *lines, self._partial = self._partial.split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            self.names |= {int(root): names for root, names in order.get("names", {}).items()}
+            if "peers" in order:
+                known = {peer[0] for peer in order["peers"]}
+                self.peers = sorted([tuple(p) for p in order["peers"]] + [p for p in self.peers if p[0] not in known])
+            for key in ("limit", "hard", "grace", "folder", "idle"):
+                if key in order:
+                    setattr(self, key, order[key])
+
+    def _ended(self, pidfd: int | None, ended: asyncio.Event) -> None:
+        how = proc.ending(self.pid)  # first of all: somebody else is about to wait for it
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+        if how is None:
+            how = "it ended in good order" if self.board.ended else "killed, or ended by os._exit"
+        elif how == "exit code 0":
+            how = "it ended in good order (exit code 0)" if self.board.ended else "os._exit(0)"
+        self.gone = how
+        ended.set()
+
+    def _end_if_deaf(self) -> None:
+        """End a rank that does not raise the verdict; not one that is stopped, which somebody may be looking at."""
+        if self.gone is not None or not self.board.condemned() or self.board.heard:
+            self._condemned = 0.0
+            return
+        now = time.time()
+        self._condemned = self._condemned or now
+        if now - self._condemned > self.grace and proc.state(self.pid) != "T":
+            late = now - self._condemned > self.grace + 5
+            if not self._said:
+                self._said = True
+                text = self.board.verdict or ""
+                sys.stderr.write(
+                    f"fullshard: rank {self.rank} has not raised this within {self.grace:.0f} s (it is in code that is "
+                    f"not the engine's), and is ended:\n{text}\n"
+                )
+                sys.stderr.flush()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL if late else signal.SIGTERM)
+
+    def status(self, full: bool = True) -> Status:
+        """What the rank does."""
+        waiting, records = self._waiting(), self.board.records()
+        by_number = {record.number: record for record in records}
+        waits_for = by_number.get(waiting[0]) if waiting else None
+        alive = self.gone is None
+        return {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": self.pid,
+            "time": time.time(),
+            "gone": self.gone,
+            "state": proc.state(self.pid) if alive else "gone",
+            "raised": self.board.raised,
+            "idle": self.idle,
+            "waited": time.time() - waiting[1] if waiting and alive else None,
+            "waits_for": told(waits_for, self.names) if waits_for else None,
+            "last": told(records[-1], self.names) if records else None,
+            "count": self.board.count,
+            "steps": self.board.steps,
+            "cpu": proc.cpu_seconds(self.pid) + proc.children_seconds(self.pid) if alive else 0.0,
+            "io": proc.moved_bytes(self.pid) if alive else 0,
+            "records": [told(record, self.names) for record in records] if full else [],
+            "stack": self._stack() if alive and full else "",
+        }
+
+    def _stack(self) -> str:
+        """The rank's Python stacks: `faulthandler` writes them when a signal arrives, whoever holds the GIL."""
+        if proc.state(self.pid) == "T":
+            return ""
+        before = os.fstat(self.stacks).st_size
+        try:
+            os.kill(self.pid, self.signal)
+        except ProcessLookupError:
+            return ""
+        size, deadline = before, time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+            grown = os.fstat(self.stacks).st_size
+            if grown == size and grown > before:
+                break
+            size = grown
+        return readable(os.pread(self.stacks, 1 << 16, before).decode(errors="replace"))
+
+    # Other watchers.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
+            question = json.loads(await asyncio.wait_for(reader.readline(), _ANSWER))
+            if question["secret"] == self.secret:
+                kind = question["kind"]
+                if kind == "ended":
+                    self.news[question["status"]["rank"]] = question["status"]
+                elif kind == "judge":
+                    await _say(writer, {"report": await self._judge(question["waited"], question["compares"])})
+                elif kind == "status":
+                    await _say(writer, self.status(question["full"]))
+                    verdict = json.loads(await asyncio.wait_for(reader.readline(), 4 * _ANSWER))
+                    if verdict["report"]:
+                        self._receive(verdict["report"])
+        writer.close()
+
+    async def _ask(self) -> None:
+        """Ask the first watcher that answers whether the ranks are stuck; that may be this one."""
+        waiting = self._waiting()
+        if waiting is None:
+            return
+        waited = time.time() - waiting[1]
+        last = self.board.last
+        compares = last is not None and last.verb == COMPARE
+        for peer in self.peers:
+            if peer[0] == self.rank:
+                report = await self._judge(waited, compares)
+            else:
+                answer = await _exchange(peer, {"kind": "judge", "waited": waited, "compares": compares}, 8 * _ANSWER)
+                if answer is None:
+                    continue
+                report = answer["report"]
+            if report:
+                self._receive(report)
+            return
+
+    async def _judge(self, waited: float, compares: bool) -> str | None:
+        """Find out whether the ranks are stuck; returns the report if they are. All ranks are told.
+
+        Args:
+            waited: how long the rank that asks has.
+            compares: whether it has left the order that ranks share.
+        """
+        async with self._look:
+            if self.report is not None:
+                return self.report
+            over = waited >= self.limit or bool(self.news) or self.gone is not None
+            if not over and not compares:
+                return None
+            report, statuses = await self._look_around(over)
+            if report is None and not over and stuck(statuses, [], self.limit, self.hard):
+                report, statuses = await self._look_around(True)  # with all that is to be told
+            if report is not None:
+                self._keep(report, statuses)
+                self._receive(report)
+            return report
+
+    async def _look_around(self, full: bool) -> tuple[str | None, list[Status]]:
+        """Ask all ranks what they do. Returns a report if they are stuck, of which all are told, and their statuses.
+
+        Args:
+            full: ask for records and stacks, too; without these nothing is reported.
+        """
+        others = [peer for peer in self.peers if peer[0] != self.rank]
+        talks = await asyncio.gather(*[_open(peer, {"kind": "status", "full": full}) for peer in others])
+        statuses = [self.status(full)]
+        for peer, (found, _) in zip(others, talks, strict=True):
+            statuses.append(found or self.news.get(peer[0]) or _unreachable(peer))
+        report = words(statuses) if full and stuck(statuses, self.before, self.limit, self.hard) else None
+        if full:
+            self.before = statuses
+        for _, writer in talks:
+            if writer is not None:
+                with contextlib.suppress(OSError):
+                    await _say(writer, {"report": report})
+                writer.close()
+        return report, statuses
+
+    def _receive(self, report: str) -> None:
+        if self.report is None:
+            self.report = report
+            if self.gone is None:
+                self.board.condemn(report)
+
+    def _keep(self, report: str, statuses: Sequence[Status]) -> None:
+        """Write the report down, whole or not at all."""
+        if self.folder is None:
+            return
+        folder = Path(self.folder)
+        text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f".{os.getpid()}.partial"
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.rank}.json")
+        except OSError as error:
+            sys.stderr.write(f"fullshard: the report could not be written to {folder}: {error}\n")
+
+    async def _tell(self) -> None:
+        """Tell the first watchers that this rank has ended, and how."""
+        status = self.status()
+        self.news[self.rank] = status
+        first = [peer for peer in self.peers if peer[0] != self.rank][:_NEWS]
+        await asyncio.gather(*[_exchange(peer, {"kind": "ended", "status": status}, 0.0) for peer in first])
+
+
+_INNER = ("/site-packages/torch/", f"{Path(__file__).parent.parent}/")
+
+
+def readable(dump: str) -> str:
+    """Of what `faulthandler` wrote, the thread that got the signal: the main one.
+
+    Of frames that are torch's or the engine's only the innermost is kept: what called them tells where the rank is.
+    """
+    lines: list[str] = []
+    for line in dump.splitlines():
+        if line.startswith("Current thread"):
+            lines = []
+        elif line.startswith("Thread "):
+            if lines:
+                break
+        elif line.startswith("  File ") and (not lines or not any([part in line for part in _INNER])):
+            lines.append(line.strip())
+    return "\n".join(lines)
+
+
+def _unreachable(peer: Peer) -> Status:
+    """What is known of a rank whose watcher does not answer; without a port it has not begun."""
+    nothing: Status = dict.fromkeys(("gone", "raised", "waited", "waits_for", "last"))
+    return nothing | {"rank": peer[0], "host": peer[1], "state": "unreachable" if peer[2] else "absent", "count": 0, "steps": 0, "cpu": 0.0,
+                      "idle": False, "io": 0, "records": [], "stack": "", "time": time.time(), "pid": 0}  # fmt: skip
+
+
+async def _say(writer: asyncio.StreamWriter, what: dict[str, Any]) -> None:
+    writer.write(json.dumps(what).encode() + b"\n")
+    await writer.drain()
+
+
+async def _open(
+    peer: Peer, question: dict[str, Any], patience: float = _ANSWER
+) -> tuple[Any, asyncio.StreamWriter | None]:
+    """Ask, and leave the connection open; (None, None) if there is no answer."""
+    _, host, port, secret = peer
+    try:
+        opened = asyncio.open_connection(host, port, limit=_MOST)
+        reader, writer = await asyncio.wait_for(opened, _ANSWER)
+        await _say(writer, question | {"secret": secret})
+        if not patience:
+            writer.close()
+            return None, None
+        line = await asyncio.wait_for(reader.readline(), patience)
+        return json.loads(line), writer
+    except (OSError, ValueError, asyncio.TimeoutError):
+        return None, None
+
+
+async def _exchange(peer: Peer, question: dict[str, Any], patience: float) -> Any:
+    """Ask, and hang up."""
+    answer, writer = await _open(peer, question, patience)
+    if writer is not None:
+        writer.close()
+    return answer
+
+
+def main() -> None:
+    """Run the watcher of which the command line tells."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank; the watcher ends after it
+    asyncio.run(Watcher(json.loads(sys.argv[1])).run())

@@ -1,0 +1,310 @@
+"""A rank's side of its watcher: starts it, tells it what the rank does, and raises what it finds.
+
+Everything is of the process, not of a model: a process has one board and one watcher, whatever it trains.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import IO, Any
+
+from ..errors import ConfigError, DivergenceError
+from .board import ROOT, Board
+
+_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""By which a watcher asks its rank for its Python stacks; one that programs do not use."""
+_BOOT = (
+    "import sys, types; p = types.ModuleType('fullshard_watcher'); p.__path__ = [sys.argv.pop(1)]; "
+    "sys.modules[p.__name__] = p; from fullshard_watcher.process import main; main()"
+)
+SLICE = 0.25
+"""Seconds after which a wait for a collective looks up."""
+_SLICE = timedelta(seconds=SLICE)
+
+
+Address = tuple[str, str, int, str]
+"""Where a rank's watcher listens: host name, address, port; and the secret by which it answers."""
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What users set by `watch`.
+
+    Attributes:
+        enabled: whether there is a watcher.
+        limit: seconds that a rank waits before ranks are compared; None: a third of the group's timeout, 300 at most.
+        grace: seconds within which a rank has to raise what was found, before its process is ended.
+        folder: where reports are written; None: nowhere.
+    """
+
+    enabled: bool = True
+    limit: float | None = None
+    grace: float = 15.0
+    folder: str | None = None
+
+
+class Rank:
+    """This process, as its watcher sees it. See the module's docstring.
+
+    Attributes:
+        board: shared with the watcher.
+        settings: see there.
+        label: number of the record that was written last.
+    """
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.settings = WatchSettings()
+        self.label = 0
+        self.timeout = 1800.0  # of the process groups
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()
+        self._stacks: IO[bytes] | None = None
+        self._roots = 0
+        self._peers: set[int] = set()
+        self.address: Address | None = None
+        self.find_others: Callable[[], list[tuple[int, Address | None]]] = list
+
+    # What the rank does.
+
+    def record(self, verb: int, place: int, nbytes: int, step: int) -> None:
+        """Something is issued now. Raises what the watcher found, if it did."""
+        if self.board.condemned():
+            self.raise_verdict()
+        self.label = self.board.record(verb, place, nbytes, step)
+
+    def new_root(self, names: list[str]) -> int:
+        """A root and the names of its units are known now; returns what to add to a unit's index in records."""
+        self._roots += 1
+        self._send({"names": {self._roots: names}})
+        return self._roots * ROOT
+
+    def note(self, error: BaseException) -> None:
+        """The rank raises this."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-12))
+        self.board.note(text)
+
+    # Waits.
+
+    def wait(self, work: Any, label: int) -> None:
+        """Go on waiting for a collective that did not arrive within a slice.
+
+        Raises:
+            DivergenceError: the watcher found that it never will.
+        """
+        self.board.waits(label)
+        if not self._peers:  # before the first forward
+            self.meet(self.find_others())
+        try:
+            while not work.is_completed():
+                if self.board.condemned():
+                    self.raise_verdict()
+                try:
+                    work.wait(_SLICE)
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+        finally:
+            self.board.waits_no_more()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Why a collective failed: what the watcher says if it says something soon, else `error`."""
+        if self._process is None:
+            return error
+        if not self._peers:
+            self.meet(self.find_others())
+        self.board.waits(self.label)
+        try:
+            deadline = time.monotonic() + 10.0
+            while time.monotonic() < deadline:
+                if self.board.condemned():
+                    return self._verdict()
+                time.sleep(0.05)
+        finally:
+            self.board.waits_no_more()
+        return error
+
+    @staticmethod
+    def is_verdict(error: BaseException) -> bool:
+        """Whether this error is what a watcher found."""
+        return hasattr(error, "report")
+
+    def raise_verdict(self) -> None:
+        """Raise what the watcher found."""
+        raise self._verdict()
+
+    def _verdict(self) -> DivergenceError:
+        self.board.hear()
+        report = self.board.verdict or ""
+        error = DivergenceError(
+            report,
+            remedy="let every rank make the same calls in the same order, and end all ranks when one fails; the time "
+            "allowed is set by fullshard.watch(limit=...)",
+        )
+        error.report = report  # type: ignore[attr-defined]
+        return error
+
+    # The watcher.
+
+    def start(self, rank: int, timeout: float) -> Address | None:
+        """Start the watcher, once; returns its address for the other ranks, or None if there is none."""
+        if os.getpid() != self._pid:  # forked: the board is the parent's
+            self.__init__()  # type: ignore[misc]
+        self.timeout = timeout
+        if not self.settings.enabled or not sys.executable:
+            return None
+        if self.address is None:
+            self.address = self._launch(rank)
+        return self.address
+
+    def _launch(self, rank: int) -> Address | None:
+        listener = socket.create_server(("", 0), backlog=256)
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        faulthandler.register(_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        secret = secrets.token_hex(16)
+        options = {
+            "board": self.board.fd,
+            "pid": os.getpid(),
+            "rank": rank,
+            "secret": secret,
+            "stacks": self._stacks.fileno(),
+            "signal": int(_SIGNAL),
+            "listener": listener.fileno(),
+            **self._limits(),
+        }
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, os.path.dirname(__file__), json.dumps(options)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(self.board.fd, self._stacks.fileno(), listener.fileno()),
+                start_new_session=True,
+                cwd="/",
+            )
+        except OSError as error:
+            warnings.warn(f"no watcher could be started ({error}): hangs will not be explained", stacklevel=2)
+            return None
+        port = listener.getsockname()[1]
+        listener.close()
+        atexit.register(self.board.end)
+        _excepthook_notes(self)
+        self._send({"names": {}})
+        return socket.gethostname(), _own_address(), port, secret
+
+    def _limits(self) -> dict[str, Any]:
+        limit = self.settings.limit or min(300.0, self.timeout / 3)
+        hard = max(limit, 0.8 * self.timeout)
+        return {"limit": limit, "hard": hard, "grace": self.settings.grace, "folder": self.settings.folder}
+
+    def meet(self, peers: list[tuple[int, Any]]) -> None:
+        """Make other ranks' watchers known to this rank's."""
+        if self.address is None:
+            return
+        here = self.address[0]
+        told: list[tuple[int, str, int, str]] = []
+        for rank, address in peers:
+            host, at, port, key = address or ("", "", 0, "")
+            told.append((rank, "127.0.0.1" if host == here else at, port, key))
+            self._peers.add(rank)
+        self._send({"peers": told})
+
+    def waits_on_device(self) -> None:
+        """Collectives are waited for by the device, of which the host knows nothing: silence is a wait."""
+        self._send({"idle": True})
+
+    def reprieve(self) -> None:
+        """Process groups were made anew: what was found of the old ones is of no more account."""
+        self.board.reprieve()
+        self._peers.clear()
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings; also while the watcher runs."""
+        self.settings = replace(self.settings, **changes)
+        self._send(self._limits())
+
+    def _send(self, order: dict[str, Any]) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            try:
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.flush()
+            except OSError as error:
+                warnings.warn(f"the watcher of this rank has ended ({error}): hangs will not be explained", stacklevel=2)
+                self._process = None
+
+
+RANK = Rank()
+"""This process."""
+
+
+def watch(
+    limit: float | None = None,
+    *,
+    grace: float = 15.0,
+    folder: str | os.PathLike[str] | None = None,
+    enabled: bool = True,
+) -> None:
+    """Say how long ranks may wait for each other, and where reports go. Call it before the first forward, on all ranks.
+
+    A watcher is a small process beside each rank. While ranks get on it does nothing. When a rank has waited for a
+    collective of Fullshard's for `limit` seconds, or another rank is gone, the watchers find out what all ranks do, and
+    every rank that waits raises a `DivergenceError` with the report: who waits for what, who is elsewhere, who is gone
+    and how, the first difference in the order of units, and the Python stacks. A rank that is slow but gets on is
+    waited for: in its first step whatever it does counts (compiling, reading), later that it leaves the line where it
+    was. No wait is longer than 0.8 of the process group's timeout.
+
+    Args:
+        limit: seconds. None: a third of the process group's timeout, 300 at most.
+        grace: seconds within which a rank has to raise the report. One that does not, because it waits in code that is
+            not Fullshard's, is ended (SIGTERM, 5 seconds later SIGKILL) after its watcher wrote the report to stderr.
+        folder: where the first reachable rank's watcher writes the report, with all that was known, for
+            `fullshard doctor`. None: nowhere.
+        enabled: False: no watcher is started.
+
+    Raises:
+        ConfigError: a limit or grace that is not positive.
+    """
+    if (limit is not None and not limit > 0) or not grace > 0:
+        raise ConfigError("watch() takes a limit and a grace in seconds.", expected="positive numbers",
+                          got=f"limit={limit}, grace={grace}")  # fmt: skip
+    at = None if folder is None else os.path.abspath(folder)
+    RANK.configure(limit=limit, grace=grace, folder=at, enabled=enabled)
+
+
+def _excepthook_notes(rank: Rank) -> None:
+    """Let what ends the program be known to the watcher."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        rank.note(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _own_address() -> str:
+    """An address of this machine that others reach it by: that of its default route. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+

@@ -1,0 +1,225 @@
+"""From what is known of all ranks: whether they are stuck, and a report in words. Pure; only the standard library.
+
+A status is a dict, as a watcher sends it (`status.py` says with what). Ranks that say the same are told in one line,
+so that a report on a thousand ranks fits a screen.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .board import COMPARE, ROOT, VERBS, Record
+
+Status = dict[str, Any]
+
+_MOST_STACKS = 8
+_MOST_LINES = 14  # of a stack
+
+
+def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: float) -> bool:
+    """Whether nothing is to be hoped for, at least one rank having waited for `limit` seconds or one being gone.
+
+    Args:
+        now, before: the ranks' statuses, and those of a look before; empty if there was none.
+        limit, hard: seconds. A wait longer than `hard` is never waited out.
+    """
+    waits = [status["waited"] for status in now if status["waited"] is not None]
+    if not waits:
+        return False
+    longest = max(waits)
+    if any([_lost(status) for status in now]) or longest > hard:
+        return True  # (an absent rank may be slow to build its model)
+    if any([status["raised"] is not None and status["waited"] is None for status in now]):
+        return longest > min(limit, 5.0)
+    if longest > min(limit, 2.0) and _apart(now):
+        return True
+    if longest < limit:
+        return False
+    busy = [status for status in now if status["waited"] is None or status["idle"]]
+    if not busy:  # all wait: for one thing, which may be slow, or for several, which never comes
+        return len({_point(status) for status in now}) > 1
+    earlier = {status["rank"]: status for status in before}
+    return bool(earlier) and not any([_moved(status, earlier.get(status["rank"])) for status in busy])
+
+
+def _apart(statuses: Sequence[Status]) -> bool:
+    """Whether a rank compares its next step with others of which one waits for what that rank will not issue before."""
+    waiting = [s for s in statuses if s["waited"] is not None and not s["idle"] and s["waits_for"] is not None]
+    compares = [s["count"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
+    others = [s["waits_for"]["number"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
+    return bool(compares and others) and max(others) >= min(compares)
+
+
+def _point(status: Status) -> tuple[Any, ...]:
+    """What a rank has come to."""
+    last = status["last"] or {}
+    return status["count"], last.get("verb"), last.get("unit")
+
+
+def _lost(status: Status) -> bool:
+    return status["gone"] is not None or status["state"] in ("T", "unreachable")
+
+
+def _moved(now: Status, before: Status | None) -> bool:
+    """Whether a rank that does not wait has got anywhere since.
+
+    In its first step whatever it does counts (it may compile, or read); later it has to leave the line it was at.
+    """
+    if before is None or now["count"] != before["count"] or now["state"] == "absent":
+        return True
+    if now["steps"] == 0:
+        return now["cpu"] - before["cpu"] > 0.02 or now["io"] != before["io"]
+    return now["stack"] != before["stack"] or now["io"] - before["io"] > 1 << 20
+
+
+def first_difference(statuses: Sequence[Status]) -> str | None:
+    """Where two ranks issued different things first, as far as their records go back."""
+    issued: dict[int, dict[int, tuple[str, str]]] = {}  # by number: what each rank issued
+    for status in statuses:
+        for record in status["records"]:
+            issued.setdefault(record["number"], {})[status["rank"]] = (record["verb"], record["unit"])
+    for number in sorted(issued):
+        by_rank = issued[number]
+        if len(set(by_rank.values())) > 1:
+            told = grouped([(rank, f"{verb} of {unit}") for rank, (verb, unit) in by_rank.items()])
+            return f"event {number}: " + "; ".join(f"{who}: {what}" for who, what in told)
+    ends = {status["rank"]: status["count"] for status in statuses if status["records"]}
+    if len(set(ends.values())) > 1:
+        last = min(ends.values())
+        behind = [rank for rank, count in ends.items() if count == last]
+        ahead = issued.get(last + 1, {})
+        told = grouped([(rank, f"{verb} of {unit}") for rank, (verb, unit) in ahead.items()])
+        return f"event {last + 1}: {ranks_of(behind)}: nothing yet; " + "; ".join(f"{a}: {b}" for a, b in told)
+    return None
+
+
+def conclusion(statuses: Sequence[Status]) -> str:
+    """In one sentence, what went wrong."""
+    for test, told in _CAUSES:
+        found = [status for status in statuses if test(status)]
+        if found:
+            return f"{ranks_of([s['rank'] for s in found])} {told(found[0])}."
+    departed = [s for s in statuses if s["last"] and s["last"]["verb"] == VERBS[COMPARE]]
+    if departed and len(departed) < len(statuses):
+        who = ranks_of([s["rank"] for s in departed])
+        return f"{who} left the order that all ranks share: next {departed[0]['last']['unit']}."
+    busy = [status for status in statuses if status["waited"] is None]
+    if busy:
+        return f"{ranks_of([s['rank'] for s in busy])} did not come, and {_elsewhere(busy[0])}."
+    if len({_point(status) for status in statuses}) > 1:
+        return "ranks wait for each other at different points."
+    return "all ranks wait at the same point, and nothing arrives: the network, or what transports over it, is stuck."
+
+
+def _elsewhere(status: Status) -> str:
+    if status["state"] == "absent":
+        return "has not built its model yet"
+    if status["state"] == "R":
+        return "computes elsewhere"
+    return "is elsewhere, in code that is not the engine's"
+
+
+def _raised(status: Status) -> str:
+    last = status["raised"].strip().splitlines()[-1]
+    return f"raised {last}{_where(status)}"
+
+
+def _where(status: Status) -> str:
+    last = status["last"]
+    return f" (last: {last['verb']} of {last['unit']}, step {last['step']})" if last else " (before its first forward)"
+
+
+_CAUSES: list[tuple[Callable[[Status], bool], Callable[[Status], str]]] = [
+    (lambda s: s["raised"] is not None and (s["gone"] is not None or s["waited"] is None), _raised),
+    (lambda s: s["gone"] is not None, lambda s: f"is gone: {s['gone']}{_where(s)}"),
+    (lambda s: s["state"] == "T", lambda s: f"is stopped (SIGSTOP){_where(s)}"),
+    (lambda s: s["state"] == "unreachable", lambda s: "cannot be reached: its machine is down, or the network is cut"),
+]
+
+
+def line_of(status: Status) -> str:
+    """What one rank does, in a line."""
+    last = status["last"]
+    at = f"{last['verb']} of {last['unit']} (step {last['step']})" if last else "nothing yet"
+    if status["gone"] is not None:
+        quoted = f"; raised {status['raised'].strip().splitlines()[-1]}" if status["raised"] else ""
+        return f"is gone: {status['gone']}{quoted}; last: {at}"
+    if status["state"] == "unreachable":
+        return f"cannot be reached; last: {at}"
+    if status["state"] == "T":
+        return f"is stopped ({signal.SIGSTOP.name}); last: {at}"
+    if status["waited"] is not None:
+        what = status["waits_for"]
+        return f"waits for {what['verb']} of {what['unit']} (step {what['step']})" if what else "waits for other ranks"
+    if status["raised"] is not None:
+        return f"raised {status['raised'].strip().splitlines()[-1]}; last: {at}"
+    return f"{_elsewhere(status)}; last: {at}"
+
+
+def grouped(told: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """Ranks that say the same, together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in told:
+        by_text.setdefault(text, []).append(rank)
+    return [(ranks_of(ranks), text) for text, ranks in by_text.items()]
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`.
+
+    >>> ranks_of([5, 0, 1, 2])
+    'ranks 0-2, 5'
+    """
+    ordered, runs = sorted(ranks), []
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def words(statuses: Sequence[Status]) -> str:
+    """The whole report."""
+    statuses = sorted(statuses, key=lambda status: status["rank"])
+    waited = max([status["waited"] for status in statuses if status["waited"] is not None], default=0.0)
+    lines = [f"Ranks are stuck: {conclusion(statuses)}"]
+    told = grouped([(status["rank"], line_of(status)) for status in statuses])
+    width = max(len(who) for who, _ in told)
+    lines += [f"  {who:<{width}}  {what}" for who, what in told]
+    lines.append(f"  longest wait: {waited:.1f} s")
+    difference = first_difference(statuses)
+    if difference:
+        lines.append(f"  First difference: {difference}")
+    for status in statuses:
+        if status["raised"] is not None and (status["gone"] is not None or status["waited"] is None):
+            lines += [f"What rank {status['rank']} raised:", *_indented(status["raised"])]
+            break
+    stacks = grouped([(status["rank"], status["stack"]) for status in statuses if status["stack"]])
+    for who, stack in stacks[:_MOST_STACKS]:
+        lines += [f"Python stack of {who}, innermost first:", *_indented(stack)]
+    return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    lines = text.strip().splitlines()
+    more = [f"... {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+    return [f"    {line.strip()}" for line in [*lines[:_MOST_LINES], *more]]
+
+
+def told(record: Record, names: dict[int, list[str]]) -> dict[str, Any]:
+    """A record with names in place of numbers."""
+    known = names.get(record.unit // ROOT, [])
+    index = record.unit % ROOT
+    name = (known[index] or "(root)") if index < len(known) else f"unit {index}"
+    return {
+        "number": record.number,
+        "time": record.time,
+        "verb": VERBS[record.verb],
+        "unit": name,
+        "bytes": record.nbytes,
+        "step": record.step,
+    }

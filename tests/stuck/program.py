@@ -1,0 +1,183 @@
+"""One rank of a small training run, in which one rank goes wrong in the way that is asked for.
+
+    program.py FRONT_END SCENARIO RANK WORLD FOLDER LIMIT
+
+Prints `ended NAME: TEXT` with what the rank raised, or `ended well`. Run by `test_stuck.py`, a process per rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import FullyShardedDataParallel, fully_shard
+
+STEPS = 6
+WRONG = 3
+"""The step in which the last rank goes wrong."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).tanh()
+
+
+class Model(nn.Module):
+    """Blocks of equal sizes, any of which a rank may skip."""
+
+    def __init__(self, depth: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+        self.skipped: set[int] = set()
+        self.trouble: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in self.skipped:
+                x = block(x)
+            if index == 1 and self.trouble is not None:
+                self.trouble()
+        return self.head(x)
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted in backward")
+
+
+def planted() -> None:
+    raise ValueError("planted in forward")
+
+
+def hold_the_gil() -> None:
+    """Native code that does not give the interpreter back."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def shard(front_end: str, model: Model) -> nn.Module:
+    if front_end == "wrapper":
+        blocks = fullshard.wrap.ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(model, auto_wrap_policy=blocks, use_orig_params=True)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def train(front_end: str, scenario: str, rank: int, world: int) -> None:
+    wrong = rank == world - 1
+    torch.manual_seed(rank if scenario == "weights" else 0)
+    model = Model(5 if scenario == "depth" and wrong else 4)
+    if scenario == "dtype" and wrong:
+        model.blocks[1].to(torch.float64)
+    if scenario == "before the first forward" and wrong:
+        raise ValueError("planted before the first forward")
+    sharded = shard(front_end, model)
+    late = scenario == "learning rate" and wrong
+    betas = (0.8, 0.99) if scenario == "betas" and wrong else (0.9, 0.99)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=2e-3 if late else 1e-3, betas=betas)
+    for step in range(STEPS):
+        here = wrong and step == WRONG
+        if here and scenario == "a batch fewer":
+            return
+        rows = 3 + rank if scenario == "input shapes" else 4
+        batch = torch.randn(rows, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+        if here:
+            go_wrong(scenario, model, sharded, batch)
+        for micro in range(3 if here and scenario == "accumulation" else 2):
+            last = micro == (2 if here and scenario == "accumulation" else 1)
+            if front_end == "wrapper":
+                if last:
+                    loss_of(sharded, batch, scenario, here).backward()
+                else:
+                    with sharded.no_sync():
+                        loss_of(sharded, batch, scenario, here).backward()
+            else:
+                sharded.set_requires_gradient_sync(last)
+                loss_of(sharded, batch, scenario, here).backward()
+        if here and scenario == "raises in the optimizer":
+            raise ValueError("planted in the optimizer")
+        if not (here and scenario == "step skipped"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_of(sharded: nn.Module, batch: torch.Tensor, scenario: str, here: bool) -> torch.Tensor:
+    found = sharded(Fails.apply(batch.requires_grad_()) if here and scenario == "raises in backward" else batch)
+    return found.square().mean()
+
+
+def go_wrong(scenario: str, model: Model, sharded: nn.Module, batch: torch.Tensor) -> None:
+    """What the last rank does at the beginning of the step."""
+    if scenario == "skips a layer":
+        model.skipped = {2}
+    elif scenario == "extra forward":
+        sharded(batch)
+    elif scenario == "extra evaluation":
+        with torch.no_grad():
+            sharded(batch)
+    elif scenario == "raises in forward":
+        model.trouble = planted
+    elif scenario == "raises in the loader":
+        raise ValueError("planted in the loader")
+    elif scenario == "exits":
+        os._exit(7)
+    elif scenario == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif scenario == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif scenario == "holds the GIL":
+        hold_the_gil()
+    elif scenario == "sleeps":
+        time.sleep(600)
+    elif scenario == "collective of its own":
+        dist.all_reduce(torch.ones(1000))
+    elif scenario == "freezes a layer":
+        model.blocks[2].requires_grad_(False)
+
+
+def main() -> None:
+    front_end, scenario, rank, world, folder, limit = sys.argv[1:]
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", int(world))
+    dist.init_process_group(
+        "gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
+    )
+    fullshard.watch(float(limit), grace=3, folder=f"{folder}/reports")
+    began = time.time()
+    try:
+        train(front_end, scenario, int(rank), int(world))
+        outcome = {"error": None, "text": ""}
+    except BaseException as error:
+        outcome = {"error": type(error).__name__, "text": str(error)}
+        Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.time() - began}))
+        raise
+    Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.time() - began}))
+
+
+if __name__ == "__main__":
+    main()
