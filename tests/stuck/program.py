@@ -75,8 +75,10 @@ def planted() -> None:
 
 
 def hold_the_gil() -> None:
-    """Native code that does not give the interpreter back."""
-    ctypes.PyDLL(None).sleep(600)
+    """Native code that never gives the interpreter back: it locks a mutex that it has locked."""
+    mutex, library = ctypes.create_string_buffer(128), ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def shard(front_end: str, model: Model) -> nn.Module:

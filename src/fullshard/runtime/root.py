@@ -158,11 +158,11 @@ class Root:
         axes: dict[int, Axis] = {}
         device = None
         for one in self.units:
+            if one.unit.kept_axis is not None:
+                axes[id(one.unit.kept_axis.group)] = one.unit.kept_axis
             for bucket in one.unit.buckets:
                 device = bucket.axes.device
                 axes |= {id(axis.group): axis for axis in bucket.axes.all}
-            if one.unit.kept_axis is not None:
-                axes.setdefault(id(one.unit.kept_axis.group), one.unit.kept_axis)
                 for member in bucket.members:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
