@@ -3,7 +3,7 @@
 A shard's version counter does not move when an operation on it is dispatched by a tensor subclass, nor when a fused
 optimizer steps (torch 2.13); it does when `to_local()`'s result is written to. What is noted here: optimizers' steps,
 changes in place of sharded parameters and assignments to their `.data`. Values of units that stay gathered are compared
-with their shards besides, exactly, at the beginning of every forward (`Unit.stale`).
+with their shards besides, exactly, at the beginning of every forward (`Root._drop_stale`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,34 @@ class Owner(weakref.ref):  # type: ignore[type-arg]
         return OrderedDict, ()
 
 
+@dataclass(slots=True)
+class Touched:
+    """What users' code is known to have done to a unit's shards.
+
+    Attributes:
+        changes: how often it has changed them.
+        steps: a number that follows from the optimizer steps so far, and the settings of each.
+        count: how many there were.
+        by: in words, what the last one was.
+    """
+
+    changes: int = 0
+    steps: int = 0
+    count: int = 0
+    by: str = "no optimizer"
+
+    def step(self, settings: int, by: str) -> None:
+        """An optimizer steps.
+
+        Args:
+            settings: a number that stands for its settings.
+            by: the optimizer and its settings, in words.
+        """
+        self.steps = (self.steps * 1_000_003 + settings + 1) % 2_147_483_647
+        self.count += 1
+        self.by = by
+
+
 def owner_of(parameter: torch.Tensor) -> Any:
     """The `Unit` that shards `parameter`, which may be its sharded or its unsharded form; None if none does."""
     reference = parameter.__dict__.get(OWNER_KEY)
@@ -43,8 +72,7 @@ def mark_view(view: torch.Tensor, of: torch.Tensor) -> None:
 
 def give_up_gradient(parameter: Any) -> None:
     """A user set the `.grad` of a sharded parameter to None: what waits for its next reduction goes as well."""
-    reference = parameter.__dict__.get(OWNER_KEY)
-    unit = reference() if reference is not None else None
+    unit = owner_of(parameter)
     if unit is not None:
         unit.give_up_gradients({id(parameter)})
 
@@ -61,4 +89,4 @@ def note_change(tensors: Iterable[Any]) -> None:
             note_change(tensor)
         elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(OWNER_KEY)):
             if (unit := reference()) is not None:
-                unit.changes += 1
+                unit.touched.changes += 1

@@ -38,6 +38,7 @@ class Member:
         trains: the `requires_grad` that `unsharded` was given; another one there was set by the user.
         got_grad: whether it received a gradient on this rank since the last reduction.
         qualified: its name from the root, once that is known.
+        birth: fingerprints of the whole value and of `local` when it was made, to compare with other ranks'.
     """
 
     slot: Slot
@@ -51,6 +52,7 @@ class Member:
     trains: bool = True
     got_grad: bool = False
     qualified: str | None = None
+    birth: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def name(self) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
+import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change
+from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -26,7 +28,7 @@ ELEMENT_WISE = frozenset(
 )
 """Names of optimizers to which an element is an element, wherever it lies."""
 
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, Seen] = weakref.WeakKeyDictionary()
 _warned: set[str] = set()
 _installed: list[Any] = []
 
@@ -38,16 +40,62 @@ def install() -> None:
         _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
 
 
+@dataclass(slots=True)
+class Seen:
+    """An optimizer that was looked at.
+
+    Attributes:
+        count: of its parameters then.
+        units: whose parameters it steps.
+        settings: of its groups at the last step, as values, as a number and in words.
+    """
+
+    count: int
+    units: list[weakref.ref[Any]]
+    settings: tuple[Any, ...] = ()
+    number: int = 0
+    words: str = ""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Tell the units of a step, which ranks compare at the end of the next backward."""
+        settings = tuple([tuple([v for v in group.values() if type(v) in _PLAIN]) for group in optimizer.param_groups])
+        if settings != self.settings or not self.words:
+            self.settings, self.words = settings, _described(optimizer)
+            self.number = zlib.crc32(self.words.encode())
+        for reference in self.units:
+            if (unit := reference()) is not None:
+                unit.touched.step(self.number, self.words)
+
+
+_PLAIN = (int, float, bool, str, tuple, type(None))
+
+
+def _described(optimizer: Optimizer) -> str:
+    groups = []
+    for group in optimizer.param_groups:
+        told = [f"{key}={group[key]!r}" for key in sorted(group) if key != "params" and type(group[key]) in _PLAIN]
+        groups.append(", ".join(told))
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
+
+
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
-    if _checked.get(optimizer) != count:
+    seen = _checked.get(optimizer)
+    if seen is None or seen.count != count:
         for group in groups:
             for parameter in group["params"]:
                 if isinstance(parameter, torch.Tensor):
                     _check_one(optimizer, parameter)
-        _checked[optimizer] = count
+        owners = [unit for group in groups for p in group["params"] if (unit := _owner(p)) is not None]
+        seen = _checked[optimizer] = Seen(count, [weakref.ref(unit) for unit in {id(u): u for u in owners}.values()])
+    if seen.units:
+        seen.step(optimizer)
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
+
+
+def _owner(parameter: Any) -> Any:
+    return owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
 
 
 def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from ..errors import DivergenceError, PhaseError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .position import Position
+from .texts import texts_of_all
 
 
 class UseAgreement:
@@ -31,7 +32,7 @@ class UseAgreement:
         self.comm, self.position = comm, position
         self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
-        self._unread: list[tuple[torch.Tensor, int]] = []  # (on its way to the host, this rank's fingerprint)
+        self._unread: list[tuple[torch.Tensor, int, int]] = []  # (on its way to the host, this rank's numbers)
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
@@ -72,6 +73,7 @@ class UseAgreement:
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint, self.position.fingerprint = self.position.fingerprint, 0
         self._reduced.clear()
+        steps = sum([unit.touched.steps for unit in units])
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:
             by_axes.setdefault(id(delivery.bucket.axes), []).append(delivery)
@@ -79,7 +81,7 @@ class UseAgreement:
         for group in by_axes.values():
             used = [flag for delivery in group for flag in delivery.used]
             asks = any([d.asks() for d in group])
-            present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
+            present = self._union(group[0].bucket.axes, used, changed, fingerprint, steps, asks, units)
             at = 0
             for delivery in group:
                 count = len(delivery.used)
@@ -93,6 +95,7 @@ class UseAgreement:
         used: list[bool],
         changed: list[bool],
         fingerprint: int,
+        steps: int,
         asks: bool,
         units: Sequence[Unit],
     ) -> list[bool]:
@@ -100,7 +103,7 @@ class UseAgreement:
         if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
             refuse_changed(units, changed)
             return used
-        vector = torch.tensor([*used, *changed, fingerprint], dtype=torch.int64)
+        vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64)
         on_cpu = axes.device.type == "cpu"
         sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)
         for axis in axes.all:
@@ -108,17 +111,19 @@ class UseAgreement:
                 self.comm.all_reduce(axis, sums, False).wait()
         tail = sums[len(used) :]
         if on_cpu:
-            self._compare(tail, fingerprint, axes, units)
+            self._compare(tail, fingerprint, steps, axes, units)
         else:
             while len(self._unread) > 1:  # of earlier backwards, which have arrived long ago
                 self._compare(*self._unread.pop(0), axes, units)
-            self._unread.append((tail.to("cpu", non_blocking=True), fingerprint))
+            self._unread.append((tail.to("cpu", non_blocking=True), fingerprint, steps))
         if not asks:
             return used
         return [bool(count) for count in sums[: len(used)].tolist()]
 
-    def _compare(self, tail: torch.Tensor, fingerprint: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
-        *changed, total = tail.tolist()
+    def _compare(
+        self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]
+    ) -> None:
+        *changed, total, stepped = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
                 "ranks gathered or reduced different units, or in different orders: this step's gradients are wrong, "
@@ -129,7 +134,31 @@ class UseAgreement:
                 remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
                 "run different ones, and zero_grad() before going on",
             )
+        if stepped != steps * axes.world:
+            self._refuse_steps(axes, units)
         refuse_changed(units, changed)
+
+    def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
+        """Ranks' optimizers did not step alike since the model was made: say how. Collective over the mesh."""
+        own = dict.fromkeys(_steps_told(unit) for unit in units if unit.buckets)
+        mine = "; ".join(own)
+        for axis in axes.all:
+            told = texts_of_all(mine, axis, self.comm, axes.device) if axis.size > 1 else [mine]
+            other = next((i for i, text in enumerate(told) if text != told[0]), 0)
+            if other or axis is axes.all[-1]:
+                break
+        raise DivergenceError(
+            "optimizers did not step alike on all ranks: parameters are no longer one model's.\n"
+            f"  rank {axis.ranks[0]}: {told[0]}\n"
+            f"  rank {axis.ranks[other]}: {told[other] if other else 'stepped with other settings before'}\n"
+            "  remedy:    give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
+            "it on every rank or on none"
+        )
+
+
+def _steps_told(unit: Unit) -> str:
+    count = unit.touched.count
+    return f"{count} step{'' if count == 1 else 's'}, the last of {unit.touched.by}"
 
 
 def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None:

@@ -18,8 +18,8 @@ from ..mesh import Axis, device_type_of
 from ..torch_private.group_timeout import timeout_of
 from ..torch_private.store import look_up, put
 from ..watcher import RANK, Address
+from .texts import texts_of_all
 
-_ROOM = 256  # bytes of an address
 _KEY = "fullshard/watcher/{}"
 _met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _published: list[int] = []  # id of the default group under which this rank's address was put into the store
@@ -45,11 +45,7 @@ def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
         if axis.size == 1 or not comm.communicates or axis.backend not in _WATCHED or axis.group in _met:
             continue
         _met.add(axis.group)
-        text = json.dumps(RANK.address).encode().ljust(_ROOM)[:_ROOM]
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        found = torch.empty(axis.size * _ROOM, dtype=torch.uint8, device=device)
-        comm.gather(axis, found, mine).wait()
-        rows = [json.loads(bytes(row)) for row in found.view(axis.size, _ROOM).tolist()]
+        rows = [json.loads(text) for text in texts_of_all(json.dumps(RANK.address), axis, comm, device)]
         RANK.meet([(rank, tuple(row)) for rank, row in zip(axis.ranks, rows, strict=True) if row is not None])
         axis.open_lines()
         if axis.backend != "gloo":

@@ -56,6 +56,7 @@ class Position:
         self._course = Course()
         self._axes = _compared([one.unit for one in units], comm)
         self._place = RANK.new_root(names)
+        self._bytes = [one.unit.gathered_bytes for one in units]
         self._reduced = False
 
     def begin(self, verb: int, index: int) -> None:
@@ -85,7 +86,7 @@ class Position:
             self._compare(verb, index)
         self._reduced |= verb == REDUCE
         self.fingerprint = (self.fingerprint * 1_000_003 + index * _CODES + verb + 1) % _PRIME
-        RANK.record(verb, self._place + index, self.units[index].unit.gather_bytes, self.step)
+        RANK.record(verb, self._place + index, self._bytes[index], self.step)
 
     def end(self) -> None:
         """The pass is over."""

@@ -27,6 +27,7 @@ from .phases import Happening, Phase
 from .position import Check, Position
 from .reducer import InFlight, Reducer, Reducible
 from .same_model import Line, check_same_model
+from .same_weights import check_same_weights
 from .schedule import Orders
 from .trace import Period, Traces
 
@@ -173,6 +174,7 @@ class Root:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
             check_same_model(lines, left, list(axes.values()), self.comm, device)
             meet(list(axes.values()), self.comm, device)
+            check_same_weights([one.unit for one in self.units], self.comm)
 
     # Forward.
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..comm import Comm, turns_on
+from ..dtypes import fingerprint
 from ..errors import ConfigError
 from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto
 from ..layout import Layout, ParameterSpec, Part
@@ -91,6 +93,9 @@ class Bucket:
             with torch.no_grad():
                 self.form.take(slot, part, original, local)
         member = Member(slot, part, list(draft.places), original, local, draft.split)
+        if self.form.plain and not original.is_meta and self.axes.world > 1:
+            whole = original.to_local() if isinstance(original, DTensor) else original
+            member.birth = fingerprint(whole), fingerprint(local)
         member.sharded = self.form.make(member, original)
         return member
 

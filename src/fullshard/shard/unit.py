@@ -17,7 +17,7 @@ import torch
 from ..comm import Comm
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, Member, Owner, Place, identity_of
+from ..forms import OWNER_KEY, Member, Owner, Place, Touched, identity_of
 from ..mesh import Axis
 from ..torch_private.profiler import in_range
 from .bucket import Bucket
@@ -47,7 +47,7 @@ class Unit:
         name: from the root, for events and errors; set when the root is known.
         kept_axis: the ranks among which backward gathers, if forward reshards to fewer ranks.
         moving: whether the model's own code changes the weights within a forward: they are not gathered ahead in one.
-        changes: how often users' code is known to have changed the shards; see `changes.py`.
+        touched: what users' code is known to have done to the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
     """
 
@@ -63,8 +63,7 @@ class Unit:
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
         self.kept_axis: Axis | None = None
         self.moving = False
-        self.changes = 0
-        self.gather_bytes = 0  # of the last gather
+        self.touched = Touched()
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
         self.showing = Showing()
@@ -108,7 +107,6 @@ class Unit:
                 bucket.free()
             raise
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
-        self.gather_bytes = full + staging
         self.note_gathered()
         ledger = self.ledger
         ledger.gathered += full
@@ -247,7 +245,7 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        total = self.changes
+        total = self.touched.changes
         for bucket in self.buckets:
             total += bucket.shard._version
             if bucket.form.counts:
@@ -294,7 +292,7 @@ class Unit:
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 gradients.forget()
                 self.showing.forget()
-                self.changes += 1 + before - self.version()  # the new shard counts from zero
+                self.touched.changes += 1 + before - self.version()  # the new shard counts from zero
             if self.showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
@@ -340,7 +338,7 @@ class Unit:
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
             self.showing.forget()
-            self.changes += 1 + before - self.version()
+            self.touched.changes += 1 + before - self.version()
 
         return applied, finish
 
