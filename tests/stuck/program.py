@@ -166,10 +166,8 @@ def main() -> None:
     front_end, scenario, rank, world, folder, limit = sys.argv[1:]
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", int(world))
-    dist.init_process_group(
-        "gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    fullshard.watch(float(limit), grace=3, folder=f"{folder}/reports")
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
+    fullshard.watch(float(limit), grace=6, folder=f"{folder}/reports")
     began = time.time()
     try:
         train(front_end, scenario, int(rank), int(world))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from ..errors import DivergenceError
 from ..mesh import Axis, all_lines
 from ..watcher import RANK, SLICE
 
@@ -35,11 +36,18 @@ class Watched:
                 raise error
             RANK.wait(self.work, self.label)
         except RuntimeError as failed:
-            told = failed if RANK.is_verdict(failed) else RANK.explain(failed)
-            if RANK.is_verdict(told):
-                for lines in all_lines():
-                    lines.cut()
-            raise told from (None if told is failed else failed)
+            if isinstance(failed, DivergenceError):
+                raise
+            raise RANK.explain(failed) from failed
+
+
+def break_off() -> None:
+    """End all collectives that are in flight: nothing comes of them any more."""
+    for lines in all_lines():
+        lines.cut()
+
+
+RANK.break_off = break_off
 
 
 def watched(axis: Axis, work: Any) -> Any:

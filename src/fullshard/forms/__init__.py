@@ -56,6 +56,7 @@ __all__ = [
     "SpmdMesh",
     "SubclassForm",
     "TensorParallel",
+    "Touched",
     "attributes_of",
     "chunk_of",
     "full_of",

@@ -11,8 +11,8 @@ from .axes import (
     subdivide,
     unsharded_axes,
 )
-from .lines import Lines, all_lines
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
+from .lines import Lines, all_lines
 
 __all__ = [
     "Axis",

@@ -43,8 +43,10 @@ class Lines:
             return
         before = set(_sockets().values())
         timeout = timeout_of(self.data)
-        kind = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
-        data, side = (dist.new_group(list(ranks), **kind) for _ in range(2))
+        data, side = (
+            dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+            for _ in range(2)
+        )
         for group in (data, side):
             dist.barrier(group=group)  # connections are there from now on
         self._sockets = [link for link in _sockets().values() if link not in before]

@@ -10,6 +10,7 @@ from .root import Root
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
+from .start_alike import broadcast_states, own_modules
 from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, runner_of, runners_in, unit_of
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Root",
     "Runner",
     "UnitSettings",
+    "broadcast_states",
     "checked",
     "deepcopy_module",
     "find_root",
@@ -30,6 +32,7 @@ __all__ = [
     "left_alone",
     "move_buffers",
     "notice_torch",
+    "own_modules",
     "run",
     "run_method",
     "runner_of",

@@ -120,9 +120,7 @@ class UseAgreement:
             return used
         return [bool(count) for count in sums[: len(used)].tolist()]
 
-    def _compare(
-        self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]
-    ) -> None:
+    def _compare(self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
         *changed, total, stepped = tail.tolist()
         if total != fingerprint * axes.world:
             raise DivergenceError(
@@ -182,4 +180,3 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
                 remedy="call zero_grad() and repeat the step; run the backward before the weights change, or the "
                 "forward again after it",
             )
-

@@ -55,7 +55,7 @@ def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
 def _find(world: int) -> list[tuple[int, Address | None]]:
     """Where the ranks' watchers are, of all that have come so far."""
     values = look_up([_KEY.format(rank) for rank in range(world)])
-    return [(rank, None if value is None else tuple(json.loads(value))) for rank, value in enumerate(values)]  # type: ignore[misc]
+    return [(rank, None if value is None else tuple(json.loads(value))) for rank, value in enumerate(values)]
 
 
 _WATCHED = ("gloo", "nccl", "xccl", "hccl")

@@ -7,4 +7,18 @@ what is concluded and said, `proc.py` what the operating system tells.
 from .board import BACKWARD, COMPARE, END, FORWARD, GATHER, REDUCE, REGATHER, VERBS
 from .rank import RANK, SLICE, Address, WatchSettings, watch
 
-__all__ = ["Address", "BACKWARD", "COMPARE", "END", "FORWARD", "GATHER", "RANK", "REDUCE", "REGATHER", "SLICE", "VERBS", "WatchSettings", "watch"]
+__all__ = [
+    "BACKWARD",
+    "COMPARE",
+    "END",
+    "FORWARD",
+    "GATHER",
+    "RANK",
+    "REDUCE",
+    "REGATHER",
+    "SLICE",
+    "VERBS",
+    "Address",
+    "WatchSettings",
+    "watch",
+]

@@ -29,7 +29,7 @@ _RING = 256
 _TEXT = 64 * 1024
 
 # Header: offset of each field. All are 8 bytes.
-_COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT = range(0, 56, 8)
+_COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT, _LEAVES = range(0, 64, 8)
 _AT_RING = 64
 _AT_NOTE = _AT_RING + _RING * _RECORD_ROOM
 _AT_VERDICT = _AT_NOTE + _TEXT
@@ -69,7 +69,7 @@ class Board:
 
     def __init__(self, fd: int | None = None) -> None:
         if fd is None:
-            fd = os.memfd_create("fullshard") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+            fd = _shared_memory()
             os.ftruncate(fd, SIZE)
         self.fd = fd
         self._memory = mmap.mmap(fd, SIZE)
@@ -123,18 +123,18 @@ class Board:
         self._write(_AT_VERDICT, text)
         self._memory[VERDICT] = 1
 
-    def hear(self) -> None:
-        """The rank raises the verdict now."""
-        self._memory[VERDICT] = 2
+    def leave(self) -> None:
+        """The rank raises the verdict now, or that a connection broke."""
+        self._memory[_LEAVES] = 1
 
     @property
-    def heard(self) -> bool:
-        """Whether the rank has raised it."""
-        return self._memory[VERDICT] == 2
+    def leaves(self) -> bool:
+        """Whether the rank knows that it cannot go on."""
+        return self._memory[_LEAVES] != 0 or self.ended
 
     def reprieve(self) -> None:
         """Take the verdict back."""
-        self._memory[VERDICT] = 0
+        self._memory[VERDICT] = self._memory[_LEAVES] = 0
 
     @property
     def count(self) -> int:
@@ -187,3 +187,12 @@ class Board:
     def _read(self, at: int) -> str:
         length = min(int(_u64.unpack_from(self._memory, at)[0]), _TEXT - 8)
         return self._memory[at + 8 : at + 8 + length].decode(errors="replace")
+
+
+def _shared_memory() -> int:
+    """A descriptor of memory without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fullshard")
+    fd, path = tempfile.mkstemp()
+    os.unlink(path)
+    return fd

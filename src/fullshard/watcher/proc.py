@@ -54,6 +54,16 @@ def moved_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal; without one it would be ended by it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks) and bool(masks[0] >> (number - 1) & 1)
+
+
 def ending(pid: int) -> str | None:
     """How a process that nobody has waited for yet ended; None if it lives or cannot be asked any more."""
     fields = stat(pid)

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,54 @@ Peer = tuple[int, str, int, str]
 """A rank's watcher: rank, host, port, secret."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a rank tells its watcher when it starts it.
+
+    Attributes:
+        board, stacks, listener: descriptors: of the shared memory, of the file that the rank writes its stacks to when
+            it gets `signal`, of the socket to answer at.
+        pid, rank: the rank's.
+        secret: by which others may ask.
+        limit, hard: seconds of a wait before ranks are compared, and before they are told in any case.
+        grace: seconds that a rank has to raise what was found.
+        folder: for reports; None: none are written.
+        idle: whether a rank that issues nothing counts as one that waits.
+    """
+
+    board: int
+    stacks: int
+    listener: int
+    signal: int
+    pid: int
+    rank: int
+    secret: str
+    limit: float
+    hard: float
+    grace: float
+    folder: str | None = None
+    idle: bool = False
+
+
 class Watcher:
     """See the module's docstring.
 
-    Args:
-        options: what `rank.py` passes on the command line, as a dict.
+    Attributes:
+        names: of units, by the number of their root.
+        peers: the ranks' watchers, this one too, by rank.
+        gone: how the rank ended.
+        news: the last statuses of ranks that ended.
+        before: all ranks' statuses at the last look.
+        report: what was found.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.board = Board(options["board"])
-        self.pid, self.rank, self.secret = options["pid"], options["rank"], options["secret"]
-        self.limit, self.hard, self.grace = options["limit"], options["hard"], options["grace"]
-        self.folder: str | None = options["folder"]
-        self.idle = False  # whether silence is a wait
-        self.stacks: int = options["stacks"]  # where the rank writes its stacks when it gets the signal
-        self.signal: int = options["signal"]
-        self.listener = socket.socket(fileno=options["listener"])
+    def __init__(self, options: Options) -> None:
+        self.options, self.board = options, Board(options.board)
         self.names: dict[int, list[str]] = {}
         self.peers: list[Peer] = []
-        self.gone: str | None = None  # how the rank ended
-        self.news: dict[int, Status] = {}  # of ranks that ended
-        self.before: list[Status] = []  # at the last look
+        self.gone: str | None = None
+        self.news: dict[int, Status] = {}
+        self.before: list[Status] = []
         self.report: str | None = None
         self._look = asyncio.Lock()
         self._condemned = 0.0  # when
@@ -67,13 +95,15 @@ class Watcher:
 
     async def run(self) -> None:
         """Until the rank has ended, and for a while after."""
-        server = await asyncio.start_server(self._serve, sock=self.listener, limit=_MOST)
+        server = await asyncio.start_server(self._serve, sock=socket.socket(fileno=self.options.listener), limit=_MOST)
         loop = asyncio.get_running_loop()
         control = os.fdopen(0, "rb", buffering=0)
         os.set_blocking(0, False)
         loop.add_reader(0, self._obey, control)
         ended = asyncio.Event()
-        pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        pidfd = None
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # it has ended already; not on this system
+            pidfd = os.pidfd_open(self.options.pid)
         if pidfd is not None:
             loop.add_reader(pidfd, self._ended, pidfd, ended)
         async with server:
@@ -81,7 +111,7 @@ class Watcher:
             while not ended.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ended.wait(), _TICK)
-                if pidfd is None and os.getppid() != self.pid:
+                if pidfd is None and os.getppid() != self.options.pid:
                     self._ended(None, ended)
                 waiting = self._waiting()
                 if self.gone is None and waiting is not None and not self.board.condemned():
@@ -96,14 +126,18 @@ class Watcher:
 
     def _pause(self, waited: float) -> float:
         """Seconds between two questions: rarely, while a wait is short of the limit."""
-        return max(0.5, self.limit / 5) if waited > self.limit else min(5.0, max(1.0, self.limit / 5))
+        return (
+            max(0.5, self.options.limit / 5)
+            if waited > self.options.limit
+            else min(5.0, max(1.0, self.options.limit / 5))
+        )
 
     # The rank.
 
     def _waiting(self) -> tuple[int, float] | None:
         """What the rank waits for, by number, and since when."""
         waiting = self.board.waiting
-        if waiting is None and self.idle and (records := self.board.records()):
+        if waiting is None and self.options.idle and (records := self.board.records()):
             return records[-1].number, records[-1].time
         return waiting
 
@@ -121,12 +155,10 @@ class Watcher:
             if "peers" in order:
                 known = {peer[0] for peer in order["peers"]}
                 self.peers = sorted([tuple(p) for p in order["peers"]] + [p for p in self.peers if p[0] not in known])
-            for key in ("limit", "hard", "grace", "folder", "idle"):
-                if key in order:
-                    setattr(self, key, order[key])
+            self.options = replace(self.options, **order.get("options", {}))
 
     def _ended(self, pidfd: int | None, ended: asyncio.Event) -> None:
-        how = proc.ending(self.pid)  # first of all: somebody else is about to wait for it
+        how = proc.ending(self.options.pid)  # first of all: somebody else is about to wait for it
         if pidfd is not None:
             asyncio.get_running_loop().remove_reader(pidfd)
         if how is None:
@@ -138,23 +170,23 @@ class Watcher:
 
     def _end_if_deaf(self) -> None:
         """End a rank that does not raise the verdict; not one that is stopped, which somebody may be looking at."""
-        if self.gone is not None or not self.board.condemned() or self.board.heard:
+        if self.gone is not None or not self.board.condemned() or self.board.leaves:
             self._condemned = 0.0
             return
         now = time.time()
         self._condemned = self._condemned or now
-        if now - self._condemned > self.grace and proc.state(self.pid) != "T":
-            late = now - self._condemned > self.grace + 5
+        if now - self._condemned > self.options.grace and proc.state(self.options.pid) != "T":
+            late = now - self._condemned > self.options.grace + 5
             if not self._said:
                 self._said = True
                 text = self.board.verdict or ""
                 sys.stderr.write(
-                    f"fullshard: rank {self.rank} has not raised this within {self.grace:.0f} s (it is in code that is "
-                    f"not the engine's), and is ended:\n{text}\n"
+                    f"fullshard: rank {self.options.rank} has not raised this within {self.options.grace:.0f} s (it is "
+                    f"in code that is not the engine's), and is ended:\n{text}\n"
                 )
                 sys.stderr.flush()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL if late else signal.SIGTERM)
+                os.kill(self.options.pid, signal.SIGKILL if late else signal.SIGTERM)
 
     def status(self, full: bool = True) -> Status:
         """What the rank does."""
@@ -163,42 +195,42 @@ class Watcher:
         waits_for = by_number.get(waiting[0]) if waiting else None
         alive = self.gone is None
         return {
-            "rank": self.rank,
+            "rank": self.options.rank,
             "host": socket.gethostname(),
-            "pid": self.pid,
+            "pid": self.options.pid,
             "time": time.time(),
             "gone": self.gone,
-            "state": proc.state(self.pid) if alive else "gone",
+            "state": proc.state(self.options.pid) if alive else "gone",
             "raised": self.board.raised,
-            "idle": self.idle,
+            "idle": self.options.idle,
             "waited": time.time() - waiting[1] if waiting and alive else None,
             "waits_for": told(waits_for, self.names) if waits_for else None,
             "last": told(records[-1], self.names) if records else None,
             "count": self.board.count,
             "steps": self.board.steps,
-            "cpu": proc.cpu_seconds(self.pid) + proc.children_seconds(self.pid) if alive else 0.0,
-            "io": proc.moved_bytes(self.pid) if alive else 0,
+            "cpu": proc.cpu_seconds(self.options.pid) + proc.children_seconds(self.options.pid) if alive else 0.0,
+            "io": proc.moved_bytes(self.options.pid) if alive else 0,
             "records": [told(record, self.names) for record in records] if full else [],
             "stack": self._stack() if alive and full else "",
         }
 
     def _stack(self) -> str:
         """The rank's Python stacks: `faulthandler` writes them when a signal arrives, whoever holds the GIL."""
-        if proc.state(self.pid) == "T":
-            return ""
-        before = os.fstat(self.stacks).st_size
+        if proc.state(self.options.pid) == "T" or not proc.catches(self.options.pid, self.options.signal):
+            return ""  # it would end a process that is past its own end, or runs another program now
+        before = os.fstat(self.options.stacks).st_size
         try:
-            os.kill(self.pid, self.signal)
+            os.kill(self.options.pid, self.options.signal)
         except ProcessLookupError:
             return ""
         size, deadline = before, time.monotonic() + 0.5
         while time.monotonic() < deadline:
             time.sleep(0.01)
-            grown = os.fstat(self.stacks).st_size
+            grown = os.fstat(self.options.stacks).st_size
             if grown == size and grown > before:
                 break
             size = grown
-        return readable(os.pread(self.stacks, 1 << 16, before).decode(errors="replace"))
+        return readable(os.pread(self.options.stacks, 1 << 16, before).decode(errors="replace"))
 
     # Other watchers.
 
@@ -206,7 +238,7 @@ class Watcher:
         """Answer one question."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
             question = json.loads(await asyncio.wait_for(reader.readline(), _ANSWER))
-            if question["secret"] == self.secret:
+            if question["secret"] == self.options.secret:
                 kind = question["kind"]
                 if kind == "ended":
                     self.news[question["status"]["rank"]] = question["status"]
@@ -228,7 +260,7 @@ class Watcher:
         last = self.board.last
         compares = last is not None and last.verb == COMPARE
         for peer in self.peers:
-            if peer[0] == self.rank:
+            if peer[0] == self.options.rank:
                 report = await self._judge(waited, compares)
             else:
                 answer = await _exchange(peer, {"kind": "judge", "waited": waited, "compares": compares}, 8 * _ANSWER)
@@ -249,11 +281,11 @@ class Watcher:
         async with self._look:
             if self.report is not None:
                 return self.report
-            over = waited >= self.limit or bool(self.news) or self.gone is not None
+            over = waited >= self.options.limit or bool(self.news) or self.gone is not None
             if not over and not compares:
                 return None
             report, statuses = await self._look_around(over)
-            if report is None and not over and stuck(statuses, [], self.limit, self.hard):
+            if report is None and not over and stuck(statuses, [], self.options.limit, self.options.hard):
                 report, statuses = await self._look_around(True)  # with all that is to be told
             if report is not None:
                 self._keep(report, statuses)
@@ -266,12 +298,14 @@ class Watcher:
         Args:
             full: ask for records and stacks, too; without these nothing is reported.
         """
-        others = [peer for peer in self.peers if peer[0] != self.rank]
+        others = [peer for peer in self.peers if peer[0] != self.options.rank]
         talks = await asyncio.gather(*[_open(peer, {"kind": "status", "full": full}) for peer in others])
         statuses = [self.status(full)]
         for peer, (found, _) in zip(others, talks, strict=True):
             statuses.append(found or self.news.get(peer[0]) or _unreachable(peer))
-        report = words(statuses) if full and stuck(statuses, self.before, self.limit, self.hard) else None
+        report = (
+            words(statuses) if full and stuck(statuses, self.before, self.options.limit, self.options.hard) else None
+        )
         if full:
             self.before = statuses
         for _, writer in talks:
@@ -289,23 +323,23 @@ class Watcher:
 
     def _keep(self, report: str, statuses: Sequence[Status]) -> None:
         """Write the report down, whole or not at all."""
-        if self.folder is None:
+        if self.options.folder is None:
             return
-        folder = Path(self.folder)
+        folder = Path(self.options.folder)
         text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             beside = folder / f".{os.getpid()}.partial"
             beside.write_text(text, encoding="utf-8")
-            beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.rank}.json")
+            beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.options.rank}.json")
         except OSError as error:
             sys.stderr.write(f"fullshard: the report could not be written to {folder}: {error}\n")
 
     async def _tell(self) -> None:
         """Tell the first watchers that this rank has ended, and how."""
         status = self.status()
-        self.news[self.rank] = status
-        first = [peer for peer in self.peers if peer[0] != self.rank][:_NEWS]
+        self.news[self.options.rank] = status
+        first = [peer for peer in self.peers if peer[0] != self.options.rank][:_NEWS]
         await asyncio.gather(*[_exchange(peer, {"kind": "ended", "status": status}, 0.0) for peer in first])
 
 
@@ -330,10 +364,11 @@ def readable(dump: str) -> str:
 
 
 def _unreachable(peer: Peer) -> Status:
-    """What is known of a rank whose watcher does not answer; without a port it has not begun."""
-    nothing: Status = dict.fromkeys(("gone", "raised", "waited", "waits_for", "last"))
-    return nothing | {"rank": peer[0], "host": peer[1], "state": "unreachable" if peer[2] else "absent", "count": 0, "steps": 0, "cpu": 0.0,
-                      "idle": False, "io": 0, "records": [], "stack": "", "time": time.time(), "pid": 0}  # fmt: skip
+    """What is known of a rank whose watcher does not answer; one without a port has not begun."""
+    known: Status = dict.fromkeys(("gone", "raised", "waited", "waits_for", "last"))
+    known |= {"rank": peer[0], "host": peer[1], "state": "unreachable" if peer[2] else "absent", "idle": False}
+    known |= {"count": 0, "steps": 0, "cpu": 0.0, "io": 0, "records": [], "stack": "", "time": time.time(), "pid": 0}
+    return known
 
 
 async def _say(writer: asyncio.StreamWriter, what: dict[str, Any]) -> None:
@@ -355,7 +390,7 @@ async def _open(
             return None, None
         line = await asyncio.wait_for(reader.readline(), patience)
         return json.loads(line), writer
-    except (OSError, ValueError, asyncio.TimeoutError):
+    except (TimeoutError, OSError, ValueError):
         return None, None
 
 
@@ -371,4 +406,4 @@ def main() -> None:
     """Run the watcher of which the command line tells."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank; the watcher ends after it
-    asyncio.run(Watcher(json.loads(sys.argv[1])).run())
+    asyncio.run(Watcher(Options(**json.loads(sys.argv[1]))).run())

@@ -73,11 +73,11 @@ class Rank:
         self.label = 0
         self.timeout = 1800.0  # of the process groups
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid = os.getpid()
         self._stacks: IO[bytes] | None = None
         self._roots = 0
-        self._peers: set[int] = set()
+        self._has_met = False  # whether the ranks have exchanged addresses, at a first forward
         self.address: Address | None = None
+        self.break_off: Callable[[], None] = lambda: None  # ends what is in flight; set by `comm`
         self.find_others: Callable[[], list[tuple[int, Address | None]]] = list
 
     # What the rank does.
@@ -108,8 +108,8 @@ class Rank:
             DivergenceError: the watcher found that it never will.
         """
         self.board.waits(label)
-        if not self._peers:  # before the first forward
-            self.meet(self.find_others())
+        if not self._has_met:
+            self._tell_peers(self.find_others())
         try:
             while not work.is_completed():
                 if self.board.condemned():
@@ -126,8 +126,17 @@ class Rank:
         """Why a collective failed: what the watcher says if it says something soon, else `error`."""
         if self._process is None:
             return error
-        if not self._peers:
-            self.meet(self.find_others())
+        if not self._has_met:
+            others = self.find_others()
+            absent = [str(rank) for rank, address in others if address is None]
+            if absent:
+                self.leave()
+                return DivergenceError(
+                    f"a connection to another rank broke before the first forward ({error}).",
+                    got=f"no unit on rank {', '.join(absent)}, which ended or raised before it made one",
+                    remedy="look at what that rank printed",
+                )
+            self._tell_peers(others)
         self.board.waits(self.label)
         try:
             deadline = time.monotonic() + 10.0
@@ -137,34 +146,35 @@ class Rank:
                 time.sleep(0.05)
         finally:
             self.board.waits_no_more()
-        return error
+        self.leave()
+        return DivergenceError(
+            f"a connection to another rank broke ({error}).",
+            got="no word from that rank's watcher, nor from others, on why",
+            remedy="look at what the other ranks printed",
+        )
 
-    @staticmethod
-    def is_verdict(error: BaseException) -> bool:
-        """Whether this error is what a watcher found."""
-        return hasattr(error, "report")
+    def leave(self) -> None:
+        """The rank cannot go on, and knows why."""
+        self.board.leave()
+        self.break_off()
 
     def raise_verdict(self) -> None:
         """Raise what the watcher found."""
         raise self._verdict()
 
     def _verdict(self) -> DivergenceError:
-        self.board.hear()
+        self.leave()
         report = self.board.verdict or ""
-        error = DivergenceError(
+        return DivergenceError(
             report,
             remedy="let every rank make the same calls in the same order, and end all ranks when one fails; the time "
             "allowed is set by fullshard.watch(limit=...)",
         )
-        error.report = report  # type: ignore[attr-defined]
-        return error
 
     # The watcher.
 
     def start(self, rank: int, timeout: float) -> Address | None:
         """Start the watcher, once; returns its address for the other ranks, or None if there is none."""
-        if os.getpid() != self._pid:  # forked: the board is the parent's
-            self.__init__()  # type: ignore[misc]
         self.timeout = timeout
         if not self.settings.enabled or not sys.executable:
             return None
@@ -213,7 +223,11 @@ class Rank:
         return {"limit": limit, "hard": hard, "grace": self.settings.grace, "folder": self.settings.folder}
 
     def meet(self, peers: list[tuple[int, Any]]) -> None:
-        """Make other ranks' watchers known to this rank's."""
+        """The ranks have exchanged the addresses of their watchers."""
+        self._has_met = True
+        self._tell_peers(peers)
+
+    def _tell_peers(self, peers: list[tuple[int, Any]]) -> None:
         if self.address is None:
             return
         here = self.address[0]
@@ -221,22 +235,21 @@ class Rank:
         for rank, address in peers:
             host, at, port, key = address or ("", "", 0, "")
             told.append((rank, "127.0.0.1" if host == here else at, port, key))
-            self._peers.add(rank)
         self._send({"peers": told})
 
     def waits_on_device(self) -> None:
         """Collectives are waited for by the device, of which the host knows nothing: silence is a wait."""
-        self._send({"idle": True})
+        self._send({"options": {"idle": True}})
 
     def reprieve(self) -> None:
         """Process groups were made anew: what was found of the old ones is of no more account."""
         self.board.reprieve()
-        self._peers.clear()
+        self._has_met = False
 
     def configure(self, **changes: Any) -> None:
         """Change settings; also while the watcher runs."""
         self.settings = replace(self.settings, **changes)
-        self._send(self._limits())
+        self._send({"options": self._limits()})
 
     def _send(self, order: dict[str, Any]) -> None:
         process = self._process
@@ -245,12 +258,24 @@ class Rank:
                 process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.flush()
             except OSError as error:
-                warnings.warn(f"the watcher of this rank has ended ({error}): hangs will not be explained", stacklevel=2)
+                warnings.warn(
+                    f"the watcher of this rank has ended ({error}): hangs will not be explained", stacklevel=2
+                )
                 self._process = None
 
 
 RANK = Rank()
 """This process."""
+
+
+def _after_fork() -> None:
+    """The board and the watcher are the parent's: a forked process begins anew."""
+    settings, break_off = RANK.settings, RANK.break_off
+    RANK.__init__()  # type: ignore[misc]
+    RANK.settings, RANK.break_off = settings, break_off
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch(
@@ -306,5 +331,3 @@ def _own_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
-
-

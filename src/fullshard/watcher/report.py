@@ -25,15 +25,12 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
         now, before: the ranks' statuses, and those of a look before; empty if there was none.
         limit, hard: seconds. A wait longer than `hard` is never waited out.
     """
-    waits = [status["waited"] for status in now if status["waited"] is not None]
-    if not waits:
+    longest = max([status["waited"] for status in now if status["waited"] is not None], default=0.0)
+    if not longest:
         return False
-    longest = max(waits)
-    if any([_lost(status) for status in now]) or longest > hard:
-        return True  # (an absent rank may be slow to build its model)
-    if any([status["raised"] is not None and status["waited"] is None for status in now]):
-        return longest > min(limit, 5.0)
-    if longest > min(limit, 2.0) and _apart(now):
+    raised = any([status["raised"] is not None and status["waited"] is None for status in now])
+    soon = (raised and longest > min(limit, 5.0)) or (longest > min(limit, 2.0) and _apart(now))
+    if soon or longest > hard or any([_lost(status) for status in now]):
         return True
     if longest < limit:
         return False
@@ -172,7 +169,7 @@ def ranks_of(ranks: Sequence[int]) -> str:
     >>> ranks_of([5, 0, 1, 2])
     'ranks 0-2, 5'
     """
-    ordered, runs = sorted(ranks), []
+    ordered, runs = sorted(ranks), list[list[int]]()
     for rank in ordered:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank

@@ -25,6 +25,7 @@ from ...runtime import (
     PrefetchSettings,
     Runner,
     UnitSettings,
+    broadcast_states,
     checked,
     find_root,
     is_unit,
@@ -71,6 +72,7 @@ def fully_shard(
     prefetch: int = 1,
     comm: str | Comm = "torch",
     check: Check = "first",
+    sync_module_states: bool = False,
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -111,6 +113,8 @@ def fully_shard(
         check: when ranks compare what they are about to run; the root's counts. "first": along the first pass of each
             kind, and whenever a rank leaves the order that it has taken before; "step": at the beginning of every
             pass, too; "every": before each collective.
+        sync_module_states: make the parameters and buffers that become units here those of the mesh's first rank, on
+            all ranks; collective. Without it ranks that start from different weights are refused at the first forward.
 
     Returns:
         `module` itself. Its class is now a subclass of its own class and `FSDPModule`.
@@ -144,6 +148,8 @@ def fully_shard(
         planned = [([block], _override(own, settings, keep, ignored, prefetch)) for block, own in blocks]
     planned.append((modules, (settings, keep, ignored, prefetch)))
     _check_plans(planned)
+    for one in modules if sync_module_states else ():
+        broadcast_states(one, axes, kind, ignored)
     for units, arguments in planned:
         _make_unit(units, *arguments, check)
     optimizer_guard.install()

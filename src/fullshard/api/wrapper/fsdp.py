@@ -21,11 +21,13 @@ from ...runtime import (
     Check,
     Root,
     Runner,
+    broadcast_states,
     checked,
     deepcopy_module,
     find_root,
     move_buffers,
     notice_torch,
+    own_modules,
     run,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
@@ -34,7 +36,7 @@ from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
-from .setup import broadcast_states, check_arguments, materialise, own_modules, warn_of_host
+from .setup import check_arguments, materialise, warn_of_host
 from .summon import is_summoned, summon_full_params, summoned_around
 from .training import clip_gradients, register_hook
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime import runner_of
-from .setup import own_modules
+from ...runtime import own_modules, runner_of
 
 
 class Buffers:

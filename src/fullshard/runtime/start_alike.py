@@ -1,0 +1,70 @@
+"""Ranks that start from different weights are made equal: rank 0's parameters and buffers, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm import Comm
+from ..errors import ConfigError
+from ..forms import owner_of, successor_of
+from ..mesh import Axis, MeshAxes
+from ..torch_private.local_tensor import local_part
+from .units import is_unit
+
+
+def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """`module` and all below it that are not below another instance, nor among, or below, `ignored`."""
+    found, waiting, seen = [], [module], {id(module), *map(id, ignored)}
+    while waiting:
+        owner = waiting.pop(0)
+        found.append(owner)
+        for child in owner.children():
+            if not is_unit(child) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
+    """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks.
+
+    Of a DTensor (tensor parallelism) it is the local parts that are sent. Buffers of ignored modules are sent, too.
+
+    Raises:
+        ConfigError: a DTensor whose parts differ between the ranks that are to be made equal.
+    """
+    given = axes.all
+    for owner in own_modules(module, ()):
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
+                continue  # those of an instance below were made equal when it was wrapped
+            if isinstance(tensor, DTensor):
+                _check_repeated(name, tensor, given)
+            local = local_part(tensor.detach())
+            if not local.numel():
+                continue
+            with torch.no_grad():
+                sent = local.to(axes.device).contiguous()
+                for axis in given:
+                    comm.broadcast(axis, sent, 0).wait()
+                if sent.data_ptr() != local.data_ptr():
+                    local.copy_(sent)
+
+
+def _check_repeated(name: str, tensor: DTensor, axes: Sequence[Axis]) -> None:
+    """Refuse to send parts of `tensor` to ranks that hold other parts of it."""
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        ranks = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
+        if not placement.is_replicate() and any(len(ranks & set(axis.ranks)) > 1 for axis in axes):
+            raise ConfigError(
+                "sync_module_states=True was given for a tensor that is split over the ranks it would be sent to.",
+                parameter=name,
+                expected="tensors that these ranks hold whole, or split over other ranks in the same way",
+                got=f"a DTensor with placements {tensor.placements} on {mesh}",
+                remedy="leave sync_module_states out, or make the tensor a DTensor on the tensor-parallel ranks only",
+            )
