@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import ConfigError
-from .lines import Lines, lines_of
+from .lines import Lines, lines_of, open_lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Axis:
     @functools.cached_property
     def lines(self) -> Lines:
         """The groups by which the engine talks over the axis."""
-        return lines_of(self.group)
+        return lines_of(self.group, self.ranks)
 
     @functools.cached_property
     def aside(self) -> Axis:
@@ -46,7 +46,7 @@ class Axis:
     def open_lines(self) -> None:
         """Talk over groups of the engine's own from now on, where gloo is what talks. Collective over the axis."""
         if self.size > 1 and self.backend == "gloo" and self.ranks and type(self.group) is dist.ProcessGroup:
-            self.lines.open(self.ranks)
+            self.__dict__["lines"] = open_lines(self.group, self.ranks)
 
 
 @dataclass(frozen=True, eq=False)

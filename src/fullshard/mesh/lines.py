@@ -15,16 +15,19 @@ import contextlib
 import os
 import socket
 import weakref
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from ..torch_private.group_timeout import timeout_of
 
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Lines] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lines]] = weakref.WeakKeyDictionary()
+"""By the default group under which they were opened, and by ranks: every gloo group has threads that wake 100 times a
+second, so groups of the same ranks share lines."""
 
 
 class Lines:
-    """The groups by which an axis' ranks talk.
+    """The groups by which some ranks talk.
 
     Attributes:
         data: for gathers and reductions.
@@ -32,46 +35,47 @@ class Lines:
         is_open: whether these are the engine's own.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.data = self.side = group
-        self.is_open = False
-        self._sockets: list[str] = []
-
-    def open(self, ranks: tuple[int, ...]) -> None:
-        """Make groups of our own, once. Collective over `ranks`, which are those of a gloo group."""
-        if self.is_open:
-            return
-        before = set(_sockets().values())
-        timeout = timeout_of(self.data)
-        data, side = (
-            dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-            for _ in range(2)
-        )
-        for group in (data, side):
-            dist.barrier(group=group)  # connections are there from now on
-        self._sockets = [link for link in _sockets().values() if link not in before]
-        self.data, self.side, self.is_open = data, side, True
+    def __init__(self, data: dist.ProcessGroup, side: dist.ProcessGroup, sockets: Iterable[str] = ()) -> None:
+        self.data, self.side, self._sockets = data, side, frozenset(sockets)
+        self.is_open = data is not side
 
     def cut(self) -> None:
         """Break the connections off: what waits for one ends with an error."""
-        mine = set(self._sockets)
         for fd, link in _sockets().items():
-            if link in mine:
+            if link in self._sockets:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                     connection.getpeername()  # raises for one that listens, which has to stay
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def lines_of(group: dist.ProcessGroup) -> Lines:
-    """The lines of a group; the same ones for every axis over it."""
-    if group not in _opened:
-        _opened[group] = Lines(group)
-    return _opened[group]
+def lines_of(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
+    """The lines of these ranks if they were opened; else `group` itself serves."""
+    world = dist.group.WORLD
+    found = _opened.get(world, {}).get(ranks) if world is not None else None
+    return found or Lines(group, group)
+
+
+def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
+    """Make groups of our own for the ranks of a gloo group, once. Collective over them."""
+    found = lines_of(group, ranks)
+    if found.is_open:
+        return found
+    before = set(_sockets().values())
+    timeout = timeout_of(group)
+    data, side = (
+        dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True) for _ in range(2)
+    )
+    for one in (data, side):
+        dist.barrier(group=one)  # connections are there from now on
+    assert dist.group.WORLD is not None
+    by_ranks = _opened.setdefault(dist.group.WORLD, {})
+    by_ranks[ranks] = Lines(data, side, [link for link in _sockets().values() if link not in before])
+    return by_ranks[ranks]
 
 
 def all_lines() -> list[Lines]:
-    """Those of all groups of this process."""
-    return list(_opened.values())
+    """All that are open in this process."""
+    return [lines for by_ranks in _opened.values() for lines in by_ranks.values()]
 
 
 def _sockets() -> dict[int, str]:

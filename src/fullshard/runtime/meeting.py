@@ -21,7 +21,7 @@ from ..watcher import RANK, Address
 from .texts import texts_of_all
 
 _KEY = "fullshard/watcher/{}"
-_met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_all_met: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _published: list[int] = []  # id of the default group under which this rank's address was put into the store
 
 
@@ -42,14 +42,23 @@ def arrive(group: dist.ProcessGroup, backend: str) -> None:
 def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
     """Exchange addresses over every axis, and open lines. Collective over each of them, once."""
     for axis in axes:
-        if axis.size == 1 or not comm.communicates or axis.backend not in _WATCHED or axis.group in _met:
+        if axis.size == 1 or not comm.communicates or axis.backend not in _WATCHED:
             continue
-        _met.add(axis.group)
+        if axis.ranks in _met():
+            axis.open_lines()  # which are there
+            continue
+        _met().add(axis.ranks)
         rows = [json.loads(text) for text in texts_of_all(json.dumps(RANK.address), axis, comm, device)]
         RANK.meet([(rank, tuple(row)) for rank, row in zip(axis.ranks, rows, strict=True) if row is not None])
         axis.open_lines()
         if axis.backend != "gloo":
             RANK.waits_on_device()
+
+
+def _met() -> set[tuple[int, ...]]:
+    """Sets of ranks that have exchanged addresses, under the default group that there is now."""
+    assert dist.group.WORLD is not None
+    return _all_met.setdefault(dist.group.WORLD, set())
 
 
 def _find(world: int) -> list[tuple[int, Address | None]]:
