@@ -1,0 +1,158 @@
+"""The parts that ranks hold against whole values that the first rank has, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...checkpoint.names import Named
+from .held import Held
+from .report import Finding
+from .session import Session
+
+Allowed = Callable[[torch.Tensor], float]
+"""From this rank's part of what is expected, in double precision, to the root mean square difference allowed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one part differs: the first element that does (its number in the part), and how much all do."""
+
+    at: int
+    expected: str
+    got: str
+    size: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"root mean square difference {self.size:.2e}, allowed {self.allowed:.1e}"
+
+
+def difference(got: torch.Tensor, want: torch.Tensor, allowed: float) -> Difference | None:
+    """None if `got` is `want` to rounding; NaN and infinities must be the same ones.
+
+    Args:
+        got, want: of one shape.
+        allowed: root mean square of the difference.
+    """
+    a, b = _exact(got), _exact(want)
+    if not a.numel() or torch.equal(a, b):
+        return None
+    gap = (a - b).abs()
+    odd = ~(a.isfinite() & b.isfinite())
+    if bool(odd.any()):
+        same = odd & ((a == b) | (a.isnan() & b.isnan()))
+        gap = torch.where(same, 0.0, gap.nan_to_num(nan=math.inf, posinf=math.inf))
+    size = float(gap.square().mean().sqrt())
+    if size <= allowed:
+        return None
+    far = (gap > max(allowed, float(gap.max()) / 2)).nonzero()
+    at = int(far[0]) if len(far) else int(gap.argmax())
+    return Difference(at, _shown(want, at), _shown(got, at), size, allowed)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """[numel] in double precision; of complex numbers their parts."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.detach().to("cpu", torch.float64).reshape(-1)
+
+
+def _shown(tensor: torch.Tensor, at: int) -> str:
+    plain = tensor.detach().reshape(-1)
+    value = plain[at // 2 if plain.is_complex() else at].item()
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def rms(tensors: Iterable[torch.Tensor]) -> float:
+    """Root mean square of all finite elements of these; 0 if there are none."""
+    total, count = 0.0, 0
+    for tensor in tensors:
+        plain = _exact(tensor).nan_to_num(0.0, 0.0, 0.0)
+        total, count = total + float(plain.square().sum()), count + plain.numel()
+    return math.sqrt(total / count) if count else 0.0
+
+
+class Comparison:
+    """One set of tensors, such as all gradients of a step: sent by the first rank, cut and compared by every rank.
+
+    At most one whole tensor at a time is held besides what ranks have.
+
+    Args:
+        session: the ranks.
+        held: this rank's model; alike on all.
+        kind, what, step: of the findings.
+    """
+
+    def __init__(self, session: Session, held: Held, kind: str, what: str, step: int | None) -> None:
+        self.session, self.held = session, held
+        self.kind, self.what, self.step = kind, what, step
+        self.findings: list[Finding] = []
+        self.compared = 0
+
+    def run(
+        self,
+        wanted: Mapping[str, torch.Tensor | None] | None,
+        got: Callable[[Named], torch.Tensor | None],
+        allowed: Callable[[Named], Allowed],
+    ) -> list[Finding]:
+        """This rank's findings. Collective.
+
+        Args:
+            wanted: whole values by name, on the first rank; None of a parameter that is to have none.
+            got: this rank's part of the same.
+            allowed: of a parameter.
+        """
+        facts = {} if wanted is None else {n: None if t is None else (tuple(t.shape), t.dtype) for n, t in wanted.items()}
+        for name, fact in self.session.told(facts).items():
+            row = self.held.rows[name]
+            if not self.held.comparable(row):
+                continue
+            mine = got(row)
+            self.compared += 1
+            if fact is None:
+                self._none_wanted(row, mine)
+                continue
+            whole = self.session.sent(None if wanted is None else wanted[name], *fact)
+            if mine is None:
+                self._add(row, None, "a value", "None")
+                continue
+            want = self.held.cut(row, whole).to(mine.device)
+            found = difference(mine, want, allowed(row)(_exact(want)))
+            if found is not None:
+                self._add(row, self._element(row, found.at, whole), found.expected, found.got, f" ({found})")
+        return self.findings
+
+    def _none_wanted(self, row: Named, mine: torch.Tensor | None) -> None:
+        """A `FlatParameter` has one gradient for all in it: zeros stand for none."""
+        of_all = row.bucket is not None and row.bucket.flat_parameter is not None
+        if mine is not None and not (of_all and not bool(mine.any())):
+            self._add(row, None, "None", f"a tensor, root mean square {rms([mine]):.2e}")
+
+    def _element(self, row: Named, at: int, whole: torch.Tensor) -> tuple[int, ...]:
+        """Where element `at` of this rank's part is in the whole tensor."""
+        numbers = torch.arange(max(whole.numel(), 1), device=whole.device)[: whole.numel()].view(whole.shape)
+        at = at // 2 if whole.is_complex() else at
+        flat = int(self.held.cut(row, numbers).reshape(-1)[at])
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), whole.shape)) if whole.dim() else ()
+
+    def _add(self, row: Named, element: tuple[int, ...] | None, expected: str, got: str, more: str = "") -> None:
+        rank = self.session.rank
+        what = f"{self.what}{more}."
+        self.findings.append(Finding(self.kind, what, self.step, row.name, element, rank, (rank,), expected, got))
+
+
+def merged(session: Session, mine: list[Finding], order: Iterable[str] = ()) -> list[Finding]:
+    """The findings of all ranks, one for each kind and parameter, in the order of parameters. Collective."""
+    together: dict[tuple[str, str | None], list[Finding]] = {}
+    for findings in session.all(mine):
+        for finding in findings:
+            together.setdefault((finding.kind, finding.parameter), []).append(finding)
+    place = {name: i for i, name in enumerate(order)}
+    found = []
+    for same in together.values():
+        ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
+        found.append(Finding(**{**same[0].__dict__, "ranks": ranks}))
+    return sorted(found, key=lambda one: place.get(one.parameter or "", -1))
