@@ -105,7 +105,7 @@ def compare_draws(session: Session, step: int, mine: Iterable[Draw]) -> list[Fin
         for first in range(other):
             together = session.data_ranks[first] == session.data_ranks[other]
             for a, b in zip(by_rank[first], by_rank[other], strict=False):
-                if (a.call, a.shape) == (b.call, b.shape) and (a.state == b.state) != together:
+                if a.call == b.call and (a.state == b.state) != together:
                     found.append(_finding(step, a, first, other, together))
                     break
     kinds = {finding.cause: finding for finding in reversed(found)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import message
 
@@ -85,7 +85,10 @@ class Report:
         scope = f"{self.world} rank{'s' * (self.world != 1)}, {self.steps} steps equal, {self.compared} tensors compared"
         allowed = ", ".join(f"{what} {value:.1e}" for what, value in self.tolerances)
         head = f"verify: {'ok' if self.ok else 'DIFFERENT'} ({scope}{'; allowed: ' + allowed if allowed else ''})"
-        lines = [head, *map(str, self.findings[:SHOWN])]
+        lines, told = [head], set[str | None]()
+        for finding in self.findings[:SHOWN]:
+            lines.append(str(replace(finding, cause="as above") if finding.cause in told else finding))
+            told |= {finding.cause} - {None}
         if len(self.findings) > SHOWN:
             lines.append(f"... and {len(self.findings) - SHOWN} more of this step")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

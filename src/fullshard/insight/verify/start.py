@@ -66,12 +66,12 @@ def error_findings(failed: dict[int, tuple[str, str]], step: int | None, what: s
     found = []
     for (name, text), ranks in by_text.items():
         facts = dict(line.strip().split(":", 1) for line in text.splitlines()[1:] if ":" in line)
-        cause = f"{text.splitlines()[0] if text else name}"
+        cause = first = text.strip().splitlines()[0] if text.strip() else name
         if "remedy" in facts:
             cause += f" Remedy: {facts['remedy'].strip()}"
         parameter = facts["parameter"].strip() if "parameter" in facts else None
         found.append(
-            Finding("error", f"{what} {name}.", step, parameter, None, ranks[0], tuple(ranks), "no error", text, cause)
+            Finding("error", f"{what} {name}.", step, parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
         )
     return found
 
@@ -176,7 +176,8 @@ def compare_buffers(
             alike = all(torch.equal(own[name], first) for own in reference.buffers[1:])
             facts[name] = (tuple(first.shape), first.dtype, alike)
     found: list[Finding] = []
-    for name, (shape, dtype, alike) in session.told(facts).items():
+    facts = session.told(facts)
+    for name, (shape, dtype, alike) in facts.items():
         for number in range(1 if alike else session.data_world):
             whole = session.sent(None if reference is None else reference.buffers[number][name], shape, dtype)
             if not alike and number != session.data_rank:

@@ -293,11 +293,10 @@ class _Run:
     def _parameters(self, step: int, held: Held, seen: Seen, before: dict[str, torch.Tensor]) -> list[Finding]:
         """Step the reference with the sharded model's gradients, and compare what came out, and buffers."""
         session, reference = self.session, self.reference
+        have = set().union(*session.all({name for name, grad in seen.gradients.items() if grad is not None}))
         for name, row in held.rows.items():
-            if not held.comparable(row):
-                continue
-            grad = seen.gradients.get(name)
-            if any(session.all(grad is not None)):
+            if name in have:
+                grad = seen.gradients[name]
                 whole = held.whole(row, torch.zeros_like(before[name]) if grad is None else grad)
                 if reference is not None and reference.held.rows[name].parameter.grad is not None:
                     parameter = reference.held.rows[name].parameter
