@@ -291,23 +291,75 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, fullshard.FSDPModule)
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    model.blocks[1][0].register_forward_hook(lambda module, args, output: output * 1.5)
+    return by_blocks(model)
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Two ranks that compute one batch together, tensor-parallel, one data-parallel rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+class Wide(nn.Module):
+    """Blocks that tensor parallelism splits, with dropout on what all its ranks have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH), nn.Dropout(0.5)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def seeded_by_rank(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> list:
+    torch.manual_seed(dist.get_rank())
+    return usual(model, optimizer, batches, square)
+
+
 def planted(names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         given = dict(FAULTS[name][0])
         rate = given.pop("rate", 0.0)
         found[name] = fullshard.verify(partial(Tied, rate), tokens_of, next_token, steps=2, **given)
+    verify_wide = partial(fullshard.verify, Wide, vectors_of, square, shard_fn=parallel, steps=1)
+    found["forgets"] = fullshard.verify(Forgetful, vectors_of, square, shard_fn=by_blocks)
+    dp = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    found["parallel"] = verify_wide(data_mesh=dp)
+    found["parallel dropout"] = verify_wide(data_mesh=dp, train_step_fn=seeded_by_rank)
+    parts = {"modules": ["blocks.0", "blocks.1.0"], "steps": 2}
+    found["parts"] = fullshard.verify(partial(Tied, 0.5), tokens_of, next_token, micro_batches=2, **{**SHARDED, **parts})
+    found["parts, output"] = fullshard.verify(Tied, tokens_of, next_token, shard_fn=hooked, **parts)
+    unsynchronised = {**SHARDED, "train_step_fn": never_synchronised}
+    found["parts, gradient"] = fullshard.verify(Tied, tokens_of, next_token, **{**unsynchronised, **parts})
     return found
 
 
 def test_planted_faults_are_found_and_named(run_ranks):
     first, second = run_ranks(planted, list(FAULTS))
-    for name in FAULTS:
+    for name in first:
         assert first[name] == second[name], f"reports differ between ranks: {first[name]}\n{second[name]}"
     for name, (_, kind, parameter, cause) in FAULTS.items():
-        report = first[name]
-        print(name, report)
-        assert not report.ok, name
-        assert report.first.kind == kind, f"{name}: {report}"
-        assert any(one.parameter == parameter for one in report.findings), f"{name}: {report}"
-        assert all(cause in (one.cause or "") for one in report.findings if one.parameter == parameter), f"{name}: {report}"
+        expect(first[name], kind, parameter, cause)
+    expect(first["forgets"], "autograd", "weight", "custom autograd.Function")
+    assert first["parallel"].ok, first["parallel"]
+    expect(first["parallel dropout"], "draws", None, "inside a tensor-parallel group")
+    assert first["parts"].ok and first["parts"].compared > 8, first["parts"]
+    expect(first["parts, output"], "output", "blocks.1.0", "computes something else")
+    expect(first["parts, gradient"], "gradient", "blocks.0.0.weight", "no_sync")
+
+
+def expect(report: Any, kind: str, parameter: str | None, cause: str) -> None:
+    assert not report.ok and report.first.kind == kind, str(report)
+    named = [one for one in report.findings if one.parameter == parameter]
+    assert named and all(cause in (one.cause or "") for one in named), str(report)
+    assert cause in str(report)

@@ -59,7 +59,7 @@ class Report:
         findings: in the order in which training met them; the run ends with the step of the first.
         world: number of ranks.
         steps: completed and found equal.
-        compared: number of tensors compared, over all steps, on each rank.
+        compared: number of tensors compared, over all steps, on the first rank.
         tolerances: by what was compared and in which dtype: relative to the tensor's root mean square.
         notes: what was not compared, and why.
     """

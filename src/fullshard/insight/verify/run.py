@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.fully_shard import fully_shard
 from ...errors import ConfigError
+from .parts import run_parts
 from .report import Report
 from .session import opened
 from .training import Plan
@@ -96,8 +97,6 @@ def verify(
         raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}')
     with opened(data_mesh, seed) as session:
         if modules is not None:
-            from .parts import run_parts
-
             return run_parts(session, plan, modules, tolerance)
         return run_whole(session, plan, initial == "copy", check_draws, tolerance)
 
