@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.cli.main import main
+from fullshard.insight.verify.causes import gradient_cause
 from models import EXAMPLES, Example, blocks_of
 from ways import WAYS, shard
 
@@ -93,7 +92,9 @@ def by_blocks(model: nn.Module, **settings: Any) -> Any:
     return fully_shard(model, **settings)
 
 
-def usual(model: nn.Module, optimizer: Any, batches: list[Tensor], loss_fn: Any = next_token, after: Any = None) -> list:
+def usual(
+    model: nn.Module, optimizer: Any, batches: list[Tensor], loss_fn: Any = next_token, after: Any = None
+) -> list:
     """A training step as users write it, with something to do before the optimizer's step."""
     losses = []
     for batch in batches:
@@ -141,7 +142,10 @@ def right(name: str) -> dict[str, str]:
             count = {"reduction": "tokens", "tokens_fn": Tensor.numel}
             check(f"{way} tokens", verify_tied(micro_batches=2, no_sync=True, **count, **given))
             check(f"{way} sum and clipping", verify_tied(reduction="sum", max_norm=0.5, **given))
-            check(f"{way} dropout", fullshard.verify(partial(Tied, 0.5, False), tokens_of, next_token, micro_batches=2, **given))
+            check(
+                f"{way} dropout",
+                fullshard.verify(partial(Tied, 0.5, False), tokens_of, next_token, micro_batches=2, **given),
+            )
         for example in ("batch_norm", "two_types", "shapes", "checkpoint_outside", "dataclass", "odd_mlp"):
             e = EXAMPLES[example]
             sharded = partial(shard, way="rows", units=e.units)
@@ -153,11 +157,18 @@ def right(name: str) -> dict[str, str]:
         ):
             check(str(policy), verify_tied(shard_fn=partial(by_blocks, mp_policy=policy)))
         check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
-        check("default", verify_tied(train_step_fn=usual, optimizer_fn=lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9)))
-        check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=lambda m: torch.optim.AdamW(
-            fullshard.optimizer_view(m) if isinstance(m, fullshard.FSDPModule) else m.parameters(), lr=1e-3)))
+        check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
+        check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
         check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
     return wrong
+
+
+def momentum(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def of_views(model: nn.Module) -> Any:
+    return torch.optim.AdamW(fullshard.optimizer_view(model) if is_sharded(model) else model.parameters())
 
 
 def drawn_again(model: nn.Module) -> nn.Module:
@@ -221,25 +232,6 @@ def never_synchronised(model: Any, optimizer: Any, batches: list[Tensor]) -> lis
     return usual(model, optimizer, batches)
 
 
-def without_joining(model: Any, optimizer: Any, batches: list[Tensor]) -> None:
-    """Gradients of all micro-batches but the last are kept apart, and added without a reduction."""
-    kept = {}
-    for number, batch in enumerate(batches):
-        if number == len(batches) - 1:
-            kept = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
-            model.zero_grad()
-        (next_token(model, batch) / len(batches)).backward()
-        if number < len(batches) - 1:
-            for p in model.parameters():
-                if p.grad is not None and dist.get_rank() == 1:
-                    p.grad.zero_()
-    for name, p in model.named_parameters():
-        if kept[name] is not None:
-            p.grad.add_(torch.distributed.tensor.distribute_tensor(kept[name], p.device_mesh, p.placements))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def adapter_on_first(model: nn.Module) -> nn.Module:
     if dist.get_rank() == 0:
         model.blocks[1].lora = nn.Linear(WIDTH, 2)
@@ -251,40 +243,57 @@ def seeded_alike(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> lis
     return usual(model, optimizer, batches)
 
 
-def frozen_on_second(model: nn.Module) -> nn.Module:
-    return by_blocks(model.requires_grad_(dist.get_rank() == 0))
-
-
 def ignoring(model: nn.Module) -> nn.Module:
     """A parameter that no unit shards, and nobody averages."""
     return by_blocks(model, ignored_params={model.blocks[0][0].weight})
 
 
+def half_of_it(model: nn.Module) -> Any:
+    return without_head(model) if is_sharded(model) else torch.optim.AdamW(model.parameters())
+
+
+def twice_the_rate(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.2 if is_sharded(model) else 0.1)
+
+
+def doubled(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2)
+
+
+def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    for batch in batches:
+        next_token(model, batch).backward()
+
+
+def step(function: Any, **more: Any) -> dict[str, Any]:
+    return {"shard_fn": by_blocks, "train_step_fn": function, **more}
+
+
 TOKENS = {"reduction": "tokens", "tokens_fn": Tensor.numel}
-SHARDED = {"shard_fn": by_blocks}
+BROKEN_TIE = partial(materialised, tie=False, buffers=True)
+LEFT_BUFFER = partial(materialised, tie=True, buffers=False)
+UNSTEPPED = {"shard_fn": by_blocks, "optimizer_fn": half_of_it}
+RATE = {"shard_fn": by_blocks, "optimizer_fn": twice_the_rate}
 FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     # name: arguments, kind of the first finding, its parameter, what the cause says
-    "tie": ({"shard_fn": partial(materialised, tie=False, buffers=True)}, "tie", "head.weight", "to_empty"),
+    "tie": ({"shard_fn": BROKEN_TIE}, "tie", "head.weight", "to_empty"),
     "optimizer": ({"shard_fn": optimizer_before}, "error", "gain", "built before its model was sharded"),
     "master": ({"shard_fn": lambda m: by_blocks(m.bfloat16())}, "dtype", "gain", "no full-precision master"),
     "unfrozen": ({"shard_fn": unfrozen}, "gradient", "gain", "a frozen parameter is trained"),
-    "decayed": ({**SHARDED, "train_step_fn": partial(usual, after=decayed)}, "parameter", "gain", "a frozen parameter was"),
-    "stale": ({**SHARDED, "optimizer_fn": lambda m: without_head(m) if is_sharded(m) else torch.optim.AdamW(m.parameters())},
-              "parameter", "blocks.1.0.weight", "no rank updates it"),
-    "tokens": ({**SHARDED, **TOKENS, "train_step_fn": usual}, "gradient", "tokens.weight", "unequal token counts"),
-    "never reduced": ({**SHARDED, "train_step_fn": never_synchronised, "micro_batches": 2}, "gradient", "tokens.weight",
-                      "every micro-batch ran under no_sync"),
-    "buffer": ({"shard_fn": partial(materialised, tie=True, buffers=False)}, "buffer", "shift", "left uninitialised"),
+    "decayed": (step(partial(usual, after=decayed)), "parameter", "gain", "a frozen parameter was"),
+    "stale": (UNSTEPPED, "parameter", "blocks.1.0.weight", "no rank updates it"),
+    "tokens": (step(usual, **TOKENS), "gradient", "tokens.weight", "unequal token counts"),
+    "never reduced": (step(never_synchronised, micro_batches=2), "gradient", "tokens.weight", "under no_sync"),
+    "buffer": ({"shard_fn": LEFT_BUFFER}, "buffer", "shift", "left uninitialised"),
     "adapter": ({"shard_fn": adapter_on_first}, "structure", "blocks.1.lora.weight", "LoRA"),
-    "alike": ({**SHARDED, "train_step_fn": seeded_alike, "rate": 0.5}, "draws", None, "dropout is the same on every rank"),
-    "summed": ({**SHARDED, "train_step_fn": partial(usual, after=lambda m: [p.grad.mul_(2) for p in m.parameters() if
-               p.grad is not None])}, "gradient", "tokens.weight", "summed over ranks"),
-    "not stepped": ({**SHARDED, "train_step_fn": lambda m, o, b: [next_token(m, one).backward() for one in b] and None},
-                    "step", None, "was not called"),
-    "rate": ({**SHARDED, "optimizer_fn": lambda m: torch.optim.SGD(m.parameters(), lr=0.2 if is_sharded(m) else 0.1)},
-             "parameter", "tokens.weight", "2 times the expected"),
+    "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
+    "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
+    "not stepped": (step(without_step), "step", None, "was not called"),
+    "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
     "unaveraged": ({"shard_fn": ignoring}, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
-}  # fmt: skip
+}
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -337,10 +346,10 @@ def planted(names: list[str]) -> dict[str, Any]:
     found["parallel"] = verify_wide(data_mesh=dp)
     found["parallel dropout"] = verify_wide(data_mesh=dp, train_step_fn=seeded_by_rank)
     parts = {"modules": ["blocks.0", "blocks.1.0"], "steps": 2}
-    found["parts"] = fullshard.verify(partial(Tied, 0.5), tokens_of, next_token, micro_batches=2, **{**SHARDED, **parts})
+    given = {"micro_batches": 2, "shard_fn": by_blocks, **parts}
+    found["parts"] = fullshard.verify(partial(Tied, 0.5), tokens_of, next_token, **given)
     found["parts, output"] = fullshard.verify(Tied, tokens_of, next_token, shard_fn=hooked, **parts)
-    unsynchronised = {**SHARDED, "train_step_fn": never_synchronised}
-    found["parts, gradient"] = fullshard.verify(Tied, tokens_of, next_token, **{**unsynchronised, **parts})
+    found["parts, gradient"] = fullshard.verify(Tied, tokens_of, next_token, **step(never_synchronised), **parts)
     return found
 
 
@@ -363,3 +372,108 @@ def expect(report: Any, kind: str, parameter: str | None, cause: str) -> None:
     named = [one for one in report.findings if one.parameter == parameter]
     assert named and all(cause in (one.cause or "") for one in named), str(report)
     assert cause in str(report)
+
+
+# Causes by themselves, what verify leaves behind, and the command line.
+
+
+def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
+    torch.manual_seed(0)
+    parts = [[torch.randn(50, dtype=torch.float64) for _ in range(3)] for _ in range(4)]
+    counts = [[float(1 + rank * rank + 2 * micro) for micro in range(3)] for rank in range(4)]
+    total = sum(map(sum, counts))
+    weights = [[n / total for n in row] for row in counts]
+
+    def cause(factor: Any) -> str:
+        got = sum(factor(r, m) * parts[r][m] for r in range(4) for m in range(3))
+        return gradient_cause(got, parts, weights, counts, 2) or "none"
+
+    assert "micro-batches of all ranks count alike" in cause(lambda r, m: 1 / 12)
+    assert "ranks count alike" in cause(lambda r, m: counts[r][m] / sum(counts[r]) / 4)
+    assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or r == 2))
+    assert "only the last micro-batch counts" in cause(lambda r, m: weights[r][m] * (m == 2))
+    assert "the last micro-batch is missing" in cause(lambda r, m: weights[r][m] * (m < 2))
+    assert "never reduced over ranks" in cause(lambda r, m: weights[r][m] * (r == 2))
+    assert "summed over ranks" in cause(lambda r, m: 4 * weights[r][m])
+    assert "once too often" in cause(lambda r, m: weights[r][m] / 3)
+    assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
+    assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
+
+
+def test_nothing_is_left_behind_and_bad_input_is_refused():
+    torch.manual_seed(5)
+    random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+    report = verify_tied(micro_batches=2, no_sync=True)
+    assert report.ok and report.world == 1 and "ok" in str(report)
+    assert not dist.is_initialized()
+    after = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    assert verify_tied(optimizer_fn=lambda m: 3).first.kind == "error"
+    for wrong, text in (
+        ({"steps": 0}, "steps"),
+        ({"reduction": "tokens"}, "tokens_fn"),
+        ({"modules": ["absent"]}, "absent"),
+        ({"initial": "other"}, "initial"),
+        ({"no_sync": True, "train_step_fn": usual}, "no_sync"),
+    ):
+        with pytest.raises(fullshard.ConfigError, match=text):
+            verify_tied(**wrong)
+    assert not dist.is_initialized()
+
+
+PROGRAM = """
+import torch
+from torch import nn
+
+def right():
+    model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return dict(model_fn=model_fn, batch_fn=lambda i, r, w: torch.randn(3, 4), loss_fn=lambda m, x: m(x).square().mean())
+
+def wrong():
+    def step(model, optimizer, batches):
+        (3 * model(batches[0]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**right(), "train_step_fn": step}
+
+def incomplete():
+    return {"model_fn": nn.Linear}
+"""
+
+
+def test_the_command_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    assert main(["verify", f"{script}:right", "--steps", "1"]) == 0
+    assert "verify: ok (1 rank, 1 steps equal" in capfd.readouterr().out
+    assert main(["verify", f"{script}:wrong"]) == 1
+    assert "3 times the expected" in capfd.readouterr().out
+    for given, text in (
+        ([f"{script}:incomplete"], "missing: batch_fn, loss_fn"),
+        ([f"{script}:absent"], "no function 'absent'"),
+        ([f"{tmp_path}/other.py:right"], "no file"),
+        (["right"], "is not SCRIPT-OR-MODULE:FUNCTION"),
+        ([f"{script}:right", "--ranks", "0"], "--ranks"),
+        ([f"{script}:right", "--steps", "many"], "--steps"),
+        ([], "SCRIPT-OR-MODULE:FUNCTION"),
+    ):
+        assert main(["verify", *given]) == 2
+        out, error = capfd.readouterr()
+        assert text in error and error.count("\n") == 1 and not out, error
+    assert main(["other"]) == 2 and main([]) == 2
+    assert not dist.is_initialized()
+
+
+def test_the_command_line_starts_ranks(tmp_path, capfd):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert main(["verify", f"{tmp_path}/program.py:right", "--steps", "1", "--ranks", "2"]) == 0
+    assert "verify: ok (2 ranks" in capfd.readouterr().out
+
+
+def test_without_the_extra_it_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "fullshard.cli.verify", raising=False)
+    assert main(["verify", "program.py:right"]) == 2
+    assert "pip install fullshard[cli]" in capsys.readouterr().err

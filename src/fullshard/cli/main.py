@@ -1,4 +1,4 @@
-"""The entry point of `fullshard`. Exit codes: 0 right, 1 something was found, 2 bad input, with one line that says what."""
+"""The entry point of `fullshard`. Exit codes: 0 right, 1 something was found, 2 bad input, told in one line."""
 
 from __future__ import annotations
 
@@ -40,5 +40,3 @@ def refuse(text: str) -> int:
     """Say in one line why nothing was done; the exit code for that."""
     print(f"fullshard: {' '.join(text.split())}", file=sys.stderr)
     return 2
-
-

@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
+import math
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +32,8 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..insight.verify import Report, verify
 from .main import refuse
+
+GRACE = 20.0  # seconds that the other ranks get to end once one has failed
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,12 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """The command; its exit code."""
+    told = io.StringIO()
     try:
-        given = tyro.cli(Arguments, prog="fullshard verify", args=arguments)
-    except SystemExit as stop:  # tyro has told what is wrong, or the help
-        return int(stop.code or 0)
+        with redirect_stderr(told):
+            given = tyro.cli(Arguments, prog="fullshard verify", args=arguments)
+    except SystemExit as stop:
+        return refuse(_one_line(told.getvalue())) if stop.code else 0
     if given.ranks < 1:
         return refuse(f"--ranks must be at least 1, got {given.ranks}")
     if given.ranks > 1 and "RANK" not in os.environ:
@@ -70,6 +79,12 @@ def run(arguments: list[str]) -> int:
     if first:
         _print(report)
     return 0 if report.ok else 1
+
+
+def _one_line(told: str) -> str:
+    """What tyro says of wrong arguments, without its frame."""
+    text = re.sub(r"[\u2500-\u257f]+", " ", told).partition("For full helptext")[0]
+    return f"{' '.join(text.split())} (fullshard verify --help)"
 
 
 def _verified(given: Arguments) -> Report:
@@ -116,7 +131,8 @@ def _function(target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"there is no function {name!r} in {where}")
-    return function  # type: ignore[no-any-return]
+    found: Callable[[], Any] = function
+    return found
 
 
 def _script(path: Path) -> Any:
@@ -147,13 +163,23 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
         for rank in range(ranks)
     ]
     try:
-        codes = [process.wait() for process in started]
+        codes = _codes(started)
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
     broken = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code not in (0, 1, 2)]
     return refuse("; ".join(broken)) if broken else max(codes)
+
+
+def _codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes of all; once one has failed the others get some seconds, as they may wait for it in vain."""
+    deadline = math.inf
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        if any(process.poll() for process in started):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.05)
+    return [code for process in started if (code := process.poll()) is not None]
 
 
 def _print(report: Report) -> None:

@@ -23,13 +23,13 @@ DROPPED = (
     "and the loss; if it is not to be trained, set requires_grad_(False)"
 )
 TIE = (
-    "the tie was broken: to_empty() (or assigning new Parameters) makes one tensor for each name; tie the weights again "
-    "after to_empty(), before sharding, or materialise the model first"
+    "the tie was broken: to_empty() (or assigning new Parameters) makes one tensor for each name; tie the weights "
+    "again after to_empty(), before sharding, or materialise the model first"
 )
 UNTIED = "weights are tied that the unsharded model has apart"
 MASTER = (
-    "there is no full-precision master: the parameter itself was cast (model.bfloat16(), .half(), torch_dtype=), so small "
-    "updates round to nothing; keep it as it is and set MixedPrecisionPolicy(param_dtype=...) or MixedPrecision"
+    "there is no full-precision master: the parameter itself was cast (model.bfloat16(), .half(), torch_dtype=), so "
+    "small updates round to nothing; keep it as it is and set MixedPrecisionPolicy(param_dtype=...) or MixedPrecision"
 )
 OTHER_DTYPE = "the model was cast before or while it was sharded"
 UNINITIALISED = (
@@ -37,33 +37,33 @@ UNINITIALISED = (
     "out; compute it again after to_empty() (in reset_parameters() or an init function)"
 )
 OTHER_START = (
-    "it starts from another value than the unsharded model's: initialised after sharding with other random numbers, not "
-    "initialised at all, or different on this rank; load the same state, or pass initial='copy'"
+    "it starts from another value than the unsharded model's: initialised after sharding with other random numbers, "
+    "not initialised at all, or different on this rank; load the same state, or pass initial='copy'"
 )
 ADAPTER = (
-    "ranks hold different models: an adapter (LoRA) or a layer is added, left out or frozen on some ranks only; do it on "
-    "every rank, whatever its number"
+    "ranks hold different models: an adapter (LoRA) or a layer is added, left out or frozen on some ranks only; do it "
+    "on every rank, whatever its number"
 )
 OTHER_MODEL = "shard_fn changes the model's structure beyond sharding it"
 UNFROZEN = (
-    "a frozen parameter is trained and will be updated: it is frozen in the unsharded model; requires_grad was set when "
-    "sharding (a wrapper's new Parameters, requires_grad_(True) on the whole model); freeze it again"
+    "a frozen parameter is trained and will be updated: it is frozen in the unsharded model; requires_grad was set "
+    "when sharding (a wrapper's new Parameters, requires_grad_(True) on the whole model); freeze it again"
 )
 UNUSED = (
-    "a parameter that no rank's loss uses was given a gradient: zeros make optimizers apply weight decay and momentum to "
-    "it, where without a gradient they leave it alone"
+    "a parameter that no rank's loss uses was given a gradient: zeros make optimizers apply weight decay and momentum "
+    "to it, where without a gradient they leave it alone"
 )
 BUFFER = (
-    "its forward computes something else on this rank: batch norm over another batch, statistics kept in low precision, or "
-    "a buffer that is written outside of forward"
+    "its forward computes something else on this rank: batch norm over another batch, statistics in low precision, "
+    "or a buffer that is written outside of forward"
 )
 FORWARD = (
     "the forward computes something else when sharded: a cast, code that looks at its rank, a weight used outside its "
     "unit's forward, or random numbers drawn in another order"
 )
 BACKWARD = (
-    "no combination of the micro-batches' gradients gives this one: a weight used outside its unit's forward, a hook that "
-    "changes it, or one rank's backward that differs"
+    "no combination of the micro-batches' gradients gives this one: a weight used outside its unit's forward, a hook "
+    "that changes it, or one rank's backward that differs"
 )
 
 
@@ -112,7 +112,9 @@ def parameter_cause(
             )
         return "it was not updated though an optimizer holds it: its learning rate is 0, or the step was undone"
     if (ratio := _ratio(ours, theirs)) is not None:
-        return f"its update is {ratio:.4g} times the expected one: another learning rate, or several steps in place of one"
+        return (
+            f"its update is {ratio:.4g} times the expected one: another learning rate, or several steps in place of one"
+        )
     return "its gradient was right and its update is not: other settings (betas, weight decay) or another optimizer"
 
 
@@ -182,20 +184,35 @@ def _combinations(weights: Weights, counts: Weights, own: int) -> Iterator[tuple
     last = [[w if m == micro - 1 else 0.0 for m, w in enumerate(row)] for row in weights]
     if ranks > 1:
         yield (
-            "the gradient is this rank's own: it was never reduced over ranks; a parameter that no unit shards (ignored, "
-            "or added later) must be averaged by you, or the last micro-batch ran without synchronisation"
-        ), mine
+            (
+                "the gradient is this rank's own: it was never reduced over ranks; a parameter that no unit shards "
+                "(ignored, or added later) must be averaged by you, or the last micro-batch ran without synchronisation"
+            ),
+            mine,
+        )
     if micro > 1:
         yield (
-            "only the last micro-batch counts: gradients of those before are dropped (zero_grad() between them, or "
-            "gradients kept in no_sync() were given up)"
-        ), last
+            (
+                "only the last micro-batch counts: gradients of those before are dropped (zero_grad() between them, or "
+                "gradients kept in no_sync() were given up)"
+            ),
+            last,
+        )
         yield "the last micro-batch is missing: it ran after the step, or under no_sync()", _minus(weights, last)
     if micro > 1 and ranks > 1:
         yield (
-            "a missing reduce in no_sync(): of micro-batches before the last this rank has only its own gradients; let "
-            "gradients kept in no_sync() join the last micro-batch's reduction"
-        ), _plus(last, [[w if r == own and m < micro - 1 else 0.0 for m, w in enumerate(row)] for r, row in enumerate(weights)])
+            (
+                "a missing reduce in no_sync(): of micro-batches before the last this rank has only its own gradients; "
+                "let gradients kept in no_sync() join the last micro-batch's reduction"
+            ),
+            _plus(
+                last,
+                [
+                    [w if r == own and m < micro - 1 else 0.0 for m, w in enumerate(row)]
+                    for r, row in enumerate(weights)
+                ],
+            ),
+        )
 
 
 def _plus(a: Weights, b: Weights) -> Weights:
@@ -221,5 +238,7 @@ def missing_gradient_cause(evidence: Sequence[Evidence], everywhere: bool) -> st
     if any(one.reduced == 0 for one in evidence):
         return UNREDUCED
     if everywhere:
-        return "no gradient reaches any parameter: the loss was computed without grad, or zero_grad() came before the step"
+        return (
+            "no gradient reaches any parameter: the loss was computed without grad, or zero_grad() came before the step"
+        )
     return f"no gradient reaches it in the sharded run: {DROPPED}"

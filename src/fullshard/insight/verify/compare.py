@@ -105,7 +105,9 @@ class Comparison:
             got: this rank's part of the same.
             allowed: of a parameter.
         """
-        facts = {} if wanted is None else {n: None if t is None else (tuple(t.shape), t.dtype) for n, t in wanted.items()}
+        facts = (
+            {} if wanted is None else {n: None if t is None else (tuple(t.shape), t.dtype) for n, t in wanted.items()}
+        )
         for name, fact in self.session.told(facts).items():
             row = self.held.rows[name]
             if not self.held.comparable(row):

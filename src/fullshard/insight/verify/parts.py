@@ -162,7 +162,9 @@ class _Run:
         """One module's outputs, gradients and step. Collective."""
         session, copy = self.session, self.copies.get(name)
         prefix = f"{name}." if name else ""
-        rows = {key: row for key, row in held.rows.items() if key in before and all(n.startswith(prefix) for n in row.names)}
+        rows = {
+            key: row for key, row in held.rows.items() if key in before and all(n.startswith(prefix) for n in row.names)
+        }
         gathered = session.to_first(calls)
         outputs: list[Finding] = []
         if copy is not None and gathered is not None:
@@ -203,9 +205,7 @@ class _Run:
                         with torch.no_grad():
                             self._parameter(copy, prefix, row).copy_(whole)
 
-    def _replayed(
-        self, step: int, name: str, source: int, copy: _Copy, call: Call, held: Held
-    ) -> Iterator[Finding]:
+    def _replayed(self, step: int, name: str, source: int, copy: _Copy, call: Call, held: Held) -> Iterator[Finding]:
         """Run a copy on what one rank's module was given; adds to its gradients. On the first rank."""
         session, module = self.session, copy.module
         with torch.no_grad():
@@ -219,7 +219,9 @@ class _Run:
             self.compared += 1
             gap = difference(got, want.detach(), self.allowed * rms([want]))
             if gap is not None:
-                element = tuple(int(i) for i in torch.unravel_index(torch.tensor(gap.at), want.shape)) if want.dim() else ()
+                element = (
+                    tuple(int(i) for i in torch.unravel_index(torch.tensor(gap.at), want.shape)) if want.dim() else ()
+                )
                 what = f"output {number} of module {name!r} differs ({gap})."
                 at = (source, (source,), gap.expected, gap.got, causes.FORWARD)
                 yield Finding("output", what, step, name, element, *at)
@@ -237,7 +239,13 @@ class _Run:
         return found
 
     def _stepped(
-        self, step: int, prefix: str, rows: dict[str, Named], seen: Seen, before: dict[str, torch.Tensor], copy: _Copy | None
+        self,
+        step: int,
+        prefix: str,
+        rows: dict[str, Named],
+        seen: Seen,
+        before: dict[str, torch.Tensor],
+        copy: _Copy | None,
     ) -> list[Finding]:
         """Step a copy with the sharded model's gradients, and compare its parameters. Collective."""
         session, after = self.session, Held(self.model)

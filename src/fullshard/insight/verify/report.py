@@ -82,7 +82,9 @@ class Report:
         return self.findings[0] if self.findings else None
 
     def __str__(self) -> str:
-        scope = f"{self.world} rank{'s' * (self.world != 1)}, {self.steps} steps equal, {self.compared} tensors compared"
+        scope = (
+            f"{self.world} rank{'s' * (self.world != 1)}, {self.steps} steps equal, {self.compared} tensors compared"
+        )
         allowed = ", ".join(f"{what} {value:.1e}" for what, value in self.tolerances)
         head = f"verify: {'ok' if self.ok else 'DIFFERENT'} ({scope}{'; allowed: ' + allowed if allowed else ''})"
         lines, told = [head], set[str | None]()

@@ -72,8 +72,8 @@ def verify(
         max_norm: gradients are clipped to this total norm, by the reference and verify's own loop.
         modules: names of modules to compare in place of the whole model, where one device cannot hold that: see
             docs/verify.md for what is left out.
-        data_mesh: the data-parallel part of a mesh with other kinds of parallelism (`mesh["dp"]`): ranks at one place in
-            it are given one batch. None: every rank has its own.
+        data_mesh: the data-parallel part of a mesh with other kinds of parallelism (`mesh["dp"]`): ranks at one place
+            in it are given one batch. None: every rank has its own.
         initial: "compare" values before the first step, or "copy" the unsharded model's into the sharded one, which
             may then initialise itself as it likes.
         check_draws: whether to compare the random numbers that ranks draw in the first step. False for models that
@@ -89,8 +89,8 @@ def verify(
             are findings.
     """
     plan = Plan(
-        model_fn, batch_fn, loss_fn, shard_fn or _by_blocks, optimizer_fn or _adamw, train_step_fn, steps, micro_batches,
-        no_sync, reduction, tokens_fn, max_norm,
+        model_fn, batch_fn, loss_fn, shard_fn or _by_blocks, optimizer_fn or _adamw, train_step_fn, steps,
+        micro_batches, no_sync, reduction, tokens_fn, max_norm,
     )  # fmt: skip
     plan.check()
     if initial not in ("compare", "copy"):

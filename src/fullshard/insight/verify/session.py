@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...dtypes import as_moved
@@ -131,12 +132,15 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
                 got=f"places {numbers} by rank",
             )
         kind = device_type_of(None)
-        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
         with _generators_kept():
-            yield Session(rank, world, torch.device(kind, index), tuple(numbers), seed)
+            yield Session(rank, world, _device(kind), tuple(numbers), seed)
     finally:
         if temporary:
             dist.destroy_process_group()
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _place_in(mesh: DeviceMesh) -> int:
@@ -156,7 +160,7 @@ def _start_group() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 @contextmanager

@@ -48,14 +48,15 @@ def sharded(session: Session, plan: Plan, model: Any) -> tuple[tuple[nn.Module, 
 @contextmanager
 def _poisoned() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def error_findings(failed: dict[int, tuple[str, str]], step: int | None, what: str) -> list[Finding]:
@@ -163,7 +164,9 @@ def copy(session: Session, reference: Reference | None, held: Held) -> None:
     names = session.told(None if reference is None else list(reference.buffers[0]))
     for name in names or []:
         mine = local_part(held.buffers[name])
-        mine.copy_(session.sent(None if reference is None else reference.buffers[0][name], tuple(mine.shape), mine.dtype))
+        mine.copy_(
+            session.sent(None if reference is None else reference.buffers[0][name], tuple(mine.shape), mine.dtype)
+        )
 
 
 def compare_buffers(

@@ -1,10 +1,10 @@
 """How far two computations of one training step may differ by rounding alone.
 
 Sharding changes the order of sums, not what is summed. A sum of n products in precision u has a relative error of at
-most gamma_n = n u / (1 - n u) (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM 2002, section
-3.1); with rounding errors of mean zero it stays below lambda sqrt(n) u with a probability that one minus it falls off
-as exp(-lambda^2 / 2) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci.
-Comput. 41(5), 2019, Theorem 2.4). A network chains `depth` such sums, whose errors add up in the same way:
+most gamma_n = n u / (1 - n u) (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM 2002,
+section 3.1); where rounding errors are independent and of mean zero it exceeds about lambda sqrt(n) u only with a
+probability that falls as exp(-lambda^2 / 2) (N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
+Analysis, SIAM J. Sci. Comput. 41(5), 2019). A network chains `depth` such sums, whose errors add up in the same way:
 
     tolerance = LAMBDA * (sqrt(depth) * u + sqrt(depth * length) * u_sum)
 

@@ -57,7 +57,9 @@ class Plan:
         if (self.reduction == "tokens") != (self.tokens_fn is not None):
             raise ConfigError('verify: reduction="tokens" and tokens_fn go together; one was given without the other')
         if self.train_step_fn is not None and self.no_sync:
-            raise ConfigError("verify: no_sync is for verify's own loop; the train_step_fn decides itself when to reduce")
+            raise ConfigError(
+                "verify: no_sync is for verify's own loop; the train_step_fn decides itself when to reduce"
+            )
 
     def weights(self, counts: Weights) -> Weights:
         """How much each micro-batch's loss counts in the reference, by data rank."""
@@ -80,7 +82,7 @@ class Seen:
 
     losses: list[float] | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    evidence: Evidence = Evidence(0, frozenset(), 0, None)
+    evidence: Evidence = field(default_factory=lambda: Evidence(0, frozenset(), 0, None))
 
 
 def take_step(

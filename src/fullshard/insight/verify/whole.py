@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +65,12 @@ class _Run:
     """
 
     def __init__(
-        self, session: Session, plan: Plan, made: tuple[nn.Module, Any], reference: Reference | None, given: float | None
+        self,
+        session: Session,
+        plan: Plan,
+        made: tuple[nn.Module, Any],
+        reference: Reference | None,
+        given: float | None,
     ) -> None:
         self.session, self.plan, self.reference = session, plan, reference
         self.model, self.optimizer = made
@@ -101,13 +107,17 @@ class _Run:
         held = Held(self.model)
         wanted = self.session.told(start.Structure.of(self.reference.held) if self.reference is not None else None)
         assert wanted is not None
-        findings = start.with_causes(merged(self.session, start.compare(self.session, wanted, held), held.rows), self.session)
+        findings = start.with_causes(
+            merged(self.session, start.compare(self.session, wanted, held), held.rows), self.session
+        )
         if findings:
             return findings
         if copy:
             start.copy(self.session, self.reference, held)
         found = self._compare(held, "value", "a parameter starts from another value", None, self._values(), held.value)
-        found = [replace(one, cause=causes.start_cause("value", held.value(held.rows[one.parameter or ""]))) for one in found]
+        found = [
+            replace(one, cause=causes.start_cause("value", held.value(held.rows[one.parameter or ""]))) for one in found
+        ]
         return merged(self.session, found, held.rows) or self._buffers(held, None)
 
     def _values(self) -> dict[str, torch.Tensor] | None:
@@ -143,7 +153,8 @@ class _Run:
         session.seed_with("step", step, session.data_rank)
 
         def sharded() -> tuple[Seen, list[Draw]]:
-            with draws_of(self.model) if check_draws else nullcontext([]) as draws:
+            with ExitStack() as stack:
+                draws = stack.enter_context(draws_of(self.model)) if check_draws else []
                 own = weights[session.data_rank]
                 return take_step(session, plan, self.model, self.optimizer, mine, own, held), draws
 
@@ -153,7 +164,8 @@ class _Run:
         assert result is not None
         seen, draws = result
         wanted = session.required(
-            "the unsharded model", lambda: None if self.reference is None else self.reference.run(step, batches, weights)
+            "the unsharded model",
+            lambda: None if self.reference is None else self.reference.run(step, batches, weights),
         )
         losses = session.told(wanted)
         assert losses is not None
@@ -198,12 +210,12 @@ class _Run:
                 got, want = [sum(got) / max(len(got), 1)], [sum(want) / len(want)]
             for number, (a, b) in enumerate(zip(got, want, strict=True)):
                 self.compared += 1
-                if a == b or (a != a and b != b) or abs(a - b) <= (self.allowed or 0.0) * (abs(b) + 1e-3):
+                if a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= (self.allowed or 0.0) * (abs(b) + 1e-3):
                     continue
                 which = f" of micro-batch {number}" if len(got) > 1 else ""
                 cause = causes.loss_cause(a, b, session.data_world, self.plan.micro_batches, drew)
-                facts = {"expected": f"{b:.7g}", "got": f"{a:.7g}", "cause": cause}
-                found.append(Finding("loss", f"the loss{which} differs.", step, rank=rank, ranks=(rank,), **facts))
+                at = (None, None, rank, (rank,), f"{b:.7g}", f"{a:.7g}", cause)
+                found.append(Finding("loss", f"the loss{which} differs.", step, *at))
         return merged(session, found if session.first else [])
 
     def _gradients(
@@ -233,7 +245,13 @@ class _Run:
         return [replace(one, cause=_cause_of(one, frozen, texts)) for one in findings]
 
     def _combination(
-        self, step: int, held: Held, seen: Seen, findings: list[Finding], batches: Batches, sums: tuple[Weights, Weights]
+        self,
+        step: int,
+        held: Held,
+        seen: Seen,
+        findings: list[Finding],
+        batches: Batches,
+        sums: tuple[Weights, Weights],
     ) -> str:
         """What a wrong gradient is made of: found for the largest of them, which says most. Collective."""
         session, reference = self.session, self.reference
@@ -263,8 +281,8 @@ class _Run:
         if seen.evidence.stepped:
             return merged(self.session, [])
         rank = self.session.rank
-        facts = {"expected": "optimizer.step()", "got": "no call of it", "cause": causes.NOT_CALLED}
-        return merged(self.session, [Finding("step", "no optimizer stepped.", step, rank=rank, ranks=(rank,), **facts)])
+        at = (None, None, rank, (rank,), "optimizer.step()", "no call of it", causes.NOT_CALLED)
+        return merged(self.session, [Finding("step", "no optimizer stepped.", step, *at)])
 
     def _suspects(self, step: int, batches: Batches) -> list[Finding]:
         """Of the unsharded model: parameters that its own backward forgets. Once. Collective."""
@@ -336,4 +354,3 @@ def _cause_of(finding: Finding, frozen: list[str], texts: dict[str, str]) -> str
     if finding.expected != "None":
         return texts["wrong"]
     return causes.UNFROZEN if finding.parameter in frozen else causes.UNUSED
-
