@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .reference import Weights
-
+Weights = list[list[float]]  # of each data rank, a factor for each of its micro-batches
 SAMPLE = 65536  # elements of a gradient that are sent to find its cause
 FIT = 1e-3  # residual, of the norm, up to which a combination explains a gradient
 

@@ -21,7 +21,8 @@ from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
 from ...torch_private.autograd_task import inside_backward
 from . import causes, start
-from .compare import Comparison, difference, merged, rms
+from .apart import difference, rms
+from .compare import Comparison, merged
 from .held import Held, plain_name
 from .report import Finding, Report
 from .session import Session

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compare import rms
+from .apart import rms
+from .causes import Weights
 from .held import Held
 from .session import Session
 
 Optimizer = torch.optim.Optimizer
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Batches = list[list[Any]]  # of each data rank, its micro-batches of one step
-Weights = list[list[float]]  # likewise: how much each micro-batch's loss counts
 
 
 @dataclass(frozen=True)

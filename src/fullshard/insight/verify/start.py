@@ -12,7 +12,7 @@ from torch import nn
 
 from ...torch_private.local_tensor import local_part
 from . import causes
-from .compare import difference, rms
+from .apart import difference, rms
 from .held import Held
 from .reference import Reference
 from .report import Finding

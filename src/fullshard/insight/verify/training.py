@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import ConfigError
 from ...events import record_events
 from ...optim import clip_grad_norm_
-from .causes import Evidence
+from .causes import Evidence, Weights
 from .held import Held
-from .reference import Loss, Weights
+from .reference import Loss
 from .session import Session
 
 

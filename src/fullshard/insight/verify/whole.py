@@ -15,10 +15,12 @@ from ...checkpoint.names import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
 from . import causes, start
-from .compare import Comparison, merged, rms
+from .apart import rms
+from .causes import Weights
+from .compare import Comparison, merged
 from .draws import Draw, compare_draws, draws_of
 from .held import Held
-from .reference import Batches, Reference, Weights
+from .reference import Batches, Reference
 from .report import Finding, Report
 from .session import Session
 from .tolerance import gradient_tolerance, update_tolerance
