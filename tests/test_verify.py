@@ -156,6 +156,7 @@ def right(name: str) -> dict[str, str]:
         check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
         check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
         check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
+        check("compiled", verify_tied(shard_fn=compiled))
         check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
     return wrong
 
@@ -168,6 +169,12 @@ def of_views(model: nn.Module) -> Any:
     return torch.optim.AdamW(fullshard.optimizer_view(model) if is_sharded(model) else model.parameters())
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return by_blocks(model)
+
+
 def drawn_again(model: nn.Module) -> nn.Module:
     by_blocks(model)
     for p in model.parameters():
@@ -177,7 +184,7 @@ def drawn_again(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["ways", "settings"])
 def test_right_programs_are_found_right(run_ranks, name):
-    for wrong in run_ranks(right, name):
+    for wrong in run_ranks(right, name, timeout=240):
         assert not wrong, "\n".join(f"{what}: {text}" for what, text in wrong.items())
 
 
@@ -351,7 +358,7 @@ def planted(names: list[str]) -> dict[str, Any]:
 
 
 def test_planted_faults_are_found_and_named(run_ranks):
-    first, second = run_ranks(planted, list(FAULTS))
+    first, second = run_ranks(planted, list(FAULTS), timeout=240)
     for name in first:
         assert first[name] == second[name], f"reports differ between ranks: {first[name]}\n{second[name]}"
     for name, (_, kind, parameter, cause) in FAULTS.items():
@@ -406,9 +413,11 @@ def test_nothing_is_left_behind_and_bad_input_is_refused():
     assert not dist.is_initialized()
     after = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
-    assert verify_tied(optimizer_fn=lambda m: 3).first.kind == "error"
+    assert verify_tied(optimizer_fn=lambda m: torch.optim.SGD([], lr=0.1)).first.kind == "error"
     for wrong, text in (
         ({"steps": 0}, "steps"),
+        ({"optimizer_fn": lambda m: 3}, "optimizer_fn"),
+        ({"shard_fn": lambda m: None}, "shard_fn"),
         ({"reduction": "tokens"}, "tokens_fn"),
         ({"modules": ["absent"]}, "absent"),
         ({"initial": "other"}, "initial"),

@@ -47,9 +47,10 @@ def difference(got: torch.Tensor, want: torch.Tensor, allowed: float) -> Differe
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """[numel] in double precision; of complex numbers their parts."""
+    """[numel] in double precision (on devices that know none, on the host); of complex numbers their parts."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.detach().to("cpu", torch.float64).reshape(-1)
+    plain = plain.detach().cpu() if plain.device.type == "mps" else plain.detach()
+    return plain.to(torch.float64).reshape(-1)
 
 
 def _shown(tensor: torch.Tensor, at: int) -> str:

@@ -267,8 +267,8 @@ class _Run:
 
         def allowed(row: Named) -> Any:
             def of(want: torch.Tensor) -> float:
-                parts[row.name] = want
-                moved = rms([want - before[row.name].reshape(-1).to("cpu", want.dtype)])
+                parts[row.name] = want.cpu()
+                moved = rms([want - before[row.name].reshape(-1).to(want)])
                 return update_tolerance(after.dtype(row)) * (rms([want]) + 16 * moved)
 
             return of

@@ -99,8 +99,17 @@ class Reference:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def contributions(self, step: int, batches: Batches, name: str) -> list[list[torch.Tensor]]:
-        """The gradient of one parameter that each micro-batch's unweighted loss gives alone; `.grad`s are lost."""
+    def contributions(self, step: int, batches: Batches, name: str, where: torch.Tensor) -> list[list[torch.Tensor]]:
+        """What each micro-batch's unweighted loss alone gives as a parameter's gradient; `.grad`s are lost.
+
+        Args:
+            step, batches: as for `run`.
+            name: of the parameter.
+            where: [n], numbers of the elements that are wanted.
+
+        Returns:
+            For each data rank and micro-batch, [n] in double precision.
+        """
         parameter = self.held.rows[name].parameter
         found: list[list[torch.Tensor]] = []
         for number, own in enumerate(batches):
@@ -111,7 +120,7 @@ class Reference:
                 self.model.zero_grad()
                 self.loss_fn(self.model, batch).backward()
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-                found[-1].append(grad.cpu())
+                found[-1].append(grad.reshape(-1)[where.to(grad.device)].to("cpu", torch.float64))
         self.model.zero_grad()
         return found
 

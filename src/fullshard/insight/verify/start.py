@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import ConfigError
 from ...torch_private.local_tensor import local_part
 from . import causes
 from .apart import difference, rms
@@ -34,15 +35,21 @@ def sharded(session: Session, plan: Plan, model: Any) -> tuple[tuple[nn.Module, 
         with _poisoned():
             made = plan.shard_fn(model)
         found, optimizer = made if isinstance(made, tuple) else (made, None)
-        if not isinstance(found, nn.Module):
-            raise TypeError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
-        if optimizer is None:
+        if optimizer is None and isinstance(found, nn.Module):
             optimizer = plan.optimizer_fn(found)
-        listed(optimizer)
         return found, optimizer
 
+    def check() -> None:
+        found, optimizer = made or (None, None)
+        if not isinstance(found, nn.Module):
+            raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
+        listed(optimizer)
+
     made, failed = session.attempt(make)
-    return (None, error_findings(failed, None, "sharding raised")) if failed else (made, [])
+    if failed:
+        return None, error_findings(failed, None, "sharding raised")
+    session.required("shard_fn or optimizer_fn", check)
+    return made, []
 
 
 @contextmanager

@@ -273,10 +273,9 @@ class _Run:
         text = None
         if reference is not None and sample is not None and not sample[0].is_complex():
             got, where = sample
-            parts = reference.contributions(step, batches, row.name)
-            chopped = [[part.reshape(-1)[where].double() for part in own] for own in parts]
+            parts = reference.contributions(step, batches, row.name, where)
             own = session.data_ranks[source]
-            text = causes.gradient_cause(got.double(), chopped, *sums, own)
+            text = causes.gradient_cause(got.double(), parts, *sums, own)
         return session.told(text) or causes.BACKWARD
 
     def _not_stepped(self, step: int, seen: Seen) -> list[Finding]:
@@ -332,8 +331,8 @@ class _Run:
             small = update_tolerance(after.dtype(row))
 
             def of(want: torch.Tensor) -> float:
-                parts[row.name] = want
-                was = before[row.name].reshape(-1).to("cpu", want.dtype)
+                parts[row.name] = want.cpu()
+                was = before[row.name].reshape(-1).to(want)
                 return small * (rms([want]) + 16 * (rms([want - was]) if was.shape == want.shape else 0.0))
 
             return of
