@@ -156,6 +156,10 @@ def right(name: str) -> dict[str, str]:
         check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
         check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
         check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
+        low = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for way in ("wrapper", "originals"):
+            sharded = partial(shard, way=way, units=blocks_of, mixed_precision=low)
+            check(f"{way} in low precision", verify_tied(shard_fn=sharded))
         check("compiled", verify_tied(shard_fn=compiled))
         check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
     return wrong
