@@ -114,7 +114,7 @@ verify_tied = partial(fullshard.verify, partial(Tied, freeze=False), tokens_of, 
 
 
 def verify_example(example: Example, **given: Any) -> Any:
-    return fullshard.verify(example.make, lambda i, r, w: example.batch(i, r), example.loss, steps=2, **given)
+    return fullshard.verify(example.make, lambda i, r, w: example.batch(i, r), example.loss, steps=1, **given)
 
 
 # Right programs.
@@ -138,7 +138,7 @@ def right(name: str) -> dict[str, str]:
     if name == "settings":
         for way in ("rows", "flat", "wrapper", "originals"):
             sharded = partial(shard, way=way, units=blocks_of)
-            given: dict[str, Any] = {"shard_fn": sharded, "steps": 2}
+            given: dict[str, Any] = {"shard_fn": sharded, "steps": 1}
             check(f"{way} tokens", verify_tied(micro_batches=2, no_sync=True, **TOKENS, **given))
             check(f"{way} sum", verify_tied(reduction="sum", max_norm=0.5, micro_batches=2, **given))
             dropping = partial(Tied, 0.5, False)
@@ -184,6 +184,19 @@ def drawn_again(model: nn.Module) -> nn.Module:
     for p in model.parameters():
         nn.init.normal_(p)
     return model
+
+
+def on_a_mesh() -> list[Any]:
+    """Two replicas of two shards, and two data-parallel ranks of two tensor-parallel ones."""
+    sharded = partial(shard, way="flat", units=blocks_of, hybrid=True)
+    dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    wide = fullshard.verify(Wide, vectors_of, square, shard_fn=parallel, data_mesh=dp, micro_batches=2, steps=1)
+    return [verify_tied(shard_fn=sharded, micro_batches=2, no_sync=True), wide]
+
+
+def test_on_meshes_of_two_dims(run_ranks):
+    for reports in run_ranks(on_a_mesh, world=4, timeout=240):
+        assert all(report.ok for report in reports), "\n".join(map(str, reports))
 
 
 @pytest.mark.parametrize("name", ["ways", "settings"])
