@@ -21,11 +21,12 @@ FLOORS = {
     "forms": 6,
     "shard": 7,
     "runtime": 8,
-    "checkpoint": 9, "optim": 9, "insight": 9,
+    "checkpoint": 9, "optim": 9,
     "api": 10,
-    "cli": 11, "integrations": 11,
-    "wrap": 12, "comm_hooks": 12, "state_dict": 12,
-    "__init__": 13,
+    "insight": 11,
+    "cli": 12, "integrations": 12,
+    "wrap": 13, "comm_hooks": 13, "state_dict": 13,
+    "__init__": 14,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
@@ -82,6 +83,7 @@ EXPORTS = [
     "record_events",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "verify",
     "wrap",
 ]
 

@@ -37,6 +37,7 @@ from .events import Event, record_events
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
+from .insight.verify import verify
 from .layout import Blocks
 from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
@@ -97,6 +98,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "verify",
     "watch",
     "wrap",
 ]

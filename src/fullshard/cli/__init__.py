@@ -1,0 +1,1 @@
+"""The command line, `fullshard COMMAND`: one module for each command; the table of them is in `main.py`."""

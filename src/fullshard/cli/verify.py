@@ -1,0 +1,190 @@
+"""`fullshard verify SCRIPT-OR-MODULE:FUNCTION`.
+
+FUNCTION takes nothing and returns the arguments of `fullshard.verify` as a dictionary (model_fn, batch_fn, loss_fn, and
+others by name), or a Report that it made itself. It is called once there is a process group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import io
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..insight.verify import Report, verify
+from .main import refuse
+
+GRACE = 20.0  # seconds that the other ranks get to end once one has failed
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a few steps sharded and unsharded on the same batches, and report the first difference.
+
+    Exit code: 0 no difference, 1 a difference, 2 bad input. Under torchrun, each process is a rank; else use --ranks.
+    """
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")]
+    """a path to a .py file, or an importable module, and a function in it that returns the arguments of
+    fullshard.verify (model_fn, batch_fn, loss_fn, ...) as a dictionary"""
+    ranks: int = 1
+    """processes to start on this machine"""
+    steps: int | None = None
+    """in place of the function's"""
+    seed: int | None = None
+    """in place of the function's"""
+    tolerance: float | None = None
+    """in place of the one by dtype"""
+
+
+def run(arguments: list[str]) -> int:
+    """The command; its exit code."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            given = tyro.cli(Arguments, prog="fullshard verify", args=arguments)
+    except SystemExit as stop:
+        return refuse(_one_line(told.getvalue())) if stop.code else 0
+    if given.ranks < 1:
+        return refuse(f"--ranks must be at least 1, got {given.ranks}")
+    if given.ranks > 1 and "RANK" not in os.environ:
+        return _start_ranks(given.ranks, arguments)
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        report = _verified(given)
+    except ConfigError as error:
+        return refuse(str(error)) if first else 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if first:
+        _print(report)
+    return 0 if report.ok else 1
+
+
+def _one_line(told: str) -> str:
+    """What tyro says of wrong arguments, without its frame."""
+    text = re.sub(r"[\u2500-\u257f]+", " ", told).partition("For full helptext")[0]
+    return f"{' '.join(text.split())} (fullshard verify --help)"
+
+
+def _verified(given: Arguments) -> Report:
+    function = _function(given.target)
+    if "RANK" in os.environ and not dist.is_initialized():
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group()
+    try:
+        found = function()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{given.target} raised {type(error).__name__}: {error}") from error
+    if isinstance(found, Report):
+        return found
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report")
+    known = inspect.signature(verify).parameters
+    unknown = [name for name in found if name not in known]
+    missing = [name for name in ("model_fn", "batch_fn", "loss_fn") if name not in found]
+    if unknown or missing:
+        wrong = f"unknown: {', '.join(map(str, unknown))}" if unknown else f"missing: {', '.join(missing)}"
+        raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})")
+    own = {"steps": given.steps, "seed": given.seed, "tolerance": given.tolerance}
+    return verify(**{**found, **{name: value for name, value in own.items() if value is not None}})
+
+
+def _function(target: str) -> Callable[[], Any]:
+    """What SCRIPT-OR-MODULE:FUNCTION names.
+
+    Raises:
+        ConfigError: there is no such file, module or function.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check")
+    try:
+        module = _script(Path(where)) if where.endswith(".py") else _module(where)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"there is no function {name!r} in {where}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _script(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))  # as `python path` would
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())  # as `python -m name` would
+    return importlib.import_module(name)
+
+
+def _start_ranks(ranks: int, arguments: list[str]) -> int:
+    """This command as `ranks` processes; the worst of their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "fullshard.cli", "verify", *arguments]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    started = [
+        subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        codes = _codes(started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+    broken = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code not in (0, 1, 2)]
+    return refuse("; ".join(broken)) if broken else max(codes)
+
+
+def _codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes of all; once one has failed the others get some seconds, as they may wait for it in vain."""
+    deadline = math.inf
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        if any(process.poll() for process in started):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.05)
+    return [code for process in started if (code := process.poll()) is not None]
+
+
+def _print(report: Report) -> None:
+    text = Text(str(report))
+    text.highlight_regex(r"^verify: ok", "bold green")
+    text.highlight_regex(r"^verify: DIFFERENT", "bold red")
+    text.highlight_regex(r"(?m)^  cause:.*$", "yellow")
+    Console(soft_wrap=True).print(text)

@@ -1,0 +1,118 @@
+"""What this rank holds of a model: its part of every parameter and gradient, by the names of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ...checkpoint.names import Named, Table, settle
+from ...checkpoint.values import views_of
+from ...forms import full_of
+from ...names import clean_name
+from ...torch_private.local_tensor import local_part, read_grad
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrapping, checkpointing and compiling put in."""
+    return clean_name(name).replace("_orig_mod.", "")
+
+
+class Held:
+    """The parameters and buffers of a model as they are now, sharded or not.
+
+    Made anew whenever the model may have been changed: replaced storage is taken over by its unit first.
+
+    Attributes:
+        rows: one per parameter, by its first name.
+        ties: the names of every parameter that has several.
+        buffers: all of them, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        settle(model)
+        for unit, _ in Table(model, plain_name).units:
+            unit.refresh()
+        self.table = Table(model, plain_name)
+        self.rows: dict[str, Named] = {row.name: row for row in self.table.parameters}
+        self.ties = {tuple(sorted(set(row.names))) for row in self.table.parameters if len(set(row.names)) > 1}
+        self.buffers = {plain_name(name): b for name, b in model.named_buffers(remove_duplicate=False)}
+
+    def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+        """Shape of the whole, dtype, and whether it is trained, of each parameter."""
+        return {name: (row.shape, self.dtype(row), row.parameter.requires_grad) for name, row in self.rows.items()}
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Those in which parameters are stored, computed with and reduced."""
+        found = {self.dtype(row) for row in self.rows.values()}
+        for unit, runner in self.table.units:
+            found |= {bucket.compute_dtype for bucket in unit.buckets if bucket.storage_dtype.is_floating_point}
+            policy = getattr(runner.settings, "policy", None) if runner is not None else None
+            reduced = getattr(policy, "reduce_dtype", None)
+            found |= {reduced} if reduced is not None else set()
+        return found
+
+    @staticmethod
+    def dtype(row: Named) -> torch.dtype:
+        return row.parameter.dtype if row.bucket is None else row.bucket.storage_dtype
+
+    @staticmethod
+    def comparable(row: Named) -> bool:
+        """Whether its parts are plain numbers; not of tensor subclasses with a gather of their own."""
+        return row.bucket is None or row.bucket.form.plain
+
+    @staticmethod
+    def value(row: Named) -> torch.Tensor:
+        """This rank's part, sharing memory."""
+        if row.bucket is None or row.member is None:
+            return local_part(row.parameter.detach())
+        return row.bucket.part(row.bucket.shard, row.member).detach()
+
+    @staticmethod
+    def gradient(row: Named) -> torch.Tensor | None:
+        """This rank's part of the gradient as an optimizer sees it now, sharing memory; None if there is none."""
+        bucket, member = row.bucket, row.member
+        if bucket is None or member is None:
+            grad: Any = row.parameter.grad
+            return None if grad is None else local_part(grad.detach())
+        if (flat := bucket.flat_parameter) is not None:
+            whole: torch.Tensor | None = flat.grad
+            fits = whole is not None and whole.numel() == bucket.layout.shard_numel
+            return bucket.part(whole, member).detach() if whole is not None and fits else None
+        grad = read_grad(member.sharded)
+        return None if grad is None else bucket.local(grad, member).detach()
+
+    @staticmethod
+    def cut(row: Named, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole value. No communication."""
+        if row.bucket is not None and row.member is not None:
+            return row.bucket.cut(whole.to(row.bucket.axes.device), row.member)
+        if isinstance(row.parameter, DTensor):
+            mesh, placements = row.parameter.device_mesh, row.parameter.placements
+            return local_part(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        return whole
+
+    @staticmethod
+    def whole(row: Named, local: torch.Tensor) -> torch.Tensor:
+        """The whole of which every rank has a part. Collective."""
+        if row.bucket is not None and row.member is not None:
+            return row.bucket.form.whole(row.member, local).detach()
+        shown: Any = row.parameter
+        if isinstance(shown, DTensor):
+            made = DTensor.from_local(
+                local, shown.device_mesh, shown.placements, run_check=False, shape=shown.shape, stride=shown.stride()
+            )
+            return full_of(made).detach()
+        return local
+
+    def tensors_of(self, row: Named) -> set[int]:
+        """Ids of the tensors through which an optimizer may update a parameter."""
+        found = {id(row.parameter)} | {key for key, one in self.table.by_tensor.items() if one is row}
+        if row.bucket is not None:
+            found.add(id(row.bucket.flat_parameter))
+            for unit, _ in self.table.units:
+                for tensor, _, _, members in views_of(unit):
+                    found |= {id(tensor)} if row.member in members else set()
+        return found

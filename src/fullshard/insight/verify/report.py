@@ -1,0 +1,96 @@
+"""What `verify` found: plain records that print themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...errors import message
+
+SHOWN = 8  # findings that a report prints in full
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference between the sharded model and the reference.
+
+    Attributes:
+        kind: "error", "structure", "tie", "dtype", "buffer", "value" (of a parameter before the first step), "draws"
+            (random numbers), "loss", "output" (of a chosen module), "gradient", "step" (the optimizer's), "parameter"
+            (after a step), "autograd" (of the unsharded model itself).
+        what: one sentence.
+        step: counted from 0; None before the first.
+        parameter: the name of the parameter or buffer, as the unsharded model has it.
+        element: index of the first element that differs, in the whole tensor.
+        rank: the lowest rank that sees the difference.
+        ranks: all that see it.
+        expected, got: the values there, or what else was compared.
+        cause: the likely cause, and the remedy.
+    """
+
+    kind: str
+    what: str
+    step: int | None = None
+    parameter: str | None = None
+    element: tuple[int, ...] | None = None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    expected: str | None = None
+    got: str | None = None
+    cause: str | None = None
+
+    def __str__(self) -> str:
+        when = "before the first step" if self.step is None else f"step {self.step}"
+        facts = message(f"{when}: {self.what}", parameter=self.parameter)
+        rest = {
+            "element": None if self.element is None else list(self.element),
+            "rank": self.rank if len(self.ranks) < 2 else f"{self.rank} (and {len(self.ranks) - 1} more)",
+            "expected": self.expected,
+            "got": self.got,
+            "cause": self.cause,
+        }
+        return "\n".join([facts, *(f"  {key + ':':<11}{value}" for key, value in rest.items() if value is not None)])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` did and found; equal on all ranks.
+
+    Attributes:
+        findings: in the order in which training met them; the run ends with the step of the first.
+        world: number of ranks.
+        steps: completed and found equal.
+        compared: number of tensors compared, over all steps, on the first rank.
+        tolerances: by what was compared and in which dtype: relative to the tensor's root mean square.
+        notes: what was not compared, and why.
+    """
+
+    findings: tuple[Finding, ...]
+    world: int
+    steps: int
+    compared: int
+    tolerances: tuple[tuple[str, float], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    @property
+    def first(self) -> Finding | None:
+        """The first difference."""
+        return self.findings[0] if self.findings else None
+
+    def __str__(self) -> str:
+        scope = (
+            f"{self.world} rank{'s' * (self.world != 1)}, {self.steps} steps equal, {self.compared} tensors compared"
+        )
+        allowed = ", ".join(f"{what} {value:.1e}" for what, value in self.tolerances)
+        head = f"verify: {'ok' if self.ok else 'DIFFERENT'} ({scope}{'; allowed: ' + allowed if allowed else ''})"
+        lines, told = [head], set[str | None]()
+        for finding in self.findings[:SHOWN]:
+            lines.append(str(replace(finding, cause="as above") if finding.cause in told else finding))
+            told |= {finding.cause} - {None}
+        if len(self.findings) > SHOWN:
+            lines.append(f"... and {len(self.findings) - SHOWN} more of this step")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

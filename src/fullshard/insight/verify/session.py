@@ -1,0 +1,177 @@
+"""The ranks that take part, how they talk, and what is put back when they are done."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...dtypes import as_moved
+from ...errors import ConfigError
+from ...mesh import device_type_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Session:
+    """All ranks of the default process group.
+
+    Attributes:
+        rank, world: of the group.
+        device: where ranks talk.
+        data_ranks: for each rank, the number of the batch it is given; tensor-parallel ranks share one.
+        seed: from which every generator is seeded.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    data_ranks: tuple[int, ...]
+    seed: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank holds the reference."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.data_ranks[self.rank]
+
+    @property
+    def data_world(self) -> int:
+        return max(self.data_ranks) + 1
+
+    @property
+    def sources(self) -> list[int]:
+        """For each data rank, the first rank that has it."""
+        return [self.data_ranks.index(number) for number in range(self.data_world)]
+
+    def all(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Collective."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def told(self, value: T, source: int = 0) -> T:
+        """The value of rank `source`, on every rank. Collective."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+    def to_first(self, value: T) -> list[T] | None:
+        """Every rank's value on the first rank; None on the others. Collective."""
+        found: list[Any] | None = [None] * self.world if self.first else None
+        dist.gather_object(value, found, dst=0)
+        return found
+
+    def sent(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first rank's tensor, which has that shape and dtype, on every rank. Collective."""
+        if tensor is None:
+            whole = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            whole = tensor.detach().to(self.device).contiguous()
+        if whole.numel():
+            dist.broadcast(as_moved(whole), src=0)
+        return whole
+
+    def attempt(self, fn: Callable[[], T]) -> tuple[T | None, dict[int, tuple[str, str]]]:
+        """`fn()`, and of every rank that raised: the name of the error and its text. Collective."""
+        result, mine = None, None
+        try:
+            result = fn()
+        except Exception as error:
+            mine = (type(error).__name__, str(error))
+        return result, {rank: told for rank, told in enumerate(self.all(mine)) if told is not None}
+
+    def required(self, what: str, fn: Callable[[], T]) -> T:
+        """`fn()`; where it raises on any rank, nothing can be compared, and all raise. Collective.
+
+        Raises:
+            ConfigError: names the rank and quotes the error.
+        """
+        result, failed = self.attempt(fn)
+        for rank, (name, text) in failed.items():
+            raise ConfigError(f"verify could not begin: {what} raised {name}: {text}", rank=rank)
+        return result  # type: ignore[return-value]
+
+    def seed_with(self, *words: Any) -> None:
+        """Seed every generator from the session's seed and `words`, so that it can be done again."""
+        digest = hashlib.blake2b(repr((self.seed, *words)).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "little")
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.manual_seed(number)
+
+
+@contextmanager
+def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
+    """A session over the default process group; where there is none, over one that lasts as long as the context."""
+    temporary = not dist.is_initialized()
+    if temporary:
+        _start_group()
+    try:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mine = rank if data_mesh is None else _place_in(data_mesh)
+        numbers: list[Any] = [None] * world
+        dist.all_gather_object(numbers, mine)
+        if sorted(set(numbers)) != list(range(len(set(numbers)))):
+            raise ConfigError(
+                "data_mesh does not number the ranks' batches.",
+                expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
+                got=f"places {numbers} by rank",
+            )
+        kind = device_type_of(None)
+        with _generators_kept():
+            yield Session(rank, world, _device(kind), tuple(numbers), seed)
+    finally:
+        if temporary:
+            dist.destroy_process_group()
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _place_in(mesh: DeviceMesh) -> int:
+    """This rank's place among the ranks of a mesh, in row-major order."""
+    coordinate, place = mesh.get_coordinate(), 0
+    if coordinate is None:
+        raise ConfigError("This rank is not part of the data_mesh that verify was given.", rank=dist.get_rank())
+    for size, at in zip(mesh.shape, coordinate, strict=True):
+        place = place * size + at
+    return place
+
+
+def _start_group() -> None:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if accelerator is None else accelerator.type
+    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Puts the states of Python's, numpy's and torch's generators back, on all devices."""
+    python, numpy = random.getstate(), np.random.get_state()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = range(torch.accelerator.device_count()) if accelerator is not None else ()
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator is not None else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,503 @@
+"""`fullshard.verify`: right programs are found right, whatever their way; planted faults are found and named."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.cli.main import main
+from fullshard.insight.verify.causes import gradient_cause
+from models import EXAMPLES, Example, blocks_of
+from ways import WAYS, shard
+
+WIDTH = 6
+
+
+class Tied(nn.Module):
+    """Two blocks with dropout between a tied embedding and head, a frozen gain, and a buffer that no state dict has."""
+
+    def __init__(self, rate: float = 0.0, freeze: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(rate)) for _ in range(2)
+        )
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=not freeze)
+        self.register_buffer("shift", 0.1 + torch.arange(WIDTH) / 7, persistent=False)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = x + block(x).to(x.dtype)
+        return self.head((x * self.gain + self.shift).to(self.head.weight.dtype))
+
+
+class Forgets(torch.autograd.Function):
+    """A product whose backward forgets the weight."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ context.saved_tensors[0], None
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return Forgets.apply(x, self.weight)
+
+
+def tokens_of(index: int, rank: int, world: int) -> Tensor:
+    """Rank 1 has more of them."""
+    return torch.randint(11, (2 + 3 * rank, 4))
+
+
+def vectors_of(index: int, rank: int, world: int) -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def by_blocks(model: nn.Module, **settings: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def usual(
+    model: nn.Module, optimizer: Any, batches: list[Tensor], loss_fn: Any = next_token, after: Any = None
+) -> list:
+    """A training step as users write it, with something to do before the optimizer's step."""
+    losses = []
+    for batch in batches:
+        loss = loss_fn(model, batch)
+        (loss / len(batches)).backward()
+        losses.append(loss.item())
+    if after is not None:
+        after(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+verify_tied = partial(fullshard.verify, partial(Tied, freeze=False), tokens_of, next_token, steps=2)
+
+
+def verify_example(example: Example, **given: Any) -> Any:
+    return fullshard.verify(example.make, lambda i, r, w: example.batch(i, r), example.loss, steps=1, **given)
+
+
+# Right programs.
+
+
+def right(name: str) -> dict[str, str]:
+    """Reports of right programs that are not ok, by what was verified."""
+    wrong: dict[str, str] = {}
+
+    def check(what: str, report: Any) -> None:
+        assert report.compared or not report.ok
+        if not report.ok:
+            wrong[what] = str(report)
+
+    if name == "ways":
+        for way in WAYS:
+            for example in ("tied_within", "unused" if way == "wrapper" else "frozen"):
+                e = EXAMPLES[example]  # the wrapper refuses the frozen one: a FlatParameter is frozen as a whole
+                sharded = partial(shard, way=way, units=blocks_of)
+                check(f"{way} {example}", verify_example(e, shard_fn=sharded))
+    if name == "settings":
+        for way in ("rows", "flat", "wrapper", "originals"):
+            sharded = partial(shard, way=way, units=blocks_of)
+            given: dict[str, Any] = {"shard_fn": sharded, "steps": 1}
+            check(f"{way} tokens", verify_tied(micro_batches=2, no_sync=True, **TOKENS, **given))
+            check(f"{way} sum", verify_tied(reduction="sum", max_norm=0.5, micro_batches=2, **given))
+            dropping = partial(Tied, 0.5, False)
+            check(f"{way} dropout", fullshard.verify(dropping, tokens_of, next_token, micro_batches=2, **given))
+        for example in ("batch_norm", "two_types", "shapes", "checkpoint_outside"):
+            e = EXAMPLES[example]
+            sharded = partial(shard, way="rows", units=e.units)
+            check(example, verify_example(e, shard_fn=sharded))
+        for policy in (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32),
+        ):
+            check(str(policy), verify_tied(shard_fn=partial(by_blocks, mp_policy=policy)))
+        check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
+        check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
+        check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
+        low = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for way in ("wrapper", "originals"):
+            sharded = partial(shard, way=way, units=blocks_of, mixed_precision=low)
+            check(f"{way} in low precision", verify_tied(shard_fn=sharded))
+        check("compiled", verify_tied(shard_fn=compiled))
+        check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
+    return wrong
+
+
+def momentum(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def of_views(model: nn.Module) -> Any:
+    return torch.optim.AdamW(fullshard.optimizer_view(model) if is_sharded(model) else model.parameters())
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return by_blocks(model)
+
+
+def drawn_again(model: nn.Module) -> nn.Module:
+    by_blocks(model)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def on_a_mesh() -> list[Any]:
+    """Two replicas of two shards, and two data-parallel ranks of two tensor-parallel ones."""
+    sharded = partial(shard, way="flat", units=blocks_of, hybrid=True)
+    dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    wide = fullshard.verify(Wide, vectors_of, square, shard_fn=parallel, data_mesh=dp, micro_batches=2, steps=1)
+    return [verify_tied(shard_fn=sharded, micro_batches=2, no_sync=True), wide]
+
+
+def test_on_meshes_of_two_dims(run_ranks):
+    for reports in run_ranks(on_a_mesh, world=4, timeout=240):
+        assert all(report.ok for report in reports), "\n".join(map(str, reports))
+
+
+@pytest.mark.parametrize("name", ["ways", "settings"])
+def test_right_programs_are_found_right(run_ranks, name):
+    for wrong in run_ranks(right, name, timeout=240):
+        assert not wrong, "\n".join(f"{what}: {text}" for what, text in wrong.items())
+
+
+# Planted faults: what verify is given, and what it must say.
+
+
+def materialised(model: nn.Module, tie: bool, buffers: bool) -> nn.Module:
+    """Sharded by way of the meta device, as large models are."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    shift = model.shift.clone()
+    if not tie:
+        model.to("meta").to_empty(device="cpu")
+        model.load_state_dict(state)
+        model.shift.copy_(shift)
+        return by_blocks(model)
+    model.to("meta")
+    model.head.weight = model.tokens.weight
+    by_blocks(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.distributed.tensor.distribute_tensor(state[name], p.device_mesh, p.placements))
+    if buffers:
+        model.shift.copy_(shift)
+    return model
+
+
+def optimizer_before(model: nn.Module) -> tuple[nn.Module, Any]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return by_blocks(model), optimizer
+
+
+def without_head(model: nn.Module) -> Any:
+    return torch.optim.AdamW([p for name, p in model.named_parameters() if "blocks.1" not in name])
+
+
+def unfrozen(model: nn.Module) -> nn.Module:
+    return by_blocks(model.requires_grad_(True))
+
+
+def decayed(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 - 1e-2)
+
+
+def never_synchronised(model: Any, optimizer: Any, batches: list[Tensor]) -> list:
+    model.set_requires_gradient_sync(False)
+    return usual(model, optimizer, batches)
+
+
+def adapter_on_first(model: nn.Module) -> nn.Module:
+    if dist.get_rank() == 0:
+        model.blocks[1].lora = nn.Linear(WIDTH, 2)
+    return by_blocks(model)
+
+
+def seeded_alike(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> list:
+    torch.manual_seed(3)
+    return usual(model, optimizer, batches)
+
+
+def ignoring(model: nn.Module) -> nn.Module:
+    """A parameter that no unit shards, and nobody averages."""
+    return by_blocks(model, ignored_params={model.blocks[0][0].weight})
+
+
+def half_of_it(model: nn.Module) -> Any:
+    return without_head(model) if is_sharded(model) else torch.optim.AdamW(model.parameters())
+
+
+def twice_the_rate(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.2 if is_sharded(model) else 0.1)
+
+
+def doubled(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2)
+
+
+def without_step(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+    for batch in batches:
+        next_token(model, batch).backward()
+
+
+def step(function: Any, **more: Any) -> dict[str, Any]:
+    return {"shard_fn": by_blocks, "train_step_fn": function, **more}
+
+
+TOKENS = {"reduction": "tokens", "tokens_fn": Tensor.numel}
+BROKEN_TIE = partial(materialised, tie=False, buffers=True)
+LEFT_BUFFER = partial(materialised, tie=True, buffers=False)
+UNSTEPPED = {"shard_fn": by_blocks, "optimizer_fn": half_of_it}
+RATE = {"shard_fn": by_blocks, "optimizer_fn": twice_the_rate}
+FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
+    # name: arguments, kind of the first finding, its parameter, what the cause says
+    "tie": ({"shard_fn": BROKEN_TIE}, "tie", "head.weight", "to_empty"),
+    "optimizer": ({"shard_fn": optimizer_before}, "error", "gain", "built before its model was sharded"),
+    "master": ({"shard_fn": lambda m: by_blocks(m.bfloat16())}, "dtype", "gain", "no full-precision master"),
+    "unfrozen": ({"shard_fn": unfrozen}, "gradient", "gain", "a frozen parameter is trained"),
+    "decayed": (step(partial(usual, after=decayed)), "parameter", "gain", "a frozen parameter was"),
+    "stale": (UNSTEPPED, "parameter", "blocks.1.0.weight", "no rank updates it"),
+    "tokens": (step(usual, **TOKENS), "gradient", "tokens.weight", "unequal token counts"),
+    "never reduced": (step(never_synchronised, micro_batches=2), "gradient", "tokens.weight", "under no_sync"),
+    "buffer": ({"shard_fn": LEFT_BUFFER}, "buffer", "shift", "left uninitialised"),
+    "adapter": ({"shard_fn": adapter_on_first}, "structure", "blocks.1.lora.weight", "LoRA"),
+    "alike": (step(seeded_alike, rate=0.5), "draws", None, "dropout is the same on every rank"),
+    "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
+    "not stepped": (step(without_step), "step", None, "was not called"),
+    "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
+    "unaveraged": ({"shard_fn": ignoring}, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
+}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, fullshard.FSDPModule)
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    model.blocks[1][0].register_forward_hook(lambda module, args, output: output * 1.5)
+    return by_blocks(model)
+
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Two ranks that compute one batch together, tensor-parallel, one data-parallel rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+class Wide(nn.Module):
+    """Blocks that tensor parallelism splits, with dropout on what all its ranks have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH), nn.Dropout(0.5)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def seeded_by_rank(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> list:
+    torch.manual_seed(dist.get_rank())
+    return usual(model, optimizer, batches, square)
+
+
+def planted(names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        given = dict(FAULTS[name][0])
+        rate = given.pop("rate", 0.0)
+        found[name] = fullshard.verify(partial(Tied, rate), tokens_of, next_token, steps=2, **given)
+    verify_wide = partial(fullshard.verify, Wide, vectors_of, square, shard_fn=parallel, steps=1)
+    found["forgets"] = fullshard.verify(Forgetful, vectors_of, square, shard_fn=by_blocks)
+    dp = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    found["parallel"] = verify_wide(data_mesh=dp)
+    found["parallel dropout"] = verify_wide(data_mesh=dp, train_step_fn=seeded_by_rank)
+    parts = {"modules": ["blocks.0", "blocks.1.0"], "steps": 2}
+    given = {"micro_batches": 2, "shard_fn": by_blocks, **parts}
+    found["parts"] = fullshard.verify(partial(Tied, 0.5), tokens_of, next_token, **given)
+    found["parts, output"] = fullshard.verify(Tied, tokens_of, next_token, shard_fn=hooked, **parts)
+    found["parts, gradient"] = fullshard.verify(Tied, tokens_of, next_token, **step(never_synchronised), **parts)
+    return found
+
+
+def test_planted_faults_are_found_and_named(run_ranks):
+    first, second = run_ranks(planted, list(FAULTS), timeout=240)
+    for name in first:
+        assert first[name] == second[name], f"reports differ between ranks: {first[name]}\n{second[name]}"
+    for name, (_, kind, parameter, cause) in FAULTS.items():
+        expect(first[name], kind, parameter, cause)
+    expect(first["forgets"], "autograd", "weight", "custom autograd.Function")
+    assert first["parallel"].ok, first["parallel"]
+    expect(first["parallel dropout"], "draws", None, "inside a tensor-parallel group")
+    assert first["parts"].ok and first["parts"].compared > 8, first["parts"]
+    expect(first["parts, output"], "output", "blocks.1.0", "computes something else")
+    expect(first["parts, gradient"], "gradient", "blocks.0.0.weight", "no_sync")
+
+
+def expect(report: Any, kind: str, parameter: str | None, cause: str) -> None:
+    assert not report.ok and report.first.kind == kind, str(report)
+    named = [one for one in report.findings if one.parameter == parameter]
+    assert named and all(cause in (one.cause or "") for one in named), str(report)
+    assert cause in str(report)
+
+
+# Causes by themselves, what verify leaves behind, and the command line.
+
+
+def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
+    torch.manual_seed(0)
+    parts = [[torch.randn(50, dtype=torch.float64) for _ in range(3)] for _ in range(4)]
+    counts = [[float(1 + rank * rank + 2 * micro) for micro in range(3)] for rank in range(4)]
+    total = sum(map(sum, counts))
+    weights = [[n / total for n in row] for row in counts]
+
+    def cause(factor: Any) -> str:
+        got = sum(factor(r, m) * parts[r][m] for r in range(4) for m in range(3))
+        return gradient_cause(got, parts, weights, counts, 2) or "none"
+
+    assert "micro-batches of all ranks count alike" in cause(lambda r, m: 1 / 12)
+    assert "ranks count alike" in cause(lambda r, m: counts[r][m] / sum(counts[r]) / 4)
+    assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or r == 2))
+    assert "only the last micro-batch counts" in cause(lambda r, m: weights[r][m] * (m == 2))
+    assert "the last micro-batch is missing" in cause(lambda r, m: weights[r][m] * (m < 2))
+    assert "never reduced over ranks" in cause(lambda r, m: weights[r][m] * (r == 2))
+    assert "summed over ranks" in cause(lambda r, m: 4 * weights[r][m])
+    assert "once too often" in cause(lambda r, m: weights[r][m] / 3)
+    assert "65536 times" in cause(lambda r, m: 2**16 * weights[r][m])
+    assert cause(lambda r, m: weights[r][m] * (r + m) ** 2) == "none"
+
+
+def test_nothing_is_left_behind_and_bad_input_is_refused():
+    torch.manual_seed(5)
+    random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+    report = verify_tied(micro_batches=2, no_sync=True)
+    assert report.ok and report.world == 1 and "ok" in str(report)
+    assert not dist.is_initialized()
+    after = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    assert verify_tied(optimizer_fn=lambda m: torch.optim.SGD([], lr=0.1)).first.kind == "error"
+    for wrong, text in (
+        ({"steps": 0}, "steps"),
+        ({"optimizer_fn": lambda m: 3}, "optimizer_fn"),
+        ({"shard_fn": lambda m: None}, "shard_fn"),
+        ({"reduction": "tokens"}, "tokens_fn"),
+        ({"modules": ["absent"]}, "absent"),
+        ({"initial": "other"}, "initial"),
+        ({"no_sync": True, "train_step_fn": usual}, "no_sync"),
+    ):
+        with pytest.raises(fullshard.ConfigError, match=text):
+            verify_tied(**wrong)
+    assert not dist.is_initialized()
+
+
+PROGRAM = """
+import torch
+from torch import nn
+
+def right():
+    model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    batch_fn = lambda index, rank, world: torch.randn(3, 4)
+    return dict(model_fn=model_fn, batch_fn=batch_fn, loss_fn=lambda model, x: model(x).square().mean())
+
+def wrong():
+    def step(model, optimizer, batches):
+        (3 * model(batches[0]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**right(), "train_step_fn": step}
+
+def incomplete():
+    return {"model_fn": nn.Linear}
+"""
+
+
+def test_the_command_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    assert main(["verify", f"{script}:right", "--steps", "1"]) == 0
+    assert "verify: ok (1 rank, 1 steps equal" in capfd.readouterr().out
+    assert main(["verify", f"{script}:wrong"]) == 1
+    assert "3 times the expected" in capfd.readouterr().out
+    for given, text in (
+        ([f"{script}:incomplete"], "missing: batch_fn, loss_fn"),
+        ([f"{script}:absent"], "no function 'absent'"),
+        ([f"{tmp_path}/other.py:right"], "no file"),
+        (["right"], "is not SCRIPT-OR-MODULE:FUNCTION"),
+        ([f"{script}:right", "--ranks", "0"], "--ranks"),
+        ([f"{script}:right", "--steps", "many"], "--steps"),
+        ([], "SCRIPT-OR-MODULE:FUNCTION"),
+    ):
+        assert main(["verify", *given]) == 2
+        out, error = capfd.readouterr()
+        assert text in error and error.count("\n") == 1 and not out, error
+    assert main(["other"]) == 2 and main([]) == 2
+    assert not dist.is_initialized()
+
+
+def test_the_command_line_starts_ranks(tmp_path, capfd):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert main(["verify", f"{tmp_path}/program.py:right", "--steps", "1", "--ranks", "2"]) == 0
+    assert "verify: ok (2 ranks" in capfd.readouterr().out
+
+
+def test_without_the_extra_it_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "fullshard.cli.verify", raising=False)
+    assert main(["verify", "program.py:right"]) == 2
+    assert "pip install fullshard[cli]" in capsys.readouterr().err
