@@ -199,7 +199,7 @@ class Watcher:
             "host": socket.gethostname(),
             "pid": self.options.pid,
             "time": time.time(),
-            "gone": self.gone,
+            "gone": self.gone or ("it ended in good order" if self.board.ended else None),
             "state": proc.state(self.options.pid) if alive else "gone",
             "raised": self.board.raised,
             "idle": self.options.idle,
