@@ -15,22 +15,23 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 FLOORS = {
     "errors": 1, "events": 1, "names": 1, "containers": 1, "dtypes": 1, "policies": 2,
-    "torch_private": 3, "layout": 3,
+    "torch_private": 3, "layout": 3, "watcher": 3,
     "mesh": 4,
     "comm": 5,
     "forms": 6,
     "shard": 7,
-    "runtime": 8,
-    "checkpoint": 9, "optim": 9,
-    "api": 10,
-    "insight": 11,
-    "cli": 12, "integrations": 12,
-    "wrap": 13, "comm_hooks": 13, "state_dict": 13,
-    "__init__": 14,
+    "agreement": 8,
+    "runtime": 9,
+    "checkpoint": 10, "optim": 10,
+    "api": 11,
+    "insight": 12,
+    "cli": 13, "integrations": 13,
+    "wrap": 14, "comm_hooks": 14, "state_dict": 14,
+    "__init__": 15,
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
-PURE = ("layout", "runtime/schedule.py")
+PURE = ("layout", "runtime/schedule.py", "agreement/course.py", "watcher/report.py")
 
 EXPORTS = [
     "Blocks",
@@ -84,6 +85,7 @@ EXPORTS = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "verify",
+    "watch",
     "wrap",
 ]
 

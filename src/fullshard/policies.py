@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from .errors import ConfigError
+
+Check = Literal["first", "step", "every"]
+"""When ranks compare what they issue: where it is new; besides at the beginning of every pass; before everything."""
 
 
 @dataclass(frozen=True)

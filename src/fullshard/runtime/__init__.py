@@ -4,18 +4,15 @@ from .copy import deepcopy_module
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
-from .position import Check, checked
 from .reducer import InFlight
 from .root import Root
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
-from .start_alike import broadcast_states, own_modules
-from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, runner_of, runners_in, unit_of
+from .units import RUNNER_KEY, find_root, is_unit, left_alone, move_buffers, own_modules, runner_of, runners_in, unit_of
 
 __all__ = [
     "RUNNER_KEY",
-    "Check",
     "InFlight",
     "Order",
     "Phase",
@@ -24,8 +21,6 @@ __all__ = [
     "Root",
     "Runner",
     "UnitSettings",
-    "broadcast_states",
-    "checked",
     "deepcopy_module",
     "find_root",
     "is_unit",

@@ -4,7 +4,7 @@ Units close in the order of the trace (`trace.py`), on every rank alike, and are
 this rank has no gradients for them. What a backward cannot reduce then (units that will be reached again) is reduced
 when it ends.
 
-At the end of a backward the ranks say which parameters had gradients (`agreement.UseAgreement`): a parameter that some
+At the end of a backward the ranks say which parameters had gradients (`agreement/use.py`): a parameter that some
 rank used has a `.grad` on all, one that none used has none, and its optimizer state is the same everywhere.
 """
 
@@ -16,14 +16,13 @@ from typing import Protocol
 
 import torch
 
+from ..agreement import Position, UseAgreement
 from ..comm import Comm
 from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, settle, shown_empty
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from ..watcher import REDUCE
-from .agreement import UseAgreement
 from .attached import step_attached
-from .position import Position
 from .settings import UnitSettings
 
 

@@ -10,24 +10,21 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..agreement import FirstPass, Line, Position, check_same_model, check_same_weights, differing, meet
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..forms import Member
 from ..mesh import Axis
+from ..policies import Check
 from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, FORWARD, GATHER, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
-from .first_pass import FirstPass, differing
-from .meeting import meet
 from .phases import Happening, Phase
-from .position import Check, Position
 from .reducer import InFlight, Reducer, Reducible
-from .same_model import Line, check_same_model
-from .same_weights import check_same_weights
 from .schedule import Orders
 from .trace import Period, Traces
 
@@ -150,7 +147,7 @@ class Root:
         self._lent = True
 
     def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Check once that all ranks hold the same units; see `same_model.py`.
+        """Check once that all ranks hold the same units; see `agreement/model.py`.
 
         Args:
             ignored: parameters that are left alone, by name.

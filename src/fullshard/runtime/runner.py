@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from ..agreement import arrive
 from ..errors import PhaseError
 from ..shard import State, Unit
 from ..watcher import GATHER, REGATHER
 from .asked import Asked
 from .call import Call
-from .meeting import arrive
 from .outputs import Leftovers, on_first_gradient, refuse_views
 from .phases import ROWS, Happening, Phase, impossible
 from .root import Root

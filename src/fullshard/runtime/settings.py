@@ -11,8 +11,7 @@ import torch
 
 from ..comm import Comm
 from ..forms import Ignored
-from ..policies import MixedPrecisionPolicy
-from .position import Check
+from ..policies import Check, MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class UnitSettings:
         reduce, prefetch: see there.
         group_memory: whether `comm` communicates through memory of the process group's backend.
         ignored: what is in the unit's modules and was to be left alone.
-        check: when ranks compare what they are about to run; the root's counts. See `position.Check`.
+        check: when ranks compare what they are about to run; the root's counts. See `policies.Check`.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
     """
 

@@ -111,6 +111,19 @@ def _own_modules(runner: Runner) -> list[nn.Module]:
     return list({id(module): module for module in found}.values())
 
 
+def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """`module` and all below it that are not below another instance, nor among, or below, `ignored`."""
+    found, waiting, seen = [], [module], {id(module), *map(id, ignored)}
+    while waiting:
+        owner = waiting.pop(0)
+        found.append(owner)
+        for child in owner.children():
+            if not is_unit(child) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
 def move_buffers(owners: Iterable[nn.Module], device: torch.device) -> None:
     """The modules' buffers follow the parameters to the mesh's device."""
     for owner in owners:

@@ -27,16 +27,12 @@ from typing import Any
 from . import proc
 from .board import COMPARE, Board
 from .report import Status, stuck, told, words
+from .talk import ANSWER, MOST, Peer, ask, exchange, say, unreachable
 
 ASK_AFTER = 1.0  # seconds of a wait before the first question
 _TICK = 0.2
-_ANSWER = 3.0  # seconds within which a watcher has to answer
 _NEWS = 3  # watchers, by rank, that are told of an end
 _LINGER = 20.0  # seconds for which a watcher answers after its rank's end
-_MOST = 8 << 20  # bytes of a line
-
-Peer = tuple[int, str, int, str]
-"""A rank's watcher: rank, host, port, secret."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Watcher:
 
     async def run(self) -> None:
         """Until the rank has ended, and for a while after."""
-        server = await asyncio.start_server(self._serve, sock=socket.socket(fileno=self.options.listener), limit=_MOST)
+        server = await asyncio.start_server(self._serve, sock=socket.socket(fileno=self.options.listener), limit=MOST)
         loop = asyncio.get_running_loop()
         control = os.fdopen(0, "rb", buffering=0)
         os.set_blocking(0, False)
@@ -237,16 +233,16 @@ class Watcher:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one question."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
-            question = json.loads(await asyncio.wait_for(reader.readline(), _ANSWER))
+            question = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             if question["secret"] == self.options.secret:
                 kind = question["kind"]
                 if kind == "ended":
                     self.news[question["status"]["rank"]] = question["status"]
                 elif kind == "judge":
-                    await _say(writer, {"report": await self._judge(question["waited"], question["compares"])})
+                    await say(writer, {"report": await self._judge(question["waited"], question["compares"])})
                 elif kind == "status":
-                    await _say(writer, self.status(question["full"]))
-                    verdict = json.loads(await asyncio.wait_for(reader.readline(), 4 * _ANSWER))
+                    await say(writer, self.status(question["full"]))
+                    verdict = json.loads(await asyncio.wait_for(reader.readline(), 4 * ANSWER))
                     if verdict["report"]:
                         self._receive(verdict["report"])
         writer.close()
@@ -263,7 +259,7 @@ class Watcher:
             if peer[0] == self.options.rank:
                 report = await self._judge(waited, compares)
             else:
-                answer = await _exchange(peer, {"kind": "judge", "waited": waited, "compares": compares}, 8 * _ANSWER)
+                answer = await exchange(peer, {"kind": "judge", "waited": waited, "compares": compares}, 8 * ANSWER)
                 if answer is None:
                     continue
                 report = answer["report"]
@@ -299,10 +295,10 @@ class Watcher:
             full: ask for records and stacks, too; without these nothing is reported.
         """
         others = [peer for peer in self.peers if peer[0] != self.options.rank]
-        talks = await asyncio.gather(*[_open(peer, {"kind": "status", "full": full}) for peer in others])
+        talks = await asyncio.gather(*[ask(peer, {"kind": "status", "full": full}) for peer in others])
         statuses = [self.status(full)]
         for peer, (found, _) in zip(others, talks, strict=True):
-            statuses.append(found or self.news.get(peer[0]) or _unreachable(peer))
+            statuses.append(found or self.news.get(peer[0]) or unreachable(peer))
         report = (
             words(statuses) if full and stuck(statuses, self.before, self.options.limit, self.options.hard) else None
         )
@@ -311,7 +307,7 @@ class Watcher:
         for _, writer in talks:
             if writer is not None:
                 with contextlib.suppress(OSError):
-                    await _say(writer, {"report": report})
+                    await say(writer, {"report": report})
                 writer.close()
         return report, statuses
 
@@ -340,7 +336,7 @@ class Watcher:
         status = self.status()
         self.news[self.options.rank] = status
         first = [peer for peer in self.peers if peer[0] != self.options.rank][:_NEWS]
-        await asyncio.gather(*[_exchange(peer, {"kind": "ended", "status": status}, 0.0) for peer in first])
+        await asyncio.gather(*[exchange(peer, {"kind": "ended", "status": status}, 0.0) for peer in first])
 
 
 _INNER = ("/site-packages/torch/", f"{Path(__file__).parent.parent}/")
@@ -361,45 +357,6 @@ def readable(dump: str) -> str:
         elif line.startswith("  File ") and (not lines or not any([part in line for part in _INNER])):
             lines.append(line.strip())
     return "\n".join(lines)
-
-
-def _unreachable(peer: Peer) -> Status:
-    """What is known of a rank whose watcher does not answer; one without a port has not begun."""
-    known: Status = dict.fromkeys(("gone", "raised", "waited", "waits_for", "last"))
-    known |= {"rank": peer[0], "host": peer[1], "state": "unreachable" if peer[2] else "absent", "idle": False}
-    known |= {"count": 0, "steps": 0, "cpu": 0.0, "io": 0, "records": [], "stack": "", "time": time.time(), "pid": 0}
-    return known
-
-
-async def _say(writer: asyncio.StreamWriter, what: dict[str, Any]) -> None:
-    writer.write(json.dumps(what).encode() + b"\n")
-    await writer.drain()
-
-
-async def _open(
-    peer: Peer, question: dict[str, Any], patience: float = _ANSWER
-) -> tuple[Any, asyncio.StreamWriter | None]:
-    """Ask, and leave the connection open; (None, None) if there is no answer."""
-    _, host, port, secret = peer
-    try:
-        opened = asyncio.open_connection(host, port, limit=_MOST)
-        reader, writer = await asyncio.wait_for(opened, _ANSWER)
-        await _say(writer, question | {"secret": secret})
-        if not patience:
-            writer.close()
-            return None, None
-        line = await asyncio.wait_for(reader.readline(), patience)
-        return json.loads(line), writer
-    except (TimeoutError, OSError, ValueError):
-        return None, None
-
-
-async def _exchange(peer: Peer, question: dict[str, Any], patience: float) -> Any:
-    """Ask, and hang up."""
-    answer, writer = await _open(peer, question, patience)
-    if writer is not None:
-        writer.close()
-    return answer
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...agreement import broadcast_states, checked
 from ...checkpoint.model import before_load, before_state_dict
 from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, AssertedError, ConfigError
@@ -18,20 +19,18 @@ from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
-from ...policies import MixedPrecisionPolicy, OffloadPolicy
+from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
-    Check,
     PrefetchSettings,
     Runner,
     UnitSettings,
-    broadcast_states,
-    checked,
     find_root,
     is_unit,
     left_alone,
     move_buffers,
     notice_torch,
+    own_modules,
     runners_in,
     unit_of,
 )
@@ -149,7 +148,7 @@ def fully_shard(
     planned.append((modules, (settings, keep, ignored, prefetch)))
     _check_plans(planned)
     for one in modules if sync_module_states else ():
-        broadcast_states(one, axes, kind, ignored)
+        broadcast_states(own_modules(one), axes, kind, ignored)
     for units, arguments in planned:
         _make_unit(units, *arguments, check)
     optimizer_guard.install()

@@ -11,18 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import map_tensors
 from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
+from ...policies import Check
 from ...runtime import (
     RUNNER_KEY,
-    Check,
     Root,
     Runner,
-    broadcast_states,
-    checked,
     deepcopy_module,
     find_root,
     move_buffers,
@@ -144,7 +143,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             put_in_place(module, block.module, type(self)(block.module, **keywords))
         materialise(module, param_init_fn, arguments.axes.device, arguments.ignored_modules)
         if sync_module_states:
-            broadcast_states(module, arguments.axes, kind, arguments.ignored)
+            broadcast_states(own_modules(module), arguments.axes, kind, arguments.ignored)
         self._arguments = arguments
         self.use_orig_params = use_orig_params
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers

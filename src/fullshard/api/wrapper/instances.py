@@ -15,8 +15,8 @@ from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
-from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import Check, PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
+from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     Bucket,
     BuildSettings,

@@ -13,24 +13,10 @@ from ..errors import ConfigError
 from ..forms import owner_of, successor_of
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import local_part
-from .units import is_unit
 
 
-def own_modules(module: nn.Module, ignored: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """`module` and all below it that are not below another instance, nor among, or below, `ignored`."""
-    found, waiting, seen = [], [module], {id(module), *map(id, ignored)}
-    while waiting:
-        owner = waiting.pop(0)
-        found.append(owner)
-        for child in owner.children():
-            if not is_unit(child) and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
-
-
-def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
-    """Make parameters and buffers of `module` (those not below other instances) rank 0's on all ranks.
+def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
+    """Make the parameters and buffers of these modules rank 0's on all ranks; not those that a unit has taken.
 
     Of a DTensor (tensor parallelism) it is the local parts that are sent. Buffers of ignored modules are sent, too.
 
@@ -38,7 +24,7 @@ def broadcast_states(module: nn.Module, axes: MeshAxes, comm: Comm, ignored: set
         ConfigError: a DTensor whose parts differ between the ranks that are to be made equal.
     """
     given = axes.all
-    for owner in own_modules(module, ()):
+    for owner in owners:
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is None or id(tensor) in ignored or owner_of(successor_of(tensor)) is not None:
                 continue  # those of an instance below were made equal when it was wrapped

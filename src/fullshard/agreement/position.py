@@ -10,19 +10,17 @@ watcher tells all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 
 from ..comm import Comm
 from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
+from ..policies import Check
 from ..shard import Unit
 from ..watcher import BACKWARD, COMPARE, END, FORWARD, RANK, REDUCE, VERBS
 from .course import Course
-
-Check = Literal["first", "step", "every"]
-"""When ranks compare what they issue: where it is new; besides once a step; before everything."""
 
 _PRIME = 2_147_483_647
 _CODES = len(VERBS)

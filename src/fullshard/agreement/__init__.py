@@ -1,0 +1,28 @@
+"""Whether all ranks do the same: hold one model, start from the same weights, issue the same, step alike.
+
+`model.py` and `weights.py` are asked at a model's first forward, `first_pass.py` along the first pass of each kind,
+`position.py` before anything new is issued, `use.py` at the end of each backward. `meeting.py` makes ranks' watchers
+known to each other.
+"""
+
+from .first_pass import FirstPass, differing
+from .meeting import arrive, meet
+from .model import Line, check_same_model
+from .position import Position, checked
+from .start_alike import broadcast_states
+from .use import UseAgreement
+from .weights import check_same_weights
+
+__all__ = [
+    "FirstPass",
+    "Line",
+    "Position",
+    "UseAgreement",
+    "arrive",
+    "broadcast_states",
+    "check_same_model",
+    "check_same_weights",
+    "checked",
+    "differing",
+    "meet",
+]
