@@ -7,6 +7,7 @@ that waits finds who has come so far. At a model's first forward the ranks excha
 from __future__ import annotations
 
 import json
+import secrets
 import weakref
 from collections.abc import Sequence
 
@@ -45,12 +46,13 @@ def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
         if axis.size == 1 or not comm.communicates or axis.backend not in _WATCHED:
             continue
         if axis.ranks in _met():
-            axis.open_lines()  # which are there
+            axis.open_lines("")  # which are there
             continue
         _met().add(axis.ranks)
-        rows = [json.loads(text) for text in texts_of_all(json.dumps(RANK.address), axis, comm, device)]
+        texts = texts_of_all(json.dumps([secrets.token_hex(8), RANK.address]), axis, comm, device)
+        names, rows = zip(*map(json.loads, texts), strict=True)
         RANK.meet([(rank, tuple(row)) for rank, row in zip(axis.ranks, rows, strict=True) if row is not None])
-        axis.open_lines()
+        axis.open_lines(names[0])
         if axis.backend != "gloo":
             RANK.waits_on_device()
 

@@ -15,11 +15,18 @@ on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from ..dtypes import as_moved, as_summed
+from ..dtypes import as_summed
 from ..mesh import Axis
-from ..torch_private.collectives import all_gather, all_gather_many, exchange, reduce_scatter, reduce_scatter_many
+from ..torch_private.collectives import (
+    all_gather,
+    all_gather_many,
+    all_reduce,
+    broadcast,
+    exchange,
+    reduce_scatter,
+    reduce_scatter_many,
+)
 from .protocol import DONE, Costs, Pending
 from .watched import watched
 
@@ -75,14 +82,13 @@ class TorchComm:
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        work = dist.all_reduce(as_summed(tensor), op=op, group=axis.lines.data, async_op=True)
+        work = all_reduce(tensor, axis.lines.data, mean)
         return watched(axis, work) if work else DONE
 
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        work = dist.broadcast(as_moved(tensor), group_src=source, group=axis.lines.data, async_op=True)
+        work = broadcast(tensor, axis.lines.data, source)
         return watched(axis, work) if work else DONE
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:

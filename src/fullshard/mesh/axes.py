@@ -41,12 +41,20 @@ class Axis:
     @functools.cached_property
     def aside(self) -> Axis:
         """The same ranks, over connections of their own if the engine has opened any: for comparisons."""
-        return Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks) if self.lines.is_open else self
+        if not self.lines.is_open:
+            return self
+        found = Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks)
+        found.__dict__["lines"] = Lines(self.lines.side, self.lines.side)
+        return found
 
-    def open_lines(self) -> None:
-        """Talk over groups of the engine's own from now on, where gloo is what talks. Collective over the axis."""
+    def open_lines(self, name: str) -> None:
+        """Talk over groups of the engine's own from now on, where gloo is what talks. Collective over the axis.
+
+        Args:
+            name: of no other group, and the same on all its ranks.
+        """
         if self.size > 1 and self.backend == "gloo" and self.ranks and type(self.group) is dist.ProcessGroup:
-            self.__dict__["lines"] = open_lines(self.group, self.ranks)
+            self.__dict__["lines"] = open_lines(self.group, self.ranks, name)
 
 
 @dataclass(frozen=True, eq=False)

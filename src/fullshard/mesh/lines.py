@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from ..torch_private.gloo_group import gloo_group
 from ..torch_private.group_timeout import timeout_of
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lines]] = weakref.WeakKeyDictionary()
@@ -55,18 +56,21 @@ def lines_of(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
     return found or Lines(group, group)
 
 
-def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
-    """Make groups of our own for the ranks of a gloo group, once. Collective over them."""
+def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> Lines:
+    """Make groups of our own for the ranks of a gloo group, once. Collective over them.
+
+    Args:
+        name: of no other group, and the same on all these ranks.
+    """
     found = lines_of(group, ranks)
     if found.is_open:
         return found
     before = set(_sockets().values())
     timeout = timeout_of(group)
-    data, side = (
-        dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True) for _ in range(2)
-    )
-    for one in (data, side):
-        dist.barrier(group=one)  # connections are there from now on
+    rank = ranks.index(dist.get_rank())
+    data, side = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout) for part in ("data", "side"))
+    if data is None or side is None:
+        return found
     assert dist.group.WORLD is not None
     by_ranks = _opened.setdefault(dist.group.WORLD, {})
     by_ranks[ranks] = Lines(data, side, [link for link in _sockets().values() if link not in before])

@@ -1,9 +1,10 @@
 """Gathers, reductions and exchanges called on the process group itself, asynchronously.
 
-Private torch API: `ProcessGroup._allgather_base`, `_reduce_scatter_base` and `alltoall_base`, and of the first two
-`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced` for several at once. The public alternatives
-are `torch.distributed.all_gather_single`, `reduce_scatter_single` (`all_gather_into_tensor`, `reduce_scatter_tensor`
-before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument checks to each call, three times
+Private torch API, all methods of `ProcessGroup`: `allreduce` and `broadcast`, which serve groups that
+`torch.distributed` does not know of; `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`; and for several at
+once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. The public alternatives are
+`torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single` (`all_gather_into_tensor`,
+`reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument checks to each call, three times
 per unit and step. They are what is used where a method is missing, and for groups that are implemented in Python and do
 not override it: torch's own method would look for a backend that they do not have. `tests/test_private_api.py` says
 when one goes.
@@ -40,6 +41,8 @@ def _async(options: Any, op: Any = None) -> Any:
 
 _SUM = _async(dist.ReduceScatterOptions(), dist.ReduceOp.SUM)
 _AVG = _async(dist.ReduceScatterOptions(), dist.ReduceOp.AVG)
+_REDUCE_ALL = _async(dist.AllreduceOptions(), dist.ReduceOp.SUM)
+_REDUCE_ALL_AVG = _async(dist.AllreduceOptions(), dist.ReduceOp.AVG)
 _PLAIN_GATHER = _async(AllgatherOptions())
 _PLAIN_EXCHANGE = _async(AllToAllOptions())
 
@@ -78,6 +81,23 @@ def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) 
     if _has(group, _EXCHANGE):
         return group.alltoall_base(out, buffer, [], [], _PLAIN_EXCHANGE)
     return dist.all_to_all_single(out, buffer, group=group, async_op=True)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
+    """Start an all-reduce in place; returns the work."""
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    if type(group) is not dist.ProcessGroup:
+        return dist.all_reduce(as_summed(tensor), op=op, group=group, async_op=True)
+    return group.allreduce([as_summed(tensor)], _REDUCE_ALL_AVG if mean else _REDUCE_ALL)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> Any:
+    """Start a broadcast from the group's rank `source`; returns the work."""
+    if type(group) is not dist.ProcessGroup:
+        return dist.broadcast(as_moved(tensor), group_src=source, group=group, async_op=True)
+    options = _async(dist.BroadcastOptions())
+    options.rootRank = source
+    return group.broadcast([as_moved(tensor)], options)
 
 
 def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:

@@ -17,7 +17,7 @@ _default_store: Any = getattr(distributed_c10d, "_get_default_store", None)
 
 def put(key: str, value: str) -> None:
     """Write down `value` for all ranks, if there is a store."""
-    store = _store()
+    store = default_store()
     if store is not None:
         store.set(key, value)
 
@@ -25,7 +25,7 @@ def put(key: str, value: str) -> None:
 def look_up(keys: list[str]) -> list[str | None]:
     """The values of these keys; None for those that nobody has written, and where the store cannot be asked."""
     found: list[str | None] = []
-    store = _store()
+    store = default_store()
     for key in keys:
         try:
             found.append(store.get(key).decode() if store is not None and store.check([key]) else None)
@@ -35,5 +35,6 @@ def look_up(keys: list[str]) -> list[str | None]:
     return found
 
 
-def _store() -> Any:
+def default_store() -> Any:
+    """The store, or None."""
     return _default_store() if _default_store is not None and dist.is_initialized() else None
