@@ -169,6 +169,7 @@ class Root:
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
                     grad = "trainable" if member.sharded.requires_grad else "frozen"
                     facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
+                    facts += one.settings.reduce.fact
                     lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
         if device is not None:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
@@ -304,10 +305,12 @@ class Root:
 
         Raises:
             UsageError: a unit is inside `summon_full_params`: its gradients would be this rank's own, of whole tensors.
+                Or it has no count of tokens left.
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
             raise UsageError("backward() was called inside summon_full_params() of the same model")
+        self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
