@@ -167,10 +167,9 @@ class Root:
                 for member in bucket.members:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
-                    grad = "trainable" if member.sharded.requires_grad else "frozen"
+                    grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
                     facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
-                    facts += one.settings.reduce.fact
-                    lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
+                    lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
         if device is not None:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
             check_same_model(lines, left, list(axes.values()), self.comm, device)
@@ -304,8 +303,7 @@ class Root:
         """The first gradient of a backward reached a unit.
 
         Raises:
-            UsageError: a unit is inside `summon_full_params`: its gradients would be this rank's own, of whole tensors.
-                Or it has no count of tokens left.
+            UsageError: a unit is inside `summon_full_params`: gradients would be this rank's own; or no count is left.
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
