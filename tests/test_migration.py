@@ -1,4 +1,4 @@
-"""Every snippet of docs/migration.md, run on two ranks as it stands."""
+"""Every snippet of docs/migration.md and docs/gradients.md, run on two ranks as it stands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = ("migration.md", "gradients.md")
 
 
 class Block(nn.Module):
@@ -38,7 +39,7 @@ class Model(nn.Module):
 def sections() -> dict[str, str]:
     """The snippets of every section that has any, one after the other."""
     found = {}
-    for part in PAGE.read_text().split("\n## ")[1:]:
+    for part in [part for page in PAGES for part in (DOCS / page).read_text().split("\n## ")[1:]]:
         title, _, body = part.partition("\n")
         snippets = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
         if snippets:
@@ -57,7 +58,7 @@ def run_section(title: str, folder: str) -> list[str]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile(sections()[title], f"{PAGE.name}: {title}", "exec"), namespace)
+        exec(compile(sections()[title], title, "exec"), namespace)
     return sorted(namespace)
 
 
@@ -68,5 +69,12 @@ def test_snippets_run(run_ranks, tmp_path, title):
 
 
 def test_all_sections_are_found():
-    expected = {"FSDP1, kept", "From FSDP1 to fully_shard", "From FSDP2", "From DDP"}
+    expected = {
+        "FSDP1, kept",
+        "From FSDP1 to fully_shard",
+        "From FSDP2",
+        "From DDP",
+        "Tokens",
+        "Gradients that are not finite",
+    }
     assert expected <= set(sections())

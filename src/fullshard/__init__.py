@@ -11,6 +11,7 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 from . import wrap
 from .api.functional.fully_shard import fully_shard
 from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .api.gradients import set_check_nonfinite, set_token_count
 from .api.wrapper.fsdp import FullyShardedDataParallel
 from .api.wrapper.settings import (
     BackwardPrefetch,
@@ -41,7 +42,7 @@ from .insight.verify import verify
 from .layout import Blocks
 from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
-from .optim import ShardedGradScaler, clip_grad_norm_, optimizer_view
+from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .watcher import watch
 
@@ -71,6 +72,7 @@ __all__ = [
     "MemoryUse",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "NonfiniteGradient",
     "NullComm",
     "OffloadPolicy",
     "OptimStateDictConfig",
@@ -93,10 +95,13 @@ __all__ = [
     "fully_shard",
     "load_optimizer_state_dict",
     "memory_use",
+    "nonfinite_gradients",
     "optimizer_state_dict",
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "set_check_nonfinite",
+    "set_token_count",
     "share_comm_ctx",
     "verify",
     "watch",

@@ -13,6 +13,7 @@ from .axes import (
 )
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
 from .lines import Lines, all_lines
+from .names import refuse_misread
 
 __all__ = [
     "Axis",
@@ -25,6 +26,7 @@ __all__ = [
     "data_parallel_mesh",
     "device_type_of",
     "reduce_value",
+    "refuse_misread",
     "resolve_mesh",
     "subdivide",
     "unsharded_axes",

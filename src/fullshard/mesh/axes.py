@@ -93,7 +93,7 @@ class ShardPlacementResult:
     Attributes:
         placement: `torch.distributed.tensor.Shard`, or None for `Shard(0)`.
         mesh: 1-D (shard) or 2-D (replicate, shard), as `fully_shard`'s; None for `fully_shard`'s own. Gradients are
-            averaged over the ranks of this mesh.
+            reduced over the ranks of this mesh; `docs/gradients.md` says what they are divided by.
     """
 
     placement: Any = None

@@ -1,7 +1,15 @@
-"""Optimizer views, gradient clipping and scaling."""
+"""Optimizer views; gradient clipping, scaling, and a look for what is not finite."""
 
 from .clip import clip_grad_norm_, total_norm
+from .nonfinite import NonfiniteGradient, nonfinite_gradients
 from .scaler import ShardedGradScaler
 from .views import optimizer_view
 
-__all__ = ["ShardedGradScaler", "clip_grad_norm_", "optimizer_view", "total_norm"]
+__all__ = [
+    "NonfiniteGradient",
+    "ShardedGradScaler",
+    "clip_grad_norm_",
+    "nonfinite_gradients",
+    "optimizer_view",
+    "total_norm",
+]

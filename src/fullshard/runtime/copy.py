@@ -76,7 +76,7 @@ def _set_up(runners: Sequence[Runner], units: dict[int, Unit], memo: dict[Any, A
         place_clone(unit, old.unit, below)
         copied = [memo[id(module)] for module in modules]
         new = copies[id(old)] = Runner(unit, copied, old.settings, old.find_root)
-        new.set(ignored=old.settings.ignored.copied(memo))
+        new.set(ignored=old.settings.ignored.copied(memo), reduce_tokens=None)
         for module, one in zip(modules, copied, strict=True):
             one.__dict__[RUNNER_KEY] = new
             for name, method in module.__dict__.get(FORWARD_METHODS_KEY, {}).items():

@@ -18,12 +18,22 @@ import torch
 
 from ..agreement import Position, UseAgreement
 from ..comm import Comm
-from ..shard import Reduction, Unit, collect, has_gradients, sees_gradients, settle, shown_empty
+from ..shard import (
+    Reduction,
+    TokenCount,
+    Unit,
+    collect,
+    has_gradients,
+    no_tokens,
+    sees_gradients,
+    settle,
+    shown_empty,
+)
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
 from ..watcher import REDUCE
 from .attached import step_attached
-from .settings import UnitSettings
+from .settings import ReduceSettings, UnitSettings
 
 
 class Reducible(Protocol):
@@ -58,6 +68,21 @@ class Reducer:
         self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm, position)
+        self._tokens: TokenCount | None = None  # what the backward that runs now divides by
+
+    def begin(self, rules: ReduceSettings) -> None:
+        """A backward begins.
+
+        Args:
+            rules: the root's.
+
+        Raises:
+            UsageError: sums are to be divided by a count of tokens, and there is none for this backward.
+        """
+        if rules.reduction == "tokens":
+            if rules.tokens is None or not rules.tokens.left:
+                raise no_tokens(rules.tokens)
+            self._tokens = rules.tokens
 
     def changed(self, one: Reducible) -> None:
         """A unit's weights changed between a forward and its backward, which runs now."""
@@ -87,7 +112,7 @@ class Reducer:
         self._finish_own(one)
         collect(one.unit, everything=True)
         self.position.issue(REDUCE, one.index)
-        reduction = Reduction(one.unit, one.settings.comm, settings.divide_factor, settings.force_sum)
+        reduction = Reduction(one.unit, one.settings.comm, settings, self._tokens)
         self.in_flight.append((self, one, reduction))
         self._use.note(one.index)
 
@@ -180,6 +205,9 @@ class Reducer:
             self.settle()
             given = self._use.agree([one.unit for one in self.units])
         self._run_hooks(given)
+        if self._tokens is not None:
+            self._tokens.left -= 1
+            self._tokens = None
 
     def settle(self) -> None:
         """The host waits for what crosses between its memory and the device; see `Home.settle`."""
@@ -205,6 +233,7 @@ class Reducer:
         self._replicating.clear()
         self._owed.clear()
         self._use.reset()
+        self._tokens = None
 
 
 def _trains(unit: Unit) -> bool:

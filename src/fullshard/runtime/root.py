@@ -164,9 +164,9 @@ class Root:
                 for member in bucket.members:
                     dtype = str(bucket.storage_dtype).removeprefix("torch.")
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
-                    grad = "trainable" if member.sharded.requires_grad else "frozen"
+                    grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
                     facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
-                    lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
+                    lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
         if device is not None:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
             check_same_model(lines, left, list(axes.values()), self.comm, device)
@@ -300,11 +300,12 @@ class Root:
         """The first gradient of a backward reached a unit.
 
         Raises:
-            UsageError: a unit is inside `summon_full_params`: its gradients would be this rank's own, of whole tensors.
+            UsageError: a unit is inside `summon_full_params`: gradients would be this rank's own; or no count is left.
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
             raise UsageError("backward() was called inside summon_full_params() of the same model")
+        self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)

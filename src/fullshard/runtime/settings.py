@@ -11,7 +11,9 @@ import torch
 
 from ..comm import Comm
 from ..forms import Ignored
+from ..mesh import MeshAxes
 from ..policies import Check, MixedPrecisionPolicy
+from ..shard import TokenCount
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,31 @@ class ReduceSettings:
     Attributes:
         sync: reduce after backward; False keeps gradients unsharded, without communication.
         all_reduce: reduce over the replicate axis too; False: over the shard axis only, for now.
-        divide_factor: divides the sum over ranks; None: the number of ranks.
+        reduction: "mean" over ranks, "sum", or "tokens": the sum divided by the step's count of tokens.
+        divide_factor: divides the sum over ranks; None: the number of ranks. With "mean" only, as `force_sum`.
         force_sum: sum and scale apart, in place of the backend's averaging.
         hook: called with each reduced slice [shard_numel] before it becomes `.grad`.
         fill_unused: parameters that no rank used get zeros, and the unit takes part in every reduction.
         max_in_flight: units whose reduction buffers may be alive at once.
+        check_nonfinite: note which of this rank's own gradients are not finite, before they are reduced.
+        tokens: the step's count, of a root whose units divide by it; None: none was given yet.
     """
 
     sync: bool = True
     all_reduce: bool = True
+    reduction: str = "mean"
     divide_factor: float | None = None
     force_sum: bool = False
     hook: Callable[[torch.Tensor], None] | None = None
     fill_unused: bool = False
     max_in_flight: int = 1
+    check_nonfinite: bool = False
+    tokens: TokenCount | None = None
+
+    @property
+    def fact(self) -> str:
+        """What ranks compare of it, where it is not the default."""
+        return "" if self.reduction == "mean" else f", reduction {self.reduction}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class UnitSettings:
     Attributes:
         comm: collectives.
         policy: mixed precision.
+        axes: the mesh that the unit was given; single parameters may have others.
         reshard_after_forward: free after forward; None: True unless this is the root.
         reshard_after_backward: free after backward.
         unshard_in_backward: whether backward needs the parameters.
@@ -73,6 +87,7 @@ class UnitSettings:
 
     comm: Comm
     policy: MixedPrecisionPolicy
+    axes: MeshAxes
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True

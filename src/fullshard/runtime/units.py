@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
@@ -52,6 +53,7 @@ def find_root(top: Runner) -> Root:
         PhaseError: a unit below is a root of its own, or another root's, which runs; parameters without values.
         LayoutError: a tied weight is used outside of its unit.
         DivergenceError: ranks hold different units or parameters.
+        ConfigError: units reduce their gradients in different ways.
     """
     units: list[Any] = []
     named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -66,6 +68,7 @@ def find_root(top: Runner) -> Root:
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), (clean_name(name), parameter))
+    _check_reductions(top, units)
     ignored = partial(left_alone, units)
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
@@ -87,6 +90,32 @@ def find_root(top: Runner) -> Root:
         runner.leftovers = Leftovers(_own_modules(runner))
     weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     return root
+
+
+def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
+    """One loss has one divisor: parameters of some units would move by other multiples of its gradient."""
+    mesh = top.settings.axes
+    names: dict[str, list[str]] = {}
+    for runner in units:
+        names.setdefault(runner.settings.reduce.reduction, []).append(runner.unit.name or "(root)")
+    if len(names) > 1:
+        raise ConfigError(
+            "Units of one model have different settings of reduction=.",
+            expected="the same for all of them",
+            got="; ".join(f"{kind!r} of {', '.join(map(repr, some[:3]))}" for kind, some in names.items()),
+            remedy="give every call of fully_shard or FullyShardedDataParallel the same reduction=, or use "
+            "auto_wrap_policy=",
+        )
+
+    for runner in units if "tokens" in names else ():
+        for bucket in runner.unit.buckets:
+            if bucket.axes.world > mesh.world:
+                raise ConfigError(
+                    "Tokens are counted over the root's mesh, and a unit's gradients are summed over more ranks.",
+                    expected=f"meshes of at most {mesh.world} ranks, as the root's",
+                    got=f"unit {runner.unit.name!r} on {bucket.axes.world} ranks",
+                    remedy="give the root the mesh of all ranks that hold data",
+                )
 
 
 def _dissolve(ref: weakref.ref[Root]) -> None:

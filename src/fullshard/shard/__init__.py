@@ -12,10 +12,13 @@ from .lookup import members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .reduction import Reduction, collect, has_gradients
+from .scaling import REDUCTIONS
+from .tokens import TokenCount, no_tokens
 from .unit import State, Unit
 from .views import add_views
 
 __all__ = [
+    "REDUCTIONS",
     "Bucket",
     "BuildSettings",
     "Delivery",
@@ -28,6 +31,7 @@ __all__ = [
     "Reduction",
     "Rehearsal",
     "State",
+    "TokenCount",
     "Unit",
     "add_views",
     "build_unit",
@@ -41,6 +45,7 @@ __all__ = [
     "home_of",
     "members_of",
     "names_of",
+    "no_tokens",
     "place_clone",
     "plan_unit",
     "refuse_meta",

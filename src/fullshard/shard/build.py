@@ -35,7 +35,7 @@ from ..forms import (
     successor_of,
 )
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
-from ..mesh import MeshAxes, resolve_mesh
+from ..mesh import MeshAxes, refuse_misread, resolve_mesh
 from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
@@ -267,6 +267,7 @@ def choose_placement(
     if mesh is None:
         return placement, settings.axes
     if mesh not in meshes:
+        refuse_misread(mesh)
         axes = resolve_mesh(mesh)
         if axes.device != settings.axes.device:
             raise ConfigError(

@@ -258,9 +258,16 @@ class Delivery:
         """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
         if not self.kept:
             return []
-        kept, self.kept = sorted(self.kept), set()
+        kept, self.kept = self.kept, set()
+        return self._without_grad(kept)
+
+    def all_given_up(self) -> bool:
+        """Whether there is something accumulated without sync that shows, and none of it does any more."""
+        return bool(self.kept) and len(self._without_grad(self.kept)) == len(self.kept)
+
+    def _without_grad(self, indices: set[int]) -> list[Member]:
         flat = self.bucket.flat_parameter
-        members = [self.bucket.members[index] for index in kept]
+        members = [self.bucket.members[index] for index in sorted(indices)]
         if flat is not None:
             return members if flat.grad is None else []
         return [member for member in members if read_grad(member.sharded) is None]

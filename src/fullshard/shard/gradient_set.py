@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..torch_private.holders import holders
+from ..torch_private.local_tensor import plain_access
 
 
 @dataclass(eq=False)
@@ -48,6 +49,11 @@ class GradientSet:
     def holders(self) -> tuple[int, int]:
         """How many tensors and Python references there are to the slice."""
         return holders(self.storage, self._watched)
+
+    def version(self) -> int:
+        """Rises with every write to the slice; a DTensor or FlatShard and what is inside of it count apart."""
+        with plain_access():
+            return sum([tensor._version for tensor in self._watched if tensor is not self.storage])
 
     def reusable(self) -> bool:
         """Whether only the engine holds it (all `.grad` must be None for this to be true)."""

@@ -58,6 +58,8 @@ class Gradients:
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.scaling = Scaling(True)
         self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
+        self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
+        self._version = -1  # of what is shown, when it was delivered last
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
 
@@ -75,6 +77,12 @@ class Gradients:
     def live_bytes(self) -> int:
         """Bytes of the buffer if it is allocated now."""
         return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
+
+    def owed(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced, and the user did not give them up."""
+        if self.state is not GradState.PENDING and self.partial is None:
+            return False
+        return not self.delivery.all_given_up()
 
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
@@ -126,8 +134,11 @@ class Gradients:
 
     # Reduce.
 
-    def issue_reduce(self, comm: Comm, scaling: Scaling) -> int:
+    def issue_reduce(self, comm: Comm, scaling: Scaling, check: bool = False) -> int:
         """Start the reduction of the buffer over the shard axis.
+
+        Args:
+            check: note the magnitudes of this rank's own gradients first, in `own`.
 
         Returns:
             Bytes that are allocated until it is finished, besides the buffer and `.grad`.
@@ -140,6 +151,9 @@ class Gradients:
         bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
         fresh = self.delivery.all_none() and self.partial is None
         scratch = 0
+        if check:
+            mine, adds = self.buffer.magnitudes(), not fresh and self._version == self._shown_version()
+            self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
         if fresh and self.reduce_dtype == self.delivery.grad_dtype and bucket.home is None:
             out = self.delivery.writable().flat
         else:
@@ -147,6 +161,8 @@ class Gradients:
             scratch = out.numel() * out.element_size()
         if scaling.before != 1.0:
             self.buffer.tensor.mul_(scaling.before)
+        if scaling.divides_buffer is not None:
+            self.buffer.tensor.div_(scaling.divides_buffer)
         mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         try:
             buffers, parts = self.buffer.segments, [out]
@@ -216,10 +232,22 @@ class Gradients:
         assert self._slice is not None
         if self.scaling.after != 1.0:
             self._slice.mul_(self.scaling.after)
+        if self.scaling.divides_slice is not None:
+            self._slice.div_(self.scaling.divides_slice)
         given = self.delivery.deliver(self._slice, fill_unused)
         self._slice, self.state = None, GradState.NONE
+        if self.own is not None:
+            self._version = self._shown_version()
         self.bucket.turns.give()
         return given
+
+    def _shown_version(self) -> int:
+        """Rises when the user writes to the gradients that are shown: in place of None they may be made zeros.
+
+        Not where they are on the host, and written when they arrive there: always 0.
+        """
+        current = self.delivery.set
+        return current.version() if current is not None and self.bucket.home is None else 0
 
     # Letting go.
 
@@ -279,7 +307,7 @@ class Gradients:
     def forget(self) -> None:
         """After the shard moved: buffers and sets of the old device or dtype are made anew when needed."""
         self.discard()
-        self.buffer = None
+        self.buffer = self.own = None
         self.delivery.forget()
 
 

@@ -5,10 +5,12 @@ The world's slices lie one after the other, segment by segment. What depends on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from ..dtypes import as_real
 from ..errors import PhaseError
 from ..forms import Member, Scratch
 from ..layout import Piece
@@ -102,6 +104,18 @@ class ReduceBuffer(Scratch):
                 pairs[0 if alike else 2].append(to)
                 pairs[1 if alike else 3].append(come)
         return pairs
+
+    def magnitudes(self) -> torch.Tensor:
+        """The largest absolute value in each place, NaN if there is one: [len(self.owners)], real, of this dtype."""
+        places = [as_real(to) for place in self._places for to in place.targets if to.numel()]
+        if not places:
+            return torch.zeros(0, device=self.tensor.device)
+        return torch.stack(torch._foreach_norm(places, math.inf))  # keeps NaN
+
+    @property
+    def owners(self) -> list[int]:
+        """For each of `magnitudes`, the index of the member that it is of."""
+        return [index for index, place in enumerate(self._places) for to in place.targets if to.numel()]
 
     def zero(self, members: Sequence[Member]) -> None:
         """Make what was collected for these members zero."""

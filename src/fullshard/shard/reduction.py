@@ -10,7 +10,7 @@ from ..comm import Comm
 from ..events import stream
 from ..torch_private.profiler import in_range
 from .gradients import Gradients, GradState
-from .scaling import Scaling
+from .scaling import Rules, Scaling, Total
 from .unit import Unit
 
 
@@ -36,15 +36,19 @@ def collect(unit: Unit, everything: bool) -> None:
 
 
 @in_range("reduce")
-def _issue(unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> tuple[int, int]:
+def _issue(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> tuple[int, int]:
     """Start the reductions over the shard axis; returns bytes of the buffers, and of scratch memory besides."""
     nbytes = scratch = 0
     for gradients in unit.gradients:
         if gradients.state is GradState.PENDING:
-            scaling = Scaling.choose(gradients.bucket.axes.world, gradients.reduce_dtype, factor, force_sum)
+            world, dtype = gradients.bucket.axes.world, gradients.reduce_dtype
+            if rules.reduction == "mean":
+                scaling = Scaling.choose(world, dtype, rules.divide_factor, rules.force_sum)
+            else:
+                scaling = Scaling.summed(world, dtype, total)
             if getattr(comm, "scales_itself", False):
                 scaling = Scaling(True)
-            scratch += gradients.issue_reduce(comm, scaling)
+            scratch += gradients.issue_reduce(comm, scaling, rules.check_nonfinite)
             assert gradients.buffer is not None
             nbytes += gradients.buffer.nbytes
     return nbytes, scratch
@@ -71,15 +75,16 @@ class Reduction:
     Args:
         unit: whose pending gradients are reduced.
         comm: collectives.
-        factor, force_sum: see `Scaling.choose`.
+        rules: how.
+        total: what sums are divided by; None: nothing.
     """
 
     __slots__ = ("_replicating", "_scratch_bytes", "comm", "unit")
 
-    def __init__(self, unit: Unit, comm: Comm, factor: float | None, force_sum: bool) -> None:
+    def __init__(self, unit: Unit, comm: Comm, rules: Rules, total: Total | None = None) -> None:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
-        nbytes, self._scratch_bytes = _issue(unit, comm, factor, force_sum)
+        nbytes, self._scratch_bytes = _issue(unit, comm, rules, total)
         unit.ledger.reducing += self._scratch_bytes
         unit.ledger.note()
         if stream.listeners:

@@ -1,10 +1,37 @@
-"""How a sum of gradients over ranks becomes the gradient."""
+"""How a sum of gradients over ranks becomes the gradient. `docs/gradients.md` has the formulas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+REDUCTIONS = ("mean", "sum", "tokens")
+"""What `reduction=` may be: the mean over ranks, their sum, or the sum divided by a step's count of tokens."""
+
+
+class Rules(Protocol):
+    """What a reduction is told; the fields of `runtime.settings.ReduceSettings` of these names."""
+
+    @property
+    def reduction(self) -> str: ...
+
+    @property
+    def divide_factor(self) -> float | None: ...
+
+    @property
+    def force_sum(self) -> bool: ...
+
+    @property
+    def check_nonfinite(self) -> bool: ...
+
+
+class Total(Protocol):
+    """A number that sums are divided by, which the host need not know."""
+
+    def total(self, dtype: torch.dtype) -> torch.Tensor:
+        """[1], on the device, to divide a buffer of `dtype` by."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +42,15 @@ class Scaling:
         mean: the collective itself averages, on every axis of more than one rank.
         before: factor applied to the buffer before the reduction.
         after: factor applied to the reduced slice.
+        divides_buffer, divides_slice: [1], float32 or float64, on the device; None: nothing. With one dim, so that a
+            buffer of 16 bits is divided in that precision: a count of tokens does not fit into 8 or 11 bits.
     """
 
     mean: bool
     before: float = 1.0
     after: float = 1.0
+    divides_buffer: torch.Tensor | None = None
+    divides_slice: torch.Tensor | None = None
 
     @classmethod
     def choose(cls, world: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Scaling:
@@ -30,10 +61,34 @@ class Scaling:
         """
         divide = float(world if factor is None else factor)
         if dtype == torch.float16:
-            before = 1.0
-            while world % (before * 2) == 0 and world / (before * 2) > before:
-                before *= 2
+            before = _power_near_root(world)
             return cls(False, 1.0 / before, before / divide)
         if factor is None and not force_sum:
-            return cls(True)
+            return _MEAN
         return cls(False, 1.0, 1.0 / divide)
+
+    @classmethod
+    def summed(cls, world: int, dtype: torch.dtype, total: Total | None) -> Scaling:
+        """The sum over `world` ranks, divided by `total` if there is one.
+
+        In float16 the sum over a rank's tokens is brought to the size of a mean before the reduction, which is then
+        scaled as `choose` does.
+        """
+        if total is None:
+            return cls(False)
+        divisor = total.total(dtype)
+        if dtype != torch.float16:
+            return cls(False, divides_slice=divisor)
+        share = _power_near_root(world) / world
+        return cls(False, after=share, divides_buffer=divisor * share)
+
+
+_MEAN = Scaling(True)
+
+
+def _power_near_root(world: int) -> float:
+    """The largest power of two that divides `world` and is at most about its square root."""
+    power = 1.0
+    while world % (power * 2) == 0 and world / (power * 2) > power:
+        power *= 2
+    return power

@@ -17,12 +17,13 @@ from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, AssertedError, ConfigError
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
-from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, resolve_mesh, subdivide
+from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
 from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import (
     RUNNER_KEY,
     PrefetchSettings,
+    ReduceSettings,
     Runner,
     UnitSettings,
     find_root,
@@ -45,6 +46,7 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
+from ..gradients import check_reduction
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
 
@@ -72,6 +74,7 @@ def fully_shard(
     comm: str | Comm = "torch",
     check: Check = "first",
     sync_module_states: bool = False,
+    reduction: str = "mean",
 ) -> ModuleT:
     """Shard a module's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -114,14 +117,17 @@ def fully_shard(
             pass, too; "every": before each collective.
         sync_module_states: make the parameters and buffers that become units here those of the mesh's first rank, on
             all ranks; collective. Without it ranks that start from different weights are refused at the first forward.
+        reduction: what becomes of the ranks' gradients: their "mean"; their "sum"; or "tokens", their sum divided by
+            the number of tokens that `set_token_count` was told of on all ranks, for losses that are sums over tokens.
+            The same for all units of a model; `docs/gradients.md` has the formulas.
 
     Returns:
         `module` itself. Its class is now a subclass of its own class and `FSDPModule`.
 
     Raises:
         ConfigError: no mesh and no process group, a mesh of other than 1 or 2 dims, a container without forward, a
-            module that is a unit already, a parameter on a foreign device, an argument out of its range. Nothing has
-            changed then.
+            module that is a unit already, a parameter on a foreign device, an argument out of its range, a 2-D mesh
+            whose dim names say that it would be misread. Nothing has changed then.
         LayoutError: a parameter that the layout cannot hold.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -130,9 +136,12 @@ def fully_shard(
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
     spmd = None
-    if dp_mesh_dims is not None:
+    if dp_mesh_dims is None:
+        refuse_misread(mesh)
+    else:
         mesh, spmd = _data_parallel_part(mesh, dp_mesh_dims)
     axes, kind = resolve_mesh(mesh), make_comm(comm)
+    check_reduction(reduction, kind)
     settings = BuildSettings(
         axes, kind, mp_policy, layout, shard_placement_fn, spmd, home=home_of(offload_policy, axes.device)
     )
@@ -150,7 +159,7 @@ def fully_shard(
     for one in modules if sync_module_states else ():
         broadcast_states(own_modules(one), axes, kind, ignored)
     for units, arguments in planned:
-        _make_unit(units, *arguments, check)
+        _make_unit(units, *arguments, check, reduction)
     optimizer_guard.install()
     notice_torch()
     return module
@@ -274,7 +283,13 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
 
 
 def _make_unit(
-    modules: Sequence[nn.Module], settings: BuildSettings, keep: Any, ignored: set[int], prefetch: int, check: Check
+    modules: Sequence[nn.Module],
+    settings: BuildSettings,
+    keep: Any,
+    ignored: set[int],
+    prefetch: int,
+    check: Check,
+    reduction: str,
 ) -> None:
     """Shard what is left in `modules`, and have a runner run them."""
     found = find_parameters(modules, unit_of, ignored)
@@ -288,7 +303,9 @@ def _make_unit(
     own = UnitSettings(
         settings.comm,
         settings.policy,
+        settings.axes,
         reshard,
+        reduce=ReduceSettings(reduction=reduction),
         prefetch=PrefetchSettings(prefetch, prefetch),
         ignored=Ignored.under(modules, ignored),
         check=check,

@@ -12,6 +12,7 @@ from torch import nn
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
 from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run, run_method, runner_of, runners_in
+from ..gradients import refuse_divisor
 
 
 class UnshardHandle:
@@ -248,9 +249,14 @@ class FSDPModule:
         runner.post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by `factor` in place of the number of data-parallel ranks."""
+        """Divide the sum of gradients by `factor` in place of the number of data-parallel ranks.
+
+        Raises:
+            ConfigError: not a positive number; or the unit's `reduction` is not "mean".
+        """
         if not factor > 0:
             raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
+        refuse_divisor(self._runner(), "a gradient divide factor")
         self._runner().set(reduce_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -261,7 +267,12 @@ class FSDPModule:
         """Use sums in this unit's reductions and scale separately, in place of the backend's averaging.
 
         Not recursive, as PyTorch's: call it on each unit.
+
+        Raises:
+            ConfigError: the unit's `reduction` is not "mean": gradients are summed already.
         """
+        if enable:
+            refuse_divisor(self._runner(), "set_force_sum_reduction_for_comms(True)")
         self._runner().set(reduce_force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:

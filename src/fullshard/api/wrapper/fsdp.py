@@ -72,6 +72,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
         comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
         check: Fullshard's own, for the root: when ranks compare what they are about to run, as of `fully_shard`.
+        reduction: Fullshard's own: "mean" over ranks, "sum", or "tokens" (see `set_token_count`); the same for all
+            instances of a model.
 
     Raises:
         ConfigError: an argument that cannot work, alone or with another one. Nothing has changed then.
@@ -100,6 +102,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         full_precision_in_eval: bool = False,
         comm: str | Comm = "torch",
         check: Check = "first",
+        reduction: str = "mean",
     ) -> None:
         kind = make_comm(comm)
         arguments = check_arguments(
@@ -115,7 +118,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             device_mesh,
         )
         super().__init__()
-        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, checked(check))
+        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, reduction, checked(check))
         blocks: list[tuple[Plan, dict[str, Any]]] = []
         if auto_wrap_policy is not None:
             common: dict[str, Any] = {
@@ -133,6 +136,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 "ignored_modules": list(arguments.ignored_modules) if ignored_modules is not None else None,
                 "device_mesh": device_mesh,
                 "comm": kind,
+                "reduction": reduction,
             }
             common["ignored_states"] = list(ignored_states) if ignored_states is not None else None
             blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
@@ -145,9 +149,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         if sync_module_states:
             broadcast_states(own_modules(module), arguments.axes, kind, arguments.ignored)
         self._arguments = arguments
-        self.use_orig_params = use_orig_params
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
-        self.full_precision_in_eval = full_precision_in_eval
+        self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
@@ -344,7 +347,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
 
         Raises:
             UsageError: not the root, a hook is registered already, or a hybrid strategy.
-            ConfigError: the hook is not callable.
+            ConfigError: the hook is not callable; or `reduction` is not "mean".
         """
         if not self.check_is_root():
             raise UsageError("register_comm_hook can only be called on a root instance.")

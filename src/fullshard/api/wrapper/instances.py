@@ -16,7 +16,7 @@ from ...errors import ArgumentTypeError, ConfigError
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
+from ...runtime import PrefetchSettings, ReduceSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     Bucket,
     BuildSettings,
@@ -32,6 +32,7 @@ from ...shard import (
     plan_unit,
     show_shared,
 )
+from ..gradients import check_reduction
 from ..wrapping import plan_wrapping, post_order
 from .settings import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from .setup import Arguments, check_arguments, check_initialisable
@@ -50,6 +51,7 @@ class Plan:
         comm: collectives.
         flat: whether it shows one `FlatParameter`.
         init: `param_init_fn`.
+        reduction: of its gradients.
         when: ranks compare what they run.
     """
 
@@ -58,6 +60,7 @@ class Plan:
     comm: Comm
     flat: bool
     init: Callable[[nn.Module], None] | None
+    reduction: str
     when: Check = "first"
 
     def build_settings(self) -> BuildSettings:
@@ -86,7 +89,9 @@ class Plan:
         return UnitSettings(
             self.comm,
             policy,
+            arguments.axes,
             arguments.strategy in FULL_SHARD,
+            reduce=ReduceSettings(reduction=self.reduction),
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
             check=self.when,
@@ -102,6 +107,7 @@ class Plan:
         Raises:
             ConfigError, LayoutError: names the parameter.
         """
+        check_reduction(self.reduction, self.comm)
         for item in found:
             item.name = clean_name(item.name)
         check_parameters(found, self.arguments.axes, "flat", wrapper=True)
@@ -200,7 +206,8 @@ def plan_blocks(
 def _block(child: nn.Module, keywords: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     arguments = check_arguments(child, **{name: keywords.get(name) for name in _CHECKED})
     flat = not keywords["use_orig_params"]
-    return Plan(child, arguments, make_comm(keywords["comm"]), flat, keywords["param_init_fn"]), keywords
+    comm = make_comm(keywords["comm"])
+    return Plan(child, arguments, comm, flat, keywords["param_init_fn"], keywords["reduction"]), keywords
 
 
 def put_in_place(root: nn.Module, child: nn.Module, instance: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentTypeError, ConfigError
 from ...forms import successor_of
-from ...mesh import MeshAxes, axes_of_groups, resolve_mesh, unsharded_axes
+from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...runtime import is_unit, own_modules
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, accept
 
@@ -72,6 +72,7 @@ def check_arguments(
     device = _device(device_id)
     hybrid = chosen in HYBRID
     if device_mesh is not None:
+        refuse_misread(device_mesh)
         axes = resolve_mesh(device_mesh, device)
         if hybrid != (axes.replicate is not None):
             raise ConfigError(

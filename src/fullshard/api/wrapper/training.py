@@ -12,6 +12,7 @@ from ...errors import ConfigError, UsageError
 from ...forms import owner_of
 from ...optim.clip import clip_local_gradients, shard_groups
 from ...torch_private.local_tensor import local_part
+from ..gradients import refuse_divisor
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -60,6 +61,7 @@ def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
                 got=child.sharding_strategy.name,
                 remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
+        refuse_divisor(child._runner(), "a communication hook, which scales gradients itself,")
     for child in instances:
         runner = child._runner()
         runner.set(comm=HookComm(runner.settings.comm, state, hook))

@@ -1,0 +1,184 @@
+"""What users say about gradients, the same for both front-ends: how sums become gradients, and what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from ..errors import ConfigError, PhaseError, UsageError
+from ..runtime import Runner, runner_of, runners_in
+from ..shard import REDUCTIONS, TokenCount
+
+
+def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:
+    """Say how many tokens (or samples) this rank's losses of the coming step are sums over. Collective.
+
+    For models with `reduction="tokens"`: once a step, on every rank, before the step's first backward. Every backward
+    of the step then delivers the sum of the ranks' gradients divided by the count over all ranks of the root's mesh
+    and all micro-batches, so that what is in `.grad` at the end of the step is the gradient of the mean over all
+    tokens, however unevenly they are spread. A count of 0 is fine; where the sum of all is 0, nothing is divided.
+
+    One all-reduce of three integers, of which the result stays on the device: the host waits for no accelerator.
+
+    Args:
+        model: the root, or a module that contains roots.
+        counts: of the step's only micro-batch; or one for each backward of the step: in a sequence, or in an integer
+            tensor [micro-batches]. Tensors on the device are not brought to the host.
+
+    Raises:
+        ConfigError: the model's units have another `reduction`; counts that are none; a negative one.
+        UsageError: gradients that were accumulated without sync wait for the rest of their step: they would be
+            divided by the new count.
+        PhaseError: the model is no root; or a backward runs.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"set_token_count takes a model, got {type(model).__name__}")
+    checked, tops = _checked(counts), _tops(model)
+    for runner in [runner for top in tops for runner in _below(top)]:
+        if runner.settings.reduce.reduction != "tokens":
+            raise ConfigError(
+                "set_token_count is for models whose gradients are divided by a count of tokens.",
+                expected='reduction="tokens"',
+                got=f"unit {runner.unit.name!r} with reduction={runner.settings.reduce.reduction!r}",
+                remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
+            )
+        if any(gradients.owed() for gradients in runner.unit.gradients):
+            raise UsageError(
+                "set_token_count was called in the middle of a step.",
+                expected="a call before the first backward, with the counts of all micro-batches of the step",
+                got=f"gradients of unit {runner.unit.name!r} that were accumulated without sync and wait",
+                remedy="call set_token_count(model, [count, ...]) once a step; zero_grad() gives up what waits in "
+                "flat layouts and the wrapper, model.reset_iter_state() in rows",
+            )
+    for top in tops:
+        axes = top.settings.axes
+        own = _summed(checked, axes.device)
+        if (last := top.settings.reduce.tokens) is not None:
+            last.let_go()
+        top.set(reduce_tokens=TokenCount(own, len(checked), axes, top.settings.comm))
+
+
+def _tops(model: nn.Module) -> list[Runner]:
+    """The outermost units in `model`, each once."""
+    tops = [own] if (own := runner_of(model)) is not None else []
+    if not tops:
+        found = runners_in(model)
+        if not found:
+            raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it")
+        inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
+        tops = [runner for runner in found if id(runner) not in inner]
+    for top in tops:
+        if top.root is not None and not top.is_top:
+            raise PhaseError(
+                "set_token_count is for the root.",
+                got=f"unit {top.unit.name!r} below it",
+                remedy="pass the model whose forward is called",
+            )
+        if top.root is not None and top.root.in_backward:
+            raise PhaseError("set_token_count was called within a backward; call it before the step's first one")
+    return tops
+
+
+def _below(top: Runner) -> Sequence[Any]:
+    """The runners of a unit that is, or will be, a root, and of all units below it."""
+    if top.root is not None and top.is_top:
+        return top.root.units
+    return [runner for module in top.modules for runner in runners_in(module)]
+
+
+def _checked(counts: Any) -> list[int | torch.Tensor]:
+    """The counts, one for each micro-batch.
+
+    Raises:
+        ConfigError: there are none, or one is no count.
+    """
+    if isinstance(counts, torch.Tensor) and counts.dim() == 1:
+        given: list[Any] = list(counts.unbind())
+    else:
+        given = list(counts) if isinstance(counts, (list, tuple)) else [counts]
+    for count in given:
+        if isinstance(count, torch.Tensor):
+            kind = count.dtype
+            fits = count.numel() == 1 and not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+        else:
+            fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+        if not fits:
+            raise ConfigError(
+                "set_token_count takes how many tokens each micro-batch of this rank has.",
+                expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
+                got=repr(count),
+            )
+    if not given:
+        raise ConfigError("set_token_count was given no counts", expected="one for each backward of the step")
+    return given
+
+
+def _summed(counts: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """[1], int64, on `device`; tensors that are there are summed there."""
+    known = sum(count for count in counts if isinstance(count, int))
+    total = torch.full((1,), known, dtype=torch.int64, device=device)
+    for count in counts:
+        if isinstance(count, torch.Tensor):
+            total += count.detach().to(device, torch.int64, non_blocking=True).view(1)
+    return total
+
+
+def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
+    """Note, before each reduction, which of this rank's own gradients hold NaN or inf; for `nonfinite_gradients`.
+
+    Off by default, and then free of cost. On, each reduction reads its buffer [gathered elements of the unit] once
+    more on the device; the host waits for nothing. Call it on every rank.
+
+    Args:
+        model: a module with units; all of them in it are set.
+        enable: whether to note them from the next backward on.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    runners = runners_in(model)
+    if not runners:
+        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it")
+    for runner in runners:
+        runner.set(reduce_check_nonfinite=bool(enable))
+        if not enable:
+            for gradients in runner.unit.gradients:
+                gradients.own = None
+
+
+def check_reduction(reduction: Any, comm: Comm) -> str:
+    """`reduction` as a front-end was given it.
+
+    Raises:
+        ConfigError: there is none of that name; or `comm` scales gradients itself.
+    """
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if reduction != "mean" and getattr(comm, "scales_itself", False):
+        raise ConfigError(
+            f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
+            got=f"comm of kind {comm.kind!r}",
+            remedy='leave reduction= at "mean", and let the comm do what is wanted',
+        )
+    return str(reduction)
+
+
+def refuse_divisor(runner: Runner, what: str) -> None:
+    """Refuse `what`, which changes what sums are divided by, where `reduction=` has said that.
+
+    Raises:
+        ConfigError: the unit's `reduction` is not "mean".
+    """
+    reduction = runner.settings.reduce.reduction
+    if reduction != "mean":
+        raise ConfigError(
+            f"{what} has no place beside reduction={reduction!r}, which says what sums are divided by.",
+            expected='reduction="mean"',
+            got=f"reduction={reduction!r} of unit {runner.unit.name!r}",
+            remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
+            'reduction="sum" and scale the loss',
+        )
