@@ -12,6 +12,9 @@ from .errors import ConfigError
 Check = Literal["first", "step", "every"]
 """When ranks compare what they issue: where it is new; besides at the beginning of every pass; before everything."""
 
+Unused = Literal["error", "zeros"]
+"""What becomes of units that only some ranks run: an error; or the others take part, with zeros for gradients."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -5,7 +5,8 @@
 known to each other.
 """
 
-from .first_pass import FirstPass, differing
+from .first_pass import differing
+from .guide import Guide
 from .meeting import arrive, meet
 from .model import Line, check_same_model
 from .position import Position, checked
@@ -14,7 +15,7 @@ from .use import UseAgreement
 from .weights import check_same_weights
 
 __all__ = [
-    "FirstPass",
+    "Guide",
     "Line",
     "Position",
     "UseAgreement",

@@ -17,7 +17,7 @@ import torch
 from ..comm import Comm
 from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
-from ..policies import Check
+from ..policies import Check, Unused
 from ..shard import Unit
 from ..watcher import BACKWARD, COMPARE, END, FORWARD, RANK, REDUCE, VERBS
 from .course import Course
@@ -143,16 +143,16 @@ class Position:
         return f"unit {self.names[index] or '(root)'!r}" if index < len(self.names) else f"unit {index}"
 
 
-def checked(check: str) -> Check:
-    """`check`, if it is one.
+def checked(check: str, unused: str) -> tuple[Check, Unused]:
+    """These settings, if they are ones.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: one is none.
     """
-    if check not in get_args(Check):
-        raise ConfigError("check says when ranks compare what they are about to run.",
-                          expected=" or ".join(map(repr, get_args(Check))), got=repr(check))  # fmt: skip
-    return check  # type: ignore[return-value]
+    for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
+        if value not in kinds:
+            raise ConfigError(f"{name} is none of its kinds.", expected=" or ".join(map(repr, kinds)), got=repr(value))
+    return check, unused  # type: ignore[return-value]
 
 
 def _compared(units: Sequence[Unit], comm: Comm) -> MeshAxes | None:

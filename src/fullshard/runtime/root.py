@@ -10,13 +10,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..agreement import FirstPass, Line, Position, check_same_model, check_same_weights, differing, meet
+from ..agreement import Guide, Line, Position, check_same_model, check_same_weights, differing, meet
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
-from ..forms import Member
 from ..mesh import Axis
-from ..policies import Check
+from ..policies import Check, Unused
 from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
@@ -59,11 +58,12 @@ class Root:
         additions: finds parameters that were added to the root's modules since.
         in_flight: reductions, if several roots share them.
         check: when ranks compare what they run.
+        unused: what becomes of units that only some run.
 
     Attributes:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
-        first_pass: what the pass that runs now is compared by with the other ranks', if it is the first of its kind.
+        guide: what goes along with passes: comparisons, or the order that ranks share.
         orders, traces: of units, to prefetch by; and of the passes whose backwards may come.
         recomputed: the unit that was recomputed last; its backward comes next.
         position: what is issued next, compared with other ranks.
@@ -78,15 +78,17 @@ class Root:
         additions: Additions,
         in_flight: InFlight | None = None,
         check: Check = "first",
+        unused: Unused = "error",
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
-        self.first_pass: FirstPass | None = None
         self.orders, self.traces = Orders(), Traces()
         self.recomputed: Runnable | None = None
-        self.position = Position(units, [one.unit.name for one in units], comm, check)
+        names = [one.unit.name for one in units]
+        self.position = Position(units, names, comm, check)
+        self.guide = Guide([one.unit for one in units], names, comm, unused, check == "every", self.pass_over)
         self.reducer = Reducer(units, comm, self.position, in_flight)
         self._backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
@@ -195,37 +197,13 @@ class Root:
             check_attached_units(units)
         self._drop_stale()
         self.pass_top, self.pass_grad = top, with_grad
-        self.first_pass = FirstPass(units, self.comm) if first else None
+        self.guide.begin((top.index, with_grad), first)
         if with_grad:
             self.traces.begin(weakref.ref(self))
 
-    def compare(self, one: Runnable) -> None:
-        """In the first pass of its kind: compare with other ranks which unit is to run, and whether its weights stayed.
-
-        Raises:
-            DivergenceError: another rank is about to run another one.
-        """
-        if self.first_pass is not None:
-            try:
-                one.unit.moving |= self.first_pass.enter(one.index)
-            except DivergenceError:
-                self.first_pass = None  # all ranks raise: there is nothing left to compare
-                raise
-
-    def written(self, index: int) -> list[Member]:
-        """Parameters of a unit that its forward, which is over, wrote to.
-
-        Raises:
-            DivergenceError: in the first pass of its kind, another rank has come elsewhere.
-        """
-        written = self.units[index].unit.written()
-        if self.first_pass is not None:
-            try:
-                written += self.first_pass.written(index)
-            except DivergenceError:
-                self.first_pass = None  # as in `compare`
-                raise
-        return written
+    def pass_over(self, index: int, ends: bool) -> None:
+        """Begin or end a unit that other ranks run, and this one does not: it takes part, and shows it to nobody."""
+        self.units[index].happens(Happening.LEAVE if ends else Happening.ENTER)
 
     def _drop_stale(self) -> None:
         """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
@@ -254,9 +232,7 @@ class Root:
 
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
-        if self.first_pass is not None:
-            self.first_pass.end()
-            self.first_pass = None
+        self.guide.end()
         if not self.orders.told and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
             self._warn_of_order()
         self.orders.end_forward(self.pass_grad)
@@ -277,7 +253,7 @@ class Root:
 
     def break_forward(self) -> None:
         """The pass was broken off by an exception: what was seen of its order counts for nothing."""
-        self.first_pass = None
+        self.guide.stop()
         self.orders.forward.restart()
         self.position.lose()
         self._settle()
@@ -336,6 +312,7 @@ class Root:
         except BaseException as error:
             if isinstance(error, DivergenceError):
                 self.position.forget()
+                self.guide.forget()
                 self.orders.forget()  # each rank learned its own: gathers ahead would swap units
             try:
                 self.recover()

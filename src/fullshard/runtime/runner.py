@@ -125,8 +125,8 @@ class Runner(Asked):
         """Gather for a forward, and prefetch what follows."""
         root, unit = self.root, self.unit
         assert root is not None
-        if root.first_pass is not None:
-            root.compare(self)
+        if root.guide.active:
+            unit.moving |= root.guide.enter(self.index)
         with_grad = root.pass_grad
         if unit.moving or (unit.state is not State.SHARDED and unit.changed_since_gather()):
             unit.moving = True  # by the model's own code, since the pass began
@@ -153,12 +153,15 @@ class Runner(Asked):
         """Show the sharded parameters, and free unless they are to stay."""
         self._ran.clear()
         unit, root = self.unit, self.root
-        if root is not None and (written := root.written(self.index)):
+        written = unit.written()
+        if root is not None and root.guide.active:
+            written += root.guide.written(self.index)
+        if written:
             self.kept = False
             raise unit.written_error(written)
         assigned = unit.show_sharded()
         if self.period.trace is not None:
-            self.period.trace.left(self.period, self.period.leads_back)
+            self.period.trace.left(self.period, self.period.leads_back or (root is not None and root.guide.zeros))
         if unit.state is State.GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False

@@ -12,7 +12,7 @@ import torch
 from ..comm import Comm
 from ..forms import Ignored
 from ..mesh import MeshAxes
-from ..policies import Check, MixedPrecisionPolicy
+from ..policies import Check, MixedPrecisionPolicy, Unused
 from ..shard import TokenCount
 
 
@@ -82,6 +82,7 @@ class UnitSettings:
         group_memory: whether `comm` communicates through memory of the process group's backend.
         ignored: what is in the unit's modules and was to be left alone.
         check: when ranks compare what they are about to run; the root's counts. See `policies.Check`.
+        unused: what becomes of units that only some ranks run; the root's counts. See `policies.Unused`.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
     """
 
@@ -96,6 +97,7 @@ class UnitSettings:
     group_memory: bool = False
     ignored: Ignored = field(default_factory=Ignored)
     check: Check = "first"
+    unused: Unused = "error"
     in_flight: deque[Any] | None = None
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:

@@ -82,7 +82,9 @@ def find_root(top: Runner) -> Root:
         runner.unit.refresh()
     refuse_meta([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
-    root = Root(top, units, top.settings.comm, additions, top.settings.in_flight, top.settings.check)
+    root = Root(
+        top, units, top.settings.comm, additions, top.settings.in_flight, top.settings.check, top.settings.unused
+    )
     apart = ignored()
     root.agree([known for key, known in named.items() if key in apart])
     root.take_units()

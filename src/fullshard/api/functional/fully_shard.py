@@ -19,7 +19,7 @@ from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
 from ...optim import guard as optimizer_guard
-from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy
+from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import (
     RUNNER_KEY,
     PrefetchSettings,
@@ -73,6 +73,7 @@ def fully_shard(
     prefetch: int = 1,
     comm: str | Comm = "torch",
     check: Check = "first",
+    unused: Unused = "error",
     sync_module_states: bool = False,
     reduction: str = "mean",
 ) -> ModuleT:
@@ -115,6 +116,11 @@ def fully_shard(
         check: when ranks compare what they are about to run; the root's counts. "first": along the first pass of each
             kind, and whenever a rank leaves the order that it has taken before; "step": at the beginning of every
             pass, too; "every": before each collective.
+        unused: what becomes of a unit that only some ranks run in a pass (an expert, a branch for images); the root's
+            counts. "error": a `DivergenceError` names it. "zeros": the other ranks gather and free it in step all the
+            same, and take part in its reduction with zeros; gradients are as of one process. Units have to run in one
+            order, each as often as in the first pass; with check="every" in any, at the price of one small collective
+            at each unit's beginning and end. Writes through `.data` in a forward go unnoticed then.
         sync_module_states: make the parameters and buffers that become units here those of the mesh's first rank, on
             all ranks; collective. Without it ranks that start from different weights are refused at the first forward.
         reduction: what becomes of the ranks' gradients: their "mean"; their "sum"; or "tokens", their sum divided by
@@ -132,7 +138,7 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, offload_policy, layout, prefetch)
-    checked(check)
+    checked(check, unused)
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
     spmd = None
@@ -159,7 +165,7 @@ def fully_shard(
     for one in modules if sync_module_states else ():
         broadcast_states(own_modules(one), axes, kind, ignored)
     for units, arguments in planned:
-        _make_unit(units, *arguments, check, reduction)
+        _make_unit(units, *arguments, check, unused, reduction)
     optimizer_guard.install()
     notice_torch()
     return module
@@ -289,6 +295,7 @@ def _make_unit(
     ignored: set[int],
     prefetch: int,
     check: Check,
+    unused: Unused,
     reduction: str,
 ) -> None:
     """Shard what is left in `modules`, and have a runner run them."""
@@ -309,6 +316,7 @@ def _make_unit(
         prefetch=PrefetchSettings(prefetch, prefetch),
         ignored=Ignored.under(modules, ignored),
         check=check,
+        unused=unused,
     )
     runner = Runner(unit, modules, own, find_root)
     for module in modules:

@@ -17,7 +17,7 @@ from ...containers import map_tensors
 from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
-from ...policies import Check
+from ...policies import Check, Unused
 from ...runtime import (
     RUNNER_KEY,
     Root,
@@ -72,6 +72,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             with buffers in theirs (PyTorch: FSDP_USE_FULL_PREC_IN_EVAL=1).
         comm: Fullshard's own: "torch", "null" (takes communication out, to time the rest), or a `Comm`.
         check: Fullshard's own, for the root: when ranks compare what they are about to run, as of `fully_shard`.
+        unused: Fullshard's own, for the root: what becomes of units that only some ranks run, as of `fully_shard`.
         reduction: Fullshard's own: "mean" over ranks, "sum", or "tokens" (see `set_token_count`); the same for all
             instances of a model.
 
@@ -102,6 +103,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         full_precision_in_eval: bool = False,
         comm: str | Comm = "torch",
         check: Check = "first",
+        unused: Unused = "error",
         reduction: str = "mean",
     ) -> None:
         kind = make_comm(comm)
@@ -118,7 +120,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             device_mesh,
         )
         super().__init__()
-        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, reduction, checked(check))
+        plan = Plan(module, arguments, kind, not use_orig_params, param_init_fn, reduction, *checked(check, unused))
         blocks: list[tuple[Plan, dict[str, Any]]] = []
         if auto_wrap_policy is not None:
             common: dict[str, Any] = {

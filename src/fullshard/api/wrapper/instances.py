@@ -15,7 +15,7 @@ from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
-from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import PrefetchSettings, ReduceSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     Bucket,
@@ -53,6 +53,7 @@ class Plan:
         init: `param_init_fn`.
         reduction: of its gradients.
         when: ranks compare what they run.
+        unused: what becomes of units that only some ranks run.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class Plan:
     init: Callable[[nn.Module], None] | None
     reduction: str
     when: Check = "first"
+    unused: Unused = "error"
 
     def build_settings(self) -> BuildSettings:
         """How its unit is built."""
@@ -95,6 +97,7 @@ class Plan:
             prefetch=PrefetchSettings(prefetch, backward, late),
             ignored=Ignored.under([self.module], self.ignored(), arguments.ignored_modules),
             check=self.when,
+            unused=self.unused,
         )
 
     def ignored(self) -> set[int]:

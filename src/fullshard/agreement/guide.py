@@ -1,0 +1,168 @@
+"""What goes with a pass: comparisons along the first of its kind, or the order that ranks share though they run less.
+
+With `unused="error"` ranks run the same units, and compare along the first pass of each kind; see `first_pass.py`. With
+`unused="zeros"` a rank may leave units out: it gathers and frees them in step with the others all the same, and takes
+part in their reductions with zeros; see `shared_order.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ..comm import Comm
+from ..errors import DivergenceError
+from ..forms import Member
+from ..mesh import MeshAxes
+from ..policies import Unused
+from ..shard import Unit
+from .first_pass import FirstPass, largest
+from .shared_order import Merging, Shared, Step, completed, parents_of
+
+
+class Guide:
+    """See the module's docstring. One per root.
+
+    Args:
+        units: all under the root.
+        names: theirs.
+        comm: collectives.
+        unused: what becomes of units that some ranks leave out.
+        always: whether ranks say before every step, in every pass, what they run: with "zeros", and `check="every"`.
+        pass_over: begins or ends a unit that this rank does not run.
+
+    Attributes:
+        first: compares along the pass that runs now, if it is the first of its kind.
+        active: whether there is anything to do at a unit's beginning and end.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        names: Sequence[str],
+        comm: Comm,
+        unused: Unused,
+        always: bool,
+        pass_over: Callable[[int, bool], None],
+    ) -> None:
+        self.units, self.comm, self.always = units, comm, always
+        self.zeros = (
+            unused == "zeros"
+            and comm.communicates
+            and any(
+                [
+                    bucket.axes.world > 1 and bucket.axes.shard.backend != "fake"
+                    for unit in units
+                    for bucket in unit.buckets
+                ]
+            )
+        )
+        self.first: FirstPass | None = None
+        self.active = False
+        self._pass_over, self._names = pass_over, names
+        self._orders: dict[Hashable, list[Step]] = {}
+        self._kind: Hashable = None
+        self._along: Merging | Shared | None = None
+
+    def begin(self, kind: Hashable, is_first: bool) -> None:
+        """A pass begins.
+
+        Args:
+            kind: passes of one kind run units in one order.
+            is_first: whether none of its kind was complete before.
+        """
+        self.first = FirstPass(self.units, self.comm) if is_first and not self.zeros else None
+        self._kind = kind
+        if self.zeros:
+            order = self._orders.get(kind)
+            self._along = Merging(largest(self.units).world) if order is None or self.always else Shared(order)
+        self.active = self.first is not None or self.zeros
+
+    def enter(self, index: int) -> bool:
+        """A unit is about to be gathered for its forward.
+
+        Returns:
+            Whether the model's own code is found to have changed its weights since the pass began.
+
+        Raises:
+            DivergenceError: another rank is about to run another one.
+        """
+        if self.zeros:
+            self._come_to((index, False))
+        return bool(self._while_first(lambda first: first.enter(index)))
+
+    def written(self, index: int) -> list[Member]:
+        """Parameters of a gathered unit, whose forward is over, that are not what their shards hold, on any rank.
+
+        Raises:
+            DivergenceError: another rank is about to run a unit, or to leave another one.
+        """
+        if self.zeros:
+            self._come_to((index, True))
+        return self._while_first(lambda first: first.written(index)) or []
+
+    def end(self) -> None:
+        """The pass is over.
+
+        Raises:
+            DivergenceError: another rank is about to run a unit.
+        """
+        if isinstance(self._along, Merging):
+            self._orders[self._kind] = completed(self._along.steps, parents_of(self._names))
+        elif not self.zeros:
+            self._while_first(FirstPass.end)
+        self.stop()
+
+    def stop(self) -> None:
+        """The pass is over, or was broken off."""
+        self.first = self._along = None
+        self.active = False
+
+    def forget(self) -> None:
+        """The orders that ranks share are no more known."""
+        self._orders.clear()
+
+    def _while_first(self, ask: Callable[[FirstPass], Any]) -> Any:
+        if self.first is None:
+            return None
+        try:
+            return ask(self.first)
+        except DivergenceError:
+            self.stop()  # all ranks raise: there is nothing left to compare
+            raise
+
+    def _come_to(self, step: Step) -> None:
+        """Go through what other ranks run before this step."""
+        along, self.active = self._along, False  # units that are passed over ask nothing
+        if isinstance(along, Merging):
+            while (chosen := along.chosen(wanted_by_all(step, largest(self.units), self.comm))) != step:
+                self._pass_over(*chosen)
+        elif along is not None:
+            if not along.holds(step):
+                raise self._unexpected(step)
+            for passed, ends in along.until(step):
+                self._pass_over(passed, ends)
+        self.active = True
+
+    def _unexpected(self, step: Step) -> DivergenceError:
+        name = self._names[step[0]] or "(root)"
+        return DivergenceError(
+            f"Unit {name!r} runs at another place, or more often, than in the first pass of its kind.",
+            expected='with unused="zeros": units that run in one order, each as often as in the first pass',
+            got=f"unit {name!r} once more",
+            remedy='give the root check="every": ranks then say before every unit which one they run (a small '
+            "collective each)",
+        )
+
+
+def wanted_by_all(step: Step, axes: MeshAxes, comm: Comm) -> list[Step]:
+    """What every rank of the mesh is about to run. Collective over it."""
+    wanted = torch.tensor([[step[0], step[1]]], dtype=torch.int64, device=axes.device)
+    for axis in axes.all:
+        if axis.size > 1:
+            found = wanted.new_empty(axis.size * wanted.numel())
+            comm.gather(axis.aside, found, wanted.view(-1)).wait()
+            wanted = found.view(-1, 2)
+    return [(index, bool(ends)) for index, ends in wanted.tolist()]

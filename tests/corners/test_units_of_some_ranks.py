@@ -1,0 +1,192 @@
+"""`unused="zeros"`: units that only some ranks run in a pass, exactly as one process that runs all batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from ways import EXACT, every_way, shard, whole_gradients, whole_parameters
+
+
+class Branches(nn.Module):
+    """A trunk, branches of which a batch takes some, one with a unit inside, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 5)
+        self.branches = nn.ModuleList([nn.Linear(5, 5), Nested(), nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.head = nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        x = self.trunk(x).tanh()
+        for index in taken:
+            x = x + self.branches[index](x).tanh()
+        return self.head(x)
+
+
+class Nested(nn.Module):
+    """A unit around a unit, which it may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.through = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.outer(x)) if self.through else self.outer(x)
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    return [model.branches[1].inner, *model.branches, model.trunk]
+
+
+# By step: what each of two ranks takes. The third branch is first run in the third step, on one rank.
+TAKEN = [([0, 1], [0, 1]), ([0], [1]), ([], [0, 2]), ([0, 1, 2, 3], []), ([3], [0, 1])]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(7 * step + rank), dtype=torch.float64)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def trained(way: str, accumulate: bool, first: int, **settings: object) -> list[str]:
+    """What differs from one process over steps that begin with the `first`-th of `TAKEN`."""
+    world, mine = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    reference = Branches()
+    model = shard(copy.deepcopy(reference), way, units, unused="zeros", **settings)
+    optimizers = [optimizer_of(reference), optimizer_of(model)]
+    problems = []
+    for step in range(len(TAKEN)):
+        taken = TAKEN[(step + first) % len(TAKEN)]
+        for micro in range(2 if accumulate else 1):
+            for rank in range(world):
+                out = reference(batch(step + 10 * micro, rank), taken[(rank + micro) % 2])
+                (out.square().sum(1).mean() / world).backward()
+            last = micro == (1 if accumulate else 0)
+            loss_of(model, way, batch(step + 10 * micro, mine), taken[(mine + micro) % 2], sync=last)
+        expected = {name: p.grad for name, p in reference.named_parameters()}
+        found = whole_gradients(model)
+        for name, grad in expected.items():
+            if (grad is None) != (found.get(name) is None):
+                problems.append(f"step {step}: {name}: {found.get(name)} for {grad}")
+            elif grad is not None and (found[name] - grad).norm() > EXACT * (1 + grad.norm()):
+                problems.append(f"step {step}: {name}: gradients differ by {(found[name] - grad).norm()}")
+        with torch.no_grad():
+            for rank in range(world):
+                together = reference(batch(step, rank), taken[rank % 2])
+                if rank == mine:
+                    wanted = together
+            out = model(batch(step, mine), taken[mine % 2])  # evaluated unevenly, too
+            if (out - wanted).norm() > EXACT:
+                problems.append(f"step {step}: outputs differ")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = whole_parameters(model)
+    problems += [name for name, p in reference.named_parameters() if (values[name] - p).norm() > EXACT * p.norm()]
+    return problems
+
+
+def loss_of(model: nn.Module, way: str, x: Tensor, taken: list[int], sync: bool) -> None:
+    if isinstance(model, fullshard.FullyShardedDataParallel):
+        if sync:
+            model(x, taken).square().sum(1).mean().backward()
+        else:
+            with model.no_sync():
+                model(x, taken).square().sum(1).mean().backward()
+        return
+    model.set_requires_gradient_sync(sync)
+    model(x, taken).square().sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["each", "accumulated"])
+@every_way
+def test_as_one_process(run_ranks, way, accumulate):
+    """Also where the first pass of all is one in which the ranks run different units."""
+    for first in (0, 1, 2):
+        for problems in run_ranks(trained, way, accumulate, first):
+            assert not problems, problems
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_on_hybrid_meshes(run_ranks, way):
+    for problems in run_ranks(trained, way, True, 1, hybrid=True, world=4):
+        assert not problems, problems
+
+
+@pytest.mark.parametrize("way", ["rows", "originals"])
+def test_without_it_the_unit_is_named(run_ranks, way):
+    for text in run_ranks(refused, way):
+        assert "branches.0" in text and "rank 1" in text, text
+
+
+def refused(way: str) -> str:
+    torch.manual_seed(0)
+    model = shard(Branches(), way, units)
+    try:
+        model(batch(0, 0), [0] if dist.get_rank() else [1])
+    except fullshard.DivergenceError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+class Repeats(Branches):
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        x = self.trunk(x).tanh()
+        for index in taken:
+            x = x + self.branches[index](x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+def test_units_in_any_order_and_often_with_every_check(run_ranks, way):
+    for problems in run_ranks(in_any_order, way):
+        assert not problems, problems
+
+
+def in_any_order(way: str) -> list[str]:
+    torch.manual_seed(0)
+    reference = Repeats()
+    model = shard(copy.deepcopy(reference), way, units, unused="zeros", check="every")
+    orders = [([0, 2, 0], [2]), ([3, 0], [0, 0, 0]), ([], [2, 1, 2])]
+    problems = []
+    for step, order in enumerate(orders):
+        for rank in range(2):
+            (reference(batch(step, rank), order[rank]).square().sum(1).mean() / 2).backward()
+        model(batch(step, dist.get_rank()), order[dist.get_rank()]).square().sum(1).mean().backward()
+        found = whole_gradients(model)
+        for name, p in reference.named_parameters():
+            if (p.grad is None) != (found.get(name) is None) or (
+                p.grad is not None and (found[name] - p.grad).norm() > EXACT * (1 + p.grad.norm())
+            ):
+                problems.append(f"step {step}: {name}")
+        reference.zero_grad()
+        model.zero_grad()
+    return problems
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_another_order_than_at_first_is_refused_by_name(run_ranks, way):
+    for text in run_ranks(reordered, way):
+        assert "branches.0" in text and 'check="every"' in text, text
+
+
+def reordered(way: str) -> str:
+    torch.manual_seed(0)
+    model = shard(Branches(), way, units, unused="zeros")
+    model(batch(0, 0), [0, 2]).sum().backward()
+    try:
+        model(batch(0, 0), [2, 0])
+    except fullshard.DivergenceError as error:
+        return str(error)
+    return "nothing was raised"
