@@ -91,6 +91,7 @@ EXPORTS = [
     "verify",
     "watch",
     "wrap",
+    "join",
 ]
 
 

@@ -12,6 +12,7 @@ from . import wrap
 from .api.functional.fully_shard import fully_shard
 from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .api.gradients import set_check_nonfinite, set_token_count
+from .api.join import join
 from .api.wrapper.fsdp import FullyShardedDataParallel
 from .api.wrapper.settings import (
     BackwardPrefetch,
@@ -93,6 +94,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "join",
     "load_optimizer_state_dict",
     "memory_use",
     "nonfinite_gradients",

@@ -38,13 +38,15 @@ class Axis:
         """The groups by which the engine talks over the axis."""
         return lines_of(self.group, self.ranks)
 
-    @functools.cached_property
+    @property
     def aside(self) -> Axis:
         """The same ranks, over connections of their own if the engine has opened any: for comparisons."""
         if not self.lines.is_open:
             return self
-        found = Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks)
-        found.__dict__["lines"] = Lines(self.lines.side, self.lines.side)
+        found = self.__dict__.get("_aside")
+        if found is None:
+            found = self.__dict__["_aside"] = Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks)
+            found.__dict__["lines"] = Lines(self.lines.side, self.lines.side)
         return found
 
     def open_lines(self, name: str) -> None:

@@ -110,6 +110,8 @@ class Reducer:
         while len(self.in_flight) >= settings.max_in_flight:
             self._advance()
         self._finish_own(one)
+        if one.settings.share is not None:
+            one.settings.share.apply(one.unit)
         collect(one.unit, everything=True)
         self.position.issue(REDUCE, one.index)
         reduction = Reduction(one.unit, one.settings.comm, settings, self._tokens)
@@ -141,6 +143,8 @@ class Reducer:
     def _set_aside(self, one: Reducible) -> None:
         """Collect a unit's gradients, to be reduced with those of a later backward."""
         self._finish_own(one)
+        if one.settings.share is not None:
+            one.settings.share.apply(one.unit)
         collect(one.unit, everything=False)
         for gradients in one.unit.gradients:
             gradients.delivery.show_kept()

@@ -13,7 +13,7 @@ from ..comm import Comm
 from ..forms import Ignored
 from ..mesh import MeshAxes
 from ..policies import Check, MixedPrecisionPolicy, Unused
-from ..shard import TokenCount
+from ..shard import Share, TokenCount
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class UnitSettings:
         ignored: what is in the unit's modules and was to be left alone.
         check: when ranks compare what they are about to run; the root's counts. See `policies.Check`.
         unused: what becomes of units that only some ranks run; the root's counts. See `policies.Unused`.
+        share: of this rank in the means of the batch that runs now, inside `join`; None: as all others'.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
     """
 
@@ -98,6 +99,7 @@ class UnitSettings:
     ignored: Ignored = field(default_factory=Ignored)
     check: Check = "first"
     unused: Unused = "error"
+    share: Share | None = None
     in_flight: deque[Any] | None = None
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:

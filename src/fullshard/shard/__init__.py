@@ -13,6 +13,7 @@ from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .reduction import Reduction, collect, has_gradients
 from .scaling import REDUCTIONS
+from .share import Share
 from .tokens import TokenCount, no_tokens
 from .unit import State, Unit
 from .views import add_views
@@ -30,6 +31,7 @@ __all__ = [
     "OptimizerView",
     "Reduction",
     "Rehearsal",
+    "Share",
     "State",
     "TokenCount",
     "Unit",

@@ -6,8 +6,8 @@ once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. Th
 `torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single` (`all_gather_into_tensor`
 and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument
 checks to each call, three times per unit and step. They are what is used where a method is missing, and for groups
-that are implemented in Python and do not override it: torch's own method would look for a backend that they do not have.
-`tests/test_private_api.py` says when one goes.
+that are implemented in Python and do not override it: torch's own method would look for a backend that they do not
+have. `tests/test_private_api.py` says when one goes.
 """
 
 from __future__ import annotations
