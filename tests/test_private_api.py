@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import secrets
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fullshard.torch_private import collectives as direct
-from fullshard.torch_private import foreach, graph_nodes, tensor_hooks, transforms, versions
+from fullshard.torch_private import foreach, graph_nodes, store, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
+from fullshard.torch_private.gloo_group import HAS_GLOO, gloo_group
+from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range
 
@@ -263,3 +269,50 @@ def test_the_sanitizer_orders_accesses_without_a_device() -> None:
         if waits:
             handler._handle_event_wait(2, 1)
         assert bool(handler._handle_kernel_launch(1, {7}, set(), set(), "read", {7: []})) is not waits
+
+
+def test_foreach_scales() -> None:
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
+    foreach.scale_all(tensors, 1.5)
+    assert [tensor.tolist() for tensor in tensors] == [[1.5] * 3, [1.5] * 2]
+    foreach.scale_all([], 2.0)
+
+
+def test_groups_that_only_their_ranks_know(run_ranks) -> None:
+    for timeout, total, sent, found in run_ranks(over_an_own_group):
+        assert timeout == 30.0 and total == [3.0, 3.0] and sent == [5.0] and found == ["a", None]
+
+
+def over_an_own_group() -> tuple[float, list[float], list[float], list[str | None]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert HAS_GLOO and dist.group.WORLD is not None
+    names = [secrets.token_hex(4) if rank == 0 else None]
+    dist.broadcast_object_list(names, 0)
+    group = gloo_group(f"test/{names[0]}", rank, world, timedelta(seconds=30))
+    assert group is not None
+    total, sent, gathered = torch.full((2,), rank + 1.0), torch.full((1,), 5.0 + rank), torch.empty(world)
+    direct.all_reduce(total, group, False).wait()
+    direct.broadcast(sent, group, 0).wait()
+    direct.all_gather(gathered, torch.full((1,), float(rank)), group).wait()
+    assert gathered.tolist() == [0.0, 1.0]
+    store.put(f"test/{names[0]}/known", "a")
+    found = store.look_up([f"test/{names[0]}/known", f"test/{names[0]}/unknown"])
+    return timeout_of(group).total_seconds(), total.tolist(), sent.tolist(), found
+
+
+def test_a_wait_that_is_over_can_be_gone_on_with(run_ranks) -> None:
+    """`Work.wait(timeout)` leaves the collective as it is: `comm/watched.py` looks up in between."""
+    assert run_ranks(wait_twice) == [True, True]
+
+
+def wait_twice() -> bool:
+    rank, tensor, early = dist.get_rank(), torch.ones(1), False
+    if rank:
+        time.sleep(0.5)
+    work = dist.all_reduce(tensor, async_op=True)
+    try:
+        work.wait(timedelta(seconds=0.1 if rank == 0 else 30))
+    except RuntimeError:
+        early = not work.is_completed()
+        work.wait()
+    return tensor.item() == 2.0 and early == (rank == 0)
