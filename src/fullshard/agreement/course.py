@@ -15,6 +15,9 @@ _CONTEXT = 16  # passes that a prediction looks back
 class Course:
     """The kinds of passes in their order, and the tokens of each kind in theirs.
 
+    Attributes:
+        running: the pass that began last and is not over; None outside of passes.
+
     >>> course = Course()
     >>> course.begin("forward"), course.next(7), course.next(8)
     (False, False, False)
@@ -26,12 +29,13 @@ class Course:
     (True, True, True, True)
     """
 
-    __slots__ = ("_history", "_known", "_passes")
+    __slots__ = ("_history", "_known", "_passes", "running")
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[int]] = {}
         self._history: list[Hashable] = []
-        self._passes: list[_Pass] = []  # that run now, innermost last
+        self._passes: list[Running] = []  # that run now, innermost last
+        self.running: Running | None = None
 
     def begin(self, kind: Hashable) -> bool:
         """A pass begins; returns whether one of this kind was to be expected here."""
@@ -39,23 +43,26 @@ class Course:
         self._history.append(kind)
         if len(self._history) > 2 * _MEMORY:
             del self._history[:_MEMORY]
-        self._passes.append(_Pass(kind, self._known.get(kind, ())))
+        self.running = Running(kind, self._known.get(kind, ()))
+        self._passes.append(self.running)
         return expected
 
     def next(self, token: int) -> bool:
         """The pass goes on with this; returns whether it did so last time. Outside of passes: True."""
-        return not self._passes or self._passes[-1].goes_on_with(token)
+        return self.running is None or self.running.goes_on_with(token)
 
     def end(self) -> None:
         """The pass that began last is over; this is how passes of its kind go."""
         if self._passes:
             over = self._passes.pop()
+            self.running = self._passes[-1] if self._passes else None
             if not over.follows or len(over.seen) != len(over.known):
                 self._known[over.kind] = over.seen
 
     def lose(self) -> None:
         """Passes were broken off: whatever comes next is new. How passes go is still known."""
         self._passes.clear()
+        self.running = None
         self._history.clear()
 
     def forget(self) -> None:
@@ -64,7 +71,16 @@ class Course:
         self._known.clear()
 
 
-class _Pass:
+class Running:
+    """A pass that runs now.
+
+    Attributes:
+        kind: of the pass.
+        known: what the last pass of the kind went on with; empty if there was none.
+        follows: whether this one has gone on alike so far.
+        seen: what it has gone on with.
+    """
+
     __slots__ = ("follows", "kind", "known", "seen")
 
     def __init__(self, kind: Hashable, known: list[int] | tuple[int, ...]) -> None:
@@ -72,6 +88,7 @@ class _Pass:
         self.seen: list[int] = []
 
     def goes_on_with(self, token: int) -> bool:
+        """See `Course.next`."""
         at = len(self.seen)
         self.seen.append(token)
         if self.follows:

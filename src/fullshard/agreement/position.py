@@ -79,11 +79,12 @@ class Position:
         Raises:
             DivergenceError: other ranks are about to issue another one; or the watcher found the ranks stuck.
         """
-        known = self._course.next(index * _CODES + verb)
+        running, token = self._course.running, index * _CODES + verb
+        known = running is None or running.goes_on_with(token)
         if (not known and self.compares) or self.check == "every":
             self._compare(verb, index)
         self._reduced |= verb == REDUCE
-        self.fingerprint = (self.fingerprint * 1_000_003 + index * _CODES + verb + 1) % _PRIME
+        self.fingerprint = (self.fingerprint * 1_000_003 + token + 1) % _PRIME
         RANK.record(verb, self._place + index, self._bytes[index], self.step)
 
     def end(self) -> None:

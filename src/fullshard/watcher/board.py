@@ -16,6 +16,7 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 VERBS = ("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare")
@@ -65,25 +66,32 @@ class Board:
 
     Args:
         fd: of the shared memory; None: made here.
+        condemned: called when something is recorded though there is a verdict.
+
+    Attributes:
+        number: of the record that was written last.
     """
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self, fd: int | None = None, condemned: Callable[[], None] | None = None) -> None:
         if fd is None:
             fd = _shared_memory()
             os.ftruncate(fd, SIZE)
         self.fd = fd
         self._memory = mmap.mmap(fd, SIZE)
-        self._count = 0
+        self.number = 0
+        self._on_verdict = condemned
 
     # The rank writes.
 
-    def record(self, verb: int, unit: int, nbytes: int, step: int) -> int:
-        """Note that something is issued; returns its number."""
-        self._count = count = self._count + 1
-        at = _AT_RING + count % _RING * _RECORD_ROOM
-        _RECORD.pack_into(self._memory, at, count, _now(), nbytes, step, unit, verb)
-        _u64.pack_into(self._memory, _COUNT, count)
-        return count
+    def record(self, verb: int, unit: int, nbytes: int, step: int) -> None:
+        """Note that something is issued."""
+        memory = self._memory
+        if memory[VERDICT] and self._on_verdict is not None:
+            self._on_verdict()
+        self.number = number = self.number + 1
+        at = _AT_RING + number % _RING * _RECORD_ROOM
+        _RECORD.pack_into(memory, at, number, _now(), nbytes, step, unit, verb)
+        _u64.pack_into(memory, _COUNT, number)
 
     def waits(self, number: int) -> None:
         """The rank has waited a while for what has this number (0: unknown); it goes on waiting."""
@@ -101,7 +109,7 @@ class Board:
     def note(self, text: str) -> None:
         """What the rank raised."""
         self._write(_AT_NOTE, text)
-        _u64.pack_into(self._memory, _NOTE_AT, self._count + 1)
+        _u64.pack_into(self._memory, _NOTE_AT, self.number + 1)
 
     def end(self) -> None:
         """The interpreter ends in good order."""

@@ -64,13 +64,13 @@ class Rank:
     Attributes:
         board: shared with the watcher.
         settings: see there.
-        label: number of the record that was written last.
+        record: notes what is issued now; raises what the watcher found, if it did.
     """
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.board = Board(condemned=self.raise_verdict)
+        self.record = self.board.record
         self.settings = WatchSettings()
-        self.label = 0
         self.timeout = 1800.0  # of the process groups
         self._process: subprocess.Popen[bytes] | None = None
         self._stacks: IO[bytes] | None = None
@@ -81,12 +81,6 @@ class Rank:
         self.find_others: Callable[[], list[tuple[int, Address | None]]] = list
 
     # What the rank does.
-
-    def record(self, verb: int, place: int, nbytes: int, step: int) -> None:
-        """Something is issued now. Raises what the watcher found, if it did."""
-        if self.board.condemned():
-            self.raise_verdict()
-        self.label = self.board.record(verb, place, nbytes, step)
 
     def new_root(self, names: list[str]) -> int:
         """A root and the names of its units are known now; returns what to add to a unit's index in records."""
@@ -137,7 +131,7 @@ class Rank:
                     remedy="look at what that rank printed",
                 )
             self._tell_peers(others)
-        self.board.waits(self.label)
+        self.board.waits(self.board.number)
         try:
             deadline = time.monotonic() + 10.0
             while time.monotonic() < deadline:
