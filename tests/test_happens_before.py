@@ -78,7 +78,7 @@ def test_no_races_on_one_rank(run_ranks: Callable, offload: bool) -> None:
 @offloads
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_races_in_scenario(run_ranks: Callable, scenario: str, offload: bool) -> None:
-    for options in (Options(), MIXED):
+    for options in (MIXED,) if offload else (Options(), MIXED):
         for races in run_ranks(races_in, scenario, options, offload):
             assert not races, "\n".join(races[:8])
 
@@ -123,5 +123,7 @@ def test_a_wait_that_is_taken_out_is_missed(run_ranks: Callable, wait: str) -> N
     scenario, options, offload, world = SEEN[wait]
     for found in run_ranks(races_in, scenario, options, offload, wait, world=world):
         assert found, "no race was reported"
+    if (options, world) == (MIXED, 2):
+        return  # without the mutation: `test_no_races_in_scenario`
     for found in run_ranks(races_in, scenario, options, offload, world=world):
         assert not found, "\n".join(found[:8])
