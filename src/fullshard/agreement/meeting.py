@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm
-from ..mesh import Axis, device_type_of
+from ..mesh import Axis, MeshAxes, device_type_of
 from ..torch_private.group_timeout import timeout_of
 from ..torch_private.store import look_up, put
 from ..watcher import RANK, Address
@@ -26,11 +26,11 @@ _all_met: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = w
 _published: list[int] = []  # id of the default group under which this rank's address was put into the store
 
 
-def arrive(group: dist.ProcessGroup, backend: str) -> None:
-    """A unit is made: start this process's watcher, and let those find it that wait."""
-    if backend not in _WATCHED or not dist.is_initialized():
+def arrive(axes: MeshAxes) -> None:
+    """A unit is made on this mesh: start this process's watcher, and let those find it that wait."""
+    if axes.world == 1 or axes.shard.backend not in _WATCHED or not dist.is_initialized():
         return
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), axes.shard.group
     address = RANK.start(rank, timeout_of(group, device_type_of(group)).total_seconds())
     world = id(dist.group.WORLD)
     if address is not None and _published != [world]:

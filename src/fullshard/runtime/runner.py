@@ -58,8 +58,8 @@ class Runner(Asked):
     ) -> None:
         self.unit, self.settings, self.find_root = unit, settings, find_root
         self._modules = [weakref.ref(module) for module in modules]
-        for bucket in unit.buckets[:1]:
-            arrive(bucket.axes.shard.group, bucket.axes.shard.backend)
+        if unit.buckets:
+            arrive(unit.buckets[0].axes)
         self.root: Root | None = None
         self.index = -1
         self.phase = Phase.IDLE

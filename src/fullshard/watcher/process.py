@@ -360,7 +360,13 @@ def readable(dump: str) -> str:
 
 
 def main() -> None:
-    """Run the watcher of which the command line tells."""
+    """Run the watcher of which the first line of stdin tells (a command line could be read by other users)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank; the watcher ends after it
-    asyncio.run(Watcher(Options(**json.loads(sys.argv[1]))).run())
+    line = b""
+    while not line.endswith(b"\n"):
+        read = os.read(0, 1)  # no more than the line: the rest is for `_obey`
+        if not read:
+            return
+        line += read
+    asyncio.run(Watcher(Options(**json.loads(line))).run())

@@ -191,7 +191,7 @@ class Rank:
             "listener": listener.fileno(),
             **self._limits(),
         }
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, os.path.dirname(__file__), json.dumps(options)]
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, os.path.dirname(__file__)]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -204,11 +204,11 @@ class Rank:
         except OSError as error:
             warnings.warn(f"no watcher could be started ({error}): hangs will not be explained", stacklevel=2)
             return None
+        self._send(options)
         port = listener.getsockname()[1]
         listener.close()
         atexit.register(self.board.end)
         _excepthook_notes(self)
-        self._send({"names": {}})
         return socket.gethostname(), _own_address(), port, secret
 
     def _limits(self) -> dict[str, Any]:
