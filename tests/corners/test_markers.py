@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from drop_in import WRAPPERS, batch, layers
 from torch import Tensor, nn
 
@@ -106,3 +107,27 @@ def test_flat_parameters_are_told(run_ranks):
 def told() -> bool:
     model = wrap(layers(), use_orig_params=False)
     return all(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+
+
+def test_a_handle_says_what_each_rank_holds(run_ranks):
+    """By PyTorch's names; ranks' parts of each parameter are all of it, once."""
+    held = run_ranks(metadata)
+    names = {name for ours, _ in held for name in ours.param_names}
+    assert names == {"weight", "bias"}
+    for name, numel in (("weight", 15), ("bias", 3)):
+        covered = []
+        for ours, theirs in held:
+            assert list(ours.__dataclass_fields__) == list(theirs)
+            if name in ours.param_names:
+                at = ours.param_names.index(name)
+                assert ours.param_numels[at] == numel and ours.param_contiguities[at]
+                first, last = ours.param_offsets[at]
+                covered.append(last - first + 1)
+        assert sum(covered) == numel
+
+
+def metadata() -> tuple[Any, tuple[str, ...]]:
+    ours: Any = wrap(nn.Linear(5, 3), use_orig_params=False)
+    theirs: Any = wrap(nn.Linear(5, 3), torch_fsdp, use_orig_params=False)
+    found = theirs._handle.shard_metadata()
+    return ours._handle.shard_metadata(), getattr(found, "_fields", None) or tuple(found.__dataclass_fields__)

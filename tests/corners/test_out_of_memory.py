@@ -279,7 +279,7 @@ ACTIONS = {
 
 
 def fail_everywhere(front: str, variant: str, first_step: bool, action: str = "step") -> list[str]:
-    """One step for each allocation in it; `first_step`: of a new model each time (every other one), else of one model."""
+    """One step for each allocation in it; `first_step`: every other one, of a new model each; else of one model."""
     act = ACTIONS[action]
     expected = Expected(front, variant)
     problems = expected.check_reference(front, variant)

@@ -2,7 +2,7 @@
 
 from .changes import OWNER_KEY, Owner, Touched, note_change, owner_of
 from .flat import FlatParameterForm
-from .flat_parameter import ATTRIBUTE, FlatParameter
+from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
 from .full import Full
 from .ignored import Ignored
@@ -38,6 +38,7 @@ __all__ = [
     "SUCCESSOR_KEY",
     "WHOLE_KEY",
     "Draft",
+    "FlatParamShardMetadata",
     "FlatParameter",
     "FlatParameterForm",
     "FlatShard",
@@ -66,6 +67,7 @@ __all__ = [
     "note_change",
     "owner_of",
     "retire",
+    "shard_metadata",
     "stand_in_for",
     "successor_of",
 ]

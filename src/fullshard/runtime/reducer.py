@@ -25,7 +25,6 @@ from ..shard import (
     collect,
     has_gradients,
     no_tokens,
-    sees_gradients,
     settle,
     shown_empty,
 )
@@ -164,9 +163,7 @@ class Reducer:
 
         Hooks run on every rank alike: one that holds nothing of a parameter shows them an empty gradient.
         """
-        with plain_access():
-            watched = [parameter for parameter in given if sees_gradients([parameter])]
-        for parameter in watched:
+        for parameter in given:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             attached = attached_to(parameter)
             if hooks or attached:

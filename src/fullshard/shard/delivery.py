@@ -73,7 +73,7 @@ class Delivery:
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
-        given, gives_empty = [], self.bucket.form.gives_empty
+        given = []
         for index, member in enumerate(self.bucket.members):
             got, fills, member.got_grad = member.got_grad, False, False
             if got:
@@ -86,9 +86,7 @@ class Delivery:
                     self.undecided.append(index)
                 if not shows:
                     continue
-            target.shown[index] = True
-            if gives_empty or target.parts[index].numel():  # else this rank has none of it, and shows nothing
-                write_grad(member.sharded, target.parts[index])
+            self._give(index, target)
             if self.hooked and (got or fills):
                 given.append(index)
         if self.views:

@@ -34,6 +34,10 @@ class Showing:
         """Parameters, or where they are registered, are others now."""
         self._switches = None
 
+    def summon(self, summoned: bool) -> None:
+        """Whole parameters that the user asked for are shown, or no more."""
+        self.summoned = summoned
+
     def show_unsharded(self, members: Callable[[], Sequence[Member]]) -> Member | None:
         """Register the unsharded parameters on the modules.
 

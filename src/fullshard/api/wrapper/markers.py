@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...forms import FlatParamShardMetadata, shard_metadata
 from ...runtime import runner_of
 from ...shard import Bucket, Unit
 from .instances import flat_of
@@ -43,6 +44,11 @@ class Handle:
             if bucket.storage_dtype != dtype and _may_be_cast(bucket):
                 cast(bucket.members[0].sharded)
         finish()
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What this rank holds of the instance's parameters: names, shapes, strides, sizes, first and last element."""
+        bucket = _shown(self._unit)
+        return shard_metadata(bucket.layout, bucket.axes.shard.rank)
 
 
 class Markers:

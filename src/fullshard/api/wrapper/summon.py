@@ -99,7 +99,7 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
     visible = not rank0_only or instance.rank == 0
     for bucket, gradients in zip(runner.unit.buckets, runner.unit.gradients, strict=True):
         shown.append(_Whole(runner, bucket, gradients, to_cpu, with_grads, visible))
-    runner.unit.showing.summoned = True
+    runner.unit.showing.summon(True)
     _open.append(instance)
     try:
         if visible:
@@ -107,7 +107,7 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
                 whole.show()
         yield
     finally:
-        runner.unit.showing.summoned = False
+        runner.unit.showing.summon(False)
         _open.remove(instance)
         if visible:
             for whole in shown:
