@@ -1,0 +1,179 @@
+"""The pure parts of agreement between ranks: courses, orders that ranks share, and what a watcher concludes."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.agreement.course import Course, following
+from fullshard.agreement.shared_order import Merging, Shared, Step, completed, parents_of
+from fullshard.watcher.board import COMPARE, GATHER, ROOT, VERBS, Board
+from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
+
+PURE = ["agreement.course", "agreement.shared_order", "runtime.schedule", "runtime.trace", "watcher.report"]
+NAMES = ["", "a", "a.x", "a.y", "b", "c", "c.z"]
+PARENTS = parents_of(NAMES)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_examples_in_docstrings(name):
+    found = doctest.testmod(importlib.import_module(f"fullshard.{name}"))
+    assert found.attempted and not found.failed
+
+
+def taken(draw: st.DrawFn) -> list[Step]:
+    """What one rank runs: some units in module order, each inside its parent, each once."""
+    runs = {0} | {unit for unit in range(1, len(NAMES)) if draw(st.booleans())}
+    runs = {unit for unit in runs if PARENTS[unit] in runs or unit == 0}
+
+    def steps(unit: int) -> list[Step]:
+        inside = [step for child in sorted(runs) if PARENTS[child] == unit for step in steps(child)]
+        return [(unit, False), *inside, (unit, True)]
+
+    return steps(0)
+
+
+@st.composite
+def ranks_that_run(draw: st.DrawFn) -> list[list[Step]]:
+    return [taken(draw) for _ in range(draw(st.integers(1, 4)))]
+
+
+def merge(ranks: list[list[Step]]) -> list[Step]:
+    """As the ranks do it: each says what it wants until that is chosen."""
+    merging, at = Merging(len(ranks)), [0] * len(ranks)
+    while any(i < len(rank) for i, rank in zip(at, ranks, strict=True)):
+        chosen = merging.chosen([rank[i] for i, rank in zip(at, ranks, strict=True)])
+        at = [i + (rank[i] == chosen) for i, rank in zip(at, ranks, strict=True)]
+    return merging.steps
+
+
+def is_nested(steps: list[Step]) -> bool:
+    stack: list[int] = []
+    for unit, ends in steps:
+        if not ends:
+            stack.append(unit)
+        elif not stack or stack.pop() != unit:
+            return False
+    return not stack
+
+
+@given(ranks_that_run(), ranks_that_run())
+@settings(max_examples=200, deadline=None)
+def test_every_ranks_own_order_is_part_of_the_one_they_share(first, later):
+    merged = merge(first)
+    assert is_nested(merged)
+    for rank in first:
+        assert [step for step in merged if step in rank] == rank
+    order = completed(merged, PARENTS)
+    assert is_nested(order) and {unit for unit, _ in order} == set(range(len(NAMES)))
+    for rank in later:  # whatever units a later pass runs: all go through the same steps
+        along, gone = Shared(order), []
+        for step in rank:
+            assert along.holds(step)
+            gone += [*along.until(step), step]
+        assert gone == order
+
+
+def test_a_unit_in_another_order_is_not_ahead():
+    along = Shared(completed(merge([[(0, False), (1, False), (1, True), (0, True)]]), PARENTS))
+    list(along.until((0, False)))
+    list(along.until((4, False)))
+    assert not along.holds((1, False))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 6))
+def test_what_repeats_is_foreseen(period, times):
+    history = period * times
+    assert following(history) == period[0] or len(set(period)) < len(period)
+
+
+def test_a_course_that_is_left_is_new_until_it_was_taken_again():
+    course = Course()
+    for _ in range(3):
+        course.begin("step")
+        known = [course.next(token) for token in (1, 2, 3)]
+        course.end()
+    assert known == [True] * 3
+    course.begin("step")
+    assert [course.next(token) for token in (1, 3)] == [True, False]
+    course.lose()
+    assert course.next(9) and not course.begin("step")
+
+
+def status(rank: int, **facts: Any) -> dict[str, Any]:
+    known = {"gone": None, "state": "S", "raised": None, "waited": None, "waits_for": None, "last": None, "idle": False,
+             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "records": [], "stack": "here"}  # fmt: skip
+    return {"rank": rank, **known, **facts}
+
+
+def record(number: int, verb: int, unit: str) -> dict[str, Any]:
+    return {"number": number, "verb": VERBS[verb], "unit": unit, "step": 3, "bytes": 0, "time": 0.0}
+
+
+WAITS = {"waited": 6.0, "waits_for": record(5, GATHER, "a"), "last": record(5, GATHER, "a")}
+
+
+@pytest.mark.parametrize(
+    ("others", "before", "expected"),
+    [
+        ([status(1, gone="killed")], [], True),
+        ([status(1, state="T")], [], True),
+        ([status(1, state="unreachable")], [], True),
+        ([status(1, raised="ValueError: x")], [], True),
+        ([status(1)], [], False),  # busy, and seen for the first time
+        ([status(1)], [status(1)], True),
+        ([status(1)], [status(1, stack="elsewhere")], False),
+        ([status(1)], [status(1, count=4)], False),
+        ([status(1, steps=0, cpu=3.0)], [status(1, steps=0, cpu=1.0)], False),  # its first step: it computes
+        ([status(1, steps=0)], [status(1, steps=0)], True),
+        ([status(1, state="absent")], [status(1, state="absent")], False),  # builds its model
+        ([status(1, **WAITS)], [], False),  # all at one point: slow
+        ([status(1, **{**WAITS, "last": record(4, GATHER, "b"), "count": 4})], [], True),
+    ],
+)
+def test_who_is_stuck(others, before, expected):
+    assert stuck([status(0, **WAITS), *others], before, limit=5.0, hard=100.0) is expected
+
+
+def test_patience_has_an_end_and_a_beginning():
+    all_slow = [status(0, **WAITS), status(1, **WAITS)]
+    assert stuck(all_slow, [], 5.0, hard=5.5) and not stuck(all_slow, [], 5.0, hard=7.0)
+    early = {**WAITS, "waited": 1.5}
+    assert not stuck([status(0, **early), status(1)], [status(1)], 5.0, 100.0)
+    compares = {"waited": 3.0, "waits_for": record(5, COMPARE, "b"), "last": record(5, COMPARE, "b")}
+    assert stuck([status(0, **{**WAITS, "waited": 3.0}), status(1, **compares)], [], 300.0, 1000.0)
+
+
+def test_a_report_fits_a_screen_for_a_thousand_ranks():
+    many = [status(rank, **WAITS, records=[record(5, GATHER, "a")]) for rank in range(1000) if rank != 7]
+    text = words([*many, status(7, gone="killed by signal 9 (SIGKILL)", records=[record(4, GATHER, "b")], count=4)])
+    assert len(text.splitlines()) < 20 and "rank 7 is gone: killed by signal 9" in text and "ranks 0-6, 8-999" in text
+    assert "event 5: rank 7: nothing yet" in (
+        first_difference([*many[:2], status(7, count=4, records=[record(4, 1, "b")])]) or ""
+    )
+    assert ranks_of([3]) == "rank 3"
+
+
+def test_a_board_is_read_by_another_process():
+    ours = Board()
+    theirs = Board(ours.fd)
+    for number in range(300):
+        ours.record(GATHER, ROOT + number % 3, 10, 2)
+    seen = theirs.records()
+    assert len(seen) == 256 and seen[-1].number == 300 == theirs.count
+    assert told(seen[-1], {1: ["", "x", "y"]})["unit"] == "y"
+    ours.note("Traceback ...\nValueError: é")
+    assert theirs.raised == "Traceback ...\nValueError: é"
+    ours.record(GATHER, ROOT, 10, 2)
+    assert theirs.raised is None  # it went on
+    theirs.condemn("x" * 100_000)
+    assert ours.condemned() and len(ours.verdict or "") == 64 * 1024 - 8
+    ours.waits(12)
+    assert theirs.waiting is not None and theirs.waiting[0] == 12
+    ours.waits_no_more()
+    assert theirs.waiting is None and not theirs.leaves
