@@ -345,7 +345,7 @@ class Root:
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
-        if self._backward is not None and not self._backward.running():
+        if self._backward is not None and self._backward.is_over():
             self.recover()
 
     def recover(self) -> None:

@@ -40,6 +40,11 @@ class BackwardEnd:
         """Whether that backward is still running, and this thread is part of one."""
         return self._callback() is not None and inside_backward()
 
+    def is_over(self) -> bool:
+        """Whether that backward runs no more; not known to threads other than the one that began it while it may."""
+        callback = self._callback()
+        return callback is None or (callback.thread == threading.get_ident() and not inside_backward())
+
 
 class _Callback:
     __slots__ = ("__weakref__", "broken", "called", "done", "thread")
