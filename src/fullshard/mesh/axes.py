@@ -33,10 +33,18 @@ class Axis:
     backend: str
     ranks: tuple[int, ...] = field(repr=False, default=())
 
-    @functools.cached_property
+    @property
     def lines(self) -> Lines:
-        """The groups by which the engine talks over the axis."""
-        return lines_of(self.group, self.ranks)
+        """The groups by which the engine talks over the axis.
+
+        Kept once they are the engine's own: another axis of the same ranks may open them after this one was used.
+        """
+        found: Lines | None = self.__dict__.get("_lines")
+        if found is None:
+            found = lines_of(self.group, self.ranks)
+            if found.is_open:
+                self.__dict__["_lines"] = found
+        return found
 
     @property
     def aside(self) -> Axis:
@@ -46,7 +54,7 @@ class Axis:
         found = self.__dict__.get("_aside")
         if found is None:
             found = self.__dict__["_aside"] = Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks)
-            found.__dict__["lines"] = Lines(self.lines.side, self.lines.side)
+            found.__dict__["_lines"] = Lines(self.lines.side, self.lines.side)
         return found
 
     def open_lines(self, name: str) -> None:
@@ -56,7 +64,7 @@ class Axis:
             name: of no other group, and the same on all its ranks.
         """
         if self.size > 1 and self.backend == "gloo" and self.ranks and type(self.group) is dist.ProcessGroup:
-            self.__dict__["lines"] = open_lines(self.group, self.ranks, name)
+            self.__dict__["_lines"] = open_lines(self.group, self.ranks, name)
 
 
 @dataclass(frozen=True, eq=False)

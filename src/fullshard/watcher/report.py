@@ -119,8 +119,16 @@ def _elsewhere(status: Status) -> str:
 
 
 def _raised(status: Status) -> str:
-    last = status["raised"].strip().splitlines()[-1]
-    return f"raised {last}{_where(status)}"
+    return f"raised {_headline(status['raised'])}{_where(status)}"
+
+
+def _headline(trace: str) -> str:
+    """The line of a printed exception that has its type: details of ours follow it, indented.
+
+    >>> _headline("Traceback:\\n  File a\\nfullshard.errors.ConfigError: no.\\n  remedy: do")
+    'fullshard.errors.ConfigError: no.'
+    """
+    return [line for line in trace.strip().splitlines() if not line.startswith(" ")][-1]
 
 
 def _where(status: Status) -> str:
@@ -141,7 +149,7 @@ def line_of(status: Status) -> str:
     last = status["last"]
     at = f"{last['verb']} of {last['unit']} (step {last['step']})" if last else "nothing yet"
     if status["gone"] is not None:
-        quoted = f"; raised {status['raised'].strip().splitlines()[-1]}" if status["raised"] else ""
+        quoted = f"; raised {_headline(status['raised'])}" if status["raised"] else ""
         return f"is gone: {status['gone']}{quoted}; last: {at}"
     if status["state"] == "unreachable":
         return f"cannot be reached; last: {at}"
@@ -151,7 +159,7 @@ def line_of(status: Status) -> str:
         what = status["waits_for"]
         return f"waits for {what['verb']} of {what['unit']} (step {what['step']})" if what else "waits for other ranks"
     if status["raised"] is not None:
-        return f"raised {status['raised'].strip().splitlines()[-1]}; last: {at}"
+        return f"raised {_headline(status['raised'])}; last: {at}"
     return f"{_elsewhere(status)}; last: {at}"
 
 
