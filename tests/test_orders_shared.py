@@ -107,15 +107,17 @@ def test_a_course_that_is_left_is_new_until_it_was_taken_again():
 
 def status(rank: int, **facts: Any) -> dict[str, Any]:
     known = {"gone": None, "state": "S", "raised": None, "waited": None, "waits_for": None, "last": None, "idle": False,
-             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "records": [], "stack": "here"}  # fmt: skip
+             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "children": 0.0, "records": [], "stack": "here",
+             "samples": ["here"]}  # fmt: skip
     return {"rank": rank, **known, **facts}
 
 
 def record(number: int, verb: int, unit: str) -> dict[str, Any]:
-    return {"number": number, "verb": VERBS[verb], "unit": unit, "step": 3, "bytes": 0, "time": 0.0}
+    return {"number": number, "turn": number, "root": 1, "verb": VERBS[verb], "unit": unit, "step": 3}
 
 
 WAITS = {"waited": 6.0, "waits_for": record(5, GATHER, "a"), "last": record(5, GATHER, "a")}
+BEHIND = status(1, **{**WAITS, "last": record(4, GATHER, "b"), "count": 4})
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,16 @@ WAITS = {"waited": 6.0, "waits_for": record(5, GATHER, "a"), "last": record(5, G
         ([status(1, raised="ValueError: x")], [], True),
         ([status(1)], [], False),  # busy, and seen for the first time
         ([status(1)], [status(1)], True),
-        ([status(1)], [status(1, stack="elsewhere")], False),
+        ([status(1)], [status(1, samples=["elsewhere"])], False),
+        ([status(1)], [status(1, children=-1.0)], False),
         ([status(1)], [status(1, count=4)], False),
         ([status(1, steps=0, cpu=3.0)], [status(1, steps=0, cpu=1.0)], False),  # its first step: it computes
-        ([status(1, steps=0)], [status(1, steps=0)], True),
+        ([status(1, steps=0)], [status(1, steps=0)], False),  # its first step: it may sleep
+        ([status(1, steps=0), status(2, **{**WAITS, "waited": 25.0})], [status(1, steps=0)], True),
         ([status(1, state="absent")], [status(1, state="absent")], False),  # builds its model
         ([status(1, **WAITS)], [], False),  # all at one point: slow
-        ([status(1, **{**WAITS, "last": record(4, GATHER, "b"), "count": 4})], [], True),
+        ([BEHIND], [], False),  # seen for the first time
+        ([BEHIND], [status(0, **WAITS), BEHIND], True),
     ],
 )
 def test_who_is_stuck(others, before, expected):

@@ -17,6 +17,7 @@ from ..errors import DivergenceError
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Unit
+from ..watcher import RANK
 
 END = -1  # in place of a unit's index: the pass is over
 LEFT = -2  # less a unit's index: its forward is over
@@ -80,6 +81,7 @@ class FirstPass:
     def _compare_over(self, axis: Axis, index: int, changed: bool, device: torch.device) -> bool:
         mine = torch.tensor([index, changed], dtype=torch.int64, device=device)
         found = torch.empty(2 * axis.size, dtype=torch.int64, device=device)
+        RANK.talks("the first pass")
         self.comm.gather(axis, found, mine).wait()
         indices, changes = found.view(axis.size, 2).T.tolist()
         other = next((i for i, found in enumerate(indices) if found != indices[0]), None)

@@ -18,6 +18,7 @@ from ..forms import Member
 from ..mesh import MeshAxes
 from ..policies import Unused
 from ..shard import Unit
+from ..watcher import RANK
 from .first_pass import FirstPass, largest
 from .shared_order import Merging, Shared, Step, completed, parents_of
 
@@ -163,6 +164,7 @@ def wanted_by_all(step: Step, axes: MeshAxes, comm: Comm) -> list[Step]:
     for axis in axes.all:
         if axis.size > 1:
             found = wanted.new_empty(axis.size * wanted.numel())
+            RANK.talks("shared order")
             comm.gather(axis.aside, found, wanted.view(-1)).wait()
             wanted = found.view(-1, 2)
     return [(index, bool(ends)) for index, ends in wanted.tolist()]

@@ -23,7 +23,7 @@ from .texts import texts_of_all
 
 _KEY = "fullshard/watcher/{}"
 _all_met: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-_published: list[int] = []  # id of the default group under which this rank's address was put into the store
+_published: list[weakref.ref[dist.ProcessGroup]] = []  # the default group under which this rank's address was told
 
 
 def arrive(axes: MeshAxes) -> None:
@@ -32,9 +32,9 @@ def arrive(axes: MeshAxes) -> None:
         return
     rank, group = dist.get_rank(), axes.shard.group
     address = RANK.start(rank, timeout_of(group, device_type_of(group)).total_seconds())
-    world = id(dist.group.WORLD)
-    if address is not None and _published != [world]:
-        _published[:] = [world]
+    assert dist.group.WORLD is not None
+    if address is not None and (not _published or _published[0]() is not dist.group.WORLD):
+        _published[:] = [weakref.ref(dist.group.WORLD)]
         RANK.reprieve()
         put(_KEY.format(rank), json.dumps(address))
         RANK.find_others = lambda: _find(dist.get_world_size())
@@ -49,9 +49,10 @@ def meet(axes: Sequence[Axis], comm: Comm, device: torch.device) -> None:
             axis.open_lines("")  # which are there
             continue
         _met().add(axis.ranks)
-        texts = texts_of_all(json.dumps([secrets.token_hex(8), RANK.address]), axis, comm, device)
-        names, rows = zip(*map(json.loads, texts), strict=True)
-        RANK.meet([(rank, tuple(row)) for rank, row in zip(axis.ranks, rows, strict=True) if row is not None])
+        mine = [secrets.token_hex(8), list(RANK.known.items())]  # those of another axis, too
+        room = max(int(text) for text in texts_of_all(str(len(json.dumps(mine))), axis, comm, device))
+        names, known = zip(*map(json.loads, texts_of_all(json.dumps(mine), axis, comm, device, room)), strict=True)
+        RANK.meet({rank: tuple(address) for each in known for rank, address in each})
         axis.open_lines(names[0])
         if axis.backend != "gloo":
             RANK.waits_on_device()

@@ -21,6 +21,7 @@ import torch
 from ..comm import Comm
 from ..errors import DivergenceError
 from ..mesh import Axis
+from ..watcher import RANK
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def check_same_model(
 def _of_all(mine: torch.Tensor, axis: Axis, comm: Comm) -> torch.Tensor:
     """[n] of every rank as [ranks, n], on the host."""
     found = mine.new_empty(axis.size * mine.numel())
+    RANK.talks("the same model")
     comm.gather(axis, found, mine).wait()
     return found.view(axis.size, -1).cpu()
 

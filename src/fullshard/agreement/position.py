@@ -56,6 +56,7 @@ class Position:
         self._place = RANK.new_root(names)
         self._bytes = [one.unit.gathered_bytes for one in units]
         self._reduced = False
+        self._turn = 0  # of what was recorded
 
     def begin(self, verb: int, index: int) -> None:
         """A pass begins.
@@ -69,7 +70,7 @@ class Position:
         """
         self._reduced = False
         known = self._course.begin((verb, index))
-        RANK.record(verb, self._place + (index // 2 if verb == FORWARD else 0), 0, self.step)
+        self._record(verb, index // 2 if verb == FORWARD else 0)
         if not known or self.check != "first":
             self._compare(verb, index)
 
@@ -85,7 +86,8 @@ class Position:
             self._compare(verb, index)
         self._reduced |= verb == REDUCE
         self.fingerprint = (self.fingerprint * 1_000_003 + token + 1) % _PRIME
-        RANK.record(verb, self._place + index, self._bytes[index], self.step)
+        self._turn = turn = self._turn + 1
+        RANK.record(verb, self._place + index, self._bytes[index], self.step, turn)
 
     def end(self) -> None:
         """The pass is over."""
@@ -95,7 +97,7 @@ class Position:
             self._reduced = False
             self.step += 1
             RANK.board.stepped(self.step)
-            RANK.record(END, self._place, 0, self.step)
+            self._record(END, 0)
 
     def lose(self) -> None:
         """After an exception."""
@@ -106,11 +108,15 @@ class Position:
         """Each rank learned its own course: all begin anew."""
         self._course.forget()
 
+    def _record(self, verb: int, index: int) -> None:
+        self._turn += 1
+        RANK.record(verb, self._place + index, 0, self.step, self._turn)
+
     def _compare(self, verb: int, index: int) -> None:
         axes = self._axes
         if axes is None:
             return
-        RANK.record(COMPARE, self._place + (index if verb not in (FORWARD, BACKWARD) else 0), 0, self.step)
+        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD) else 0)
         for axis in axes.all:
             if axis.size > 1:
                 self._compare_over(axis, verb, index, axes.device)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..forms import owner_of, successor_of
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import local_part
+from ..watcher import RANK
 
 
 def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
@@ -36,6 +37,7 @@ def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ig
             with torch.no_grad():
                 sent = local.to(axes.device).contiguous()
                 for axis in given:
+                    RANK.talks("starting states")
                     comm.broadcast(axis, sent, 0).wait()
                 if sent.data_ptr() != local.data_ptr():
                     local.copy_(sent)

@@ -46,7 +46,8 @@ class join(Generic[Batch]):
         ranks: how many ranks have one of their own.
 
     Raises:
-        ConfigError: the model has no units; a rank has no batch at all and no example (on every rank, naming it).
+        ConfigError: the model has no units, or is in another `join`; `batches` cannot be iterated over; a rank has no
+            batch at all and no example (on every rank, naming it).
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, example: Batch | None = None) -> None:
@@ -58,12 +59,18 @@ class join(Generic[Batch]):
                 got=f"{type(model).__name__}, which has no units",
                 remedy="apply fully_shard or FullyShardedDataParallel first",
             )
+        if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
+            raise ConfigError("join takes this rank's batches, to iterate over.", got=repr(batches)[:80])
         self._axes: MeshAxes = max(held, key=lambda axes: axes.world)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example
         self.active, self.ranks = True, self._axes.world
 
     def __iter__(self) -> Iterator[Batch]:
+        if any([runner.settings.share is not None for runner in self._runners]):
+            raise ConfigError(
+                "join is used inside another join of the same model.", remedy="iterate over one at a time"
+            )
         share = Share()
         for runner in self._runners:
             runner.set(share=share)

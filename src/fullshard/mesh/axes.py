@@ -49,12 +49,21 @@ class Axis:
     @property
     def aside(self) -> Axis:
         """The same ranks, over connections of their own if the engine has opened any: for comparisons."""
+        return self._over("side")
+
+    @property
+    def apart(self) -> Axis:
+        """As `aside`, for what users ask for outside of passes."""
+        return self._over("apart")
+
+    def _over(self, part: str) -> Axis:
         if not self.lines.is_open:
             return self
-        found = self.__dict__.get("_aside")
+        found: Axis | None = self.__dict__.get(f"_{part}")
         if found is None:
-            found = self.__dict__["_aside"] = Axis(self.lines.side, self.size, self.rank, self.backend, self.ranks)
-            found.__dict__["_lines"] = Lines(self.lines.side, self.lines.side)
+            group = getattr(self.lines, part)
+            found = self.__dict__[f"_{part}"] = Axis(group, self.size, self.rank, self.backend, self.ranks)
+            found.__dict__["_lines"] = Lines(group, group, group)
         return found
 
     def open_lines(self, name: str) -> None:

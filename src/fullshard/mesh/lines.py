@@ -33,11 +33,18 @@ class Lines:
     Attributes:
         data: for gathers and reductions.
         side: for comparisons, of ranks that may be at different points.
+        apart: for what users ask for outside of passes (whole values, `unshard`), which one rank may do alone.
         is_open: whether these are the engine's own.
     """
 
-    def __init__(self, data: dist.ProcessGroup, side: dist.ProcessGroup, sockets: Iterable[str] = ()) -> None:
-        self.data, self.side, self._sockets = data, side, frozenset(sockets)
+    def __init__(
+        self,
+        data: dist.ProcessGroup,
+        side: dist.ProcessGroup,
+        apart: dist.ProcessGroup,
+        sockets: Iterable[str] = (),
+    ) -> None:
+        self.data, self.side, self.apart, self._sockets = data, side, apart, frozenset(sockets)
         self.is_open = data is not side
 
     def cut(self) -> None:
@@ -53,7 +60,7 @@ def lines_of(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
     """The lines of these ranks if they were opened; else `group` itself serves."""
     world = dist.group.WORLD
     found = _opened.get(world, {}).get(ranks) if world is not None else None
-    return found or Lines(group, group)
+    return found or Lines(group, group, group)
 
 
 def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> Lines:
@@ -68,12 +75,13 @@ def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> L
     before = set(_sockets().values())
     timeout = timeout_of(group)
     rank = ranks.index(dist.get_rank())
-    data, side = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout) for part in ("data", "side"))
-    if data is None or side is None:
+    parts = ("data", "side", "apart")
+    data, side, apart = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout) for part in parts)
+    if data is None or side is None or apart is None:
         return found
     assert dist.group.WORLD is not None
     by_ranks = _opened.setdefault(dist.group.WORLD, {})
-    by_ranks[ranks] = Lines(data, side, [link for link in _sockets().values() if link not in before])
+    by_ranks[ranks] = Lines(data, side, apart, [link for link in _sockets().values() if link not in before])
     return by_ranks[ranks]
 
 

@@ -42,7 +42,7 @@ class Asked:
         if unit.state is State.SHARDED:
             unit.refresh()
             refuse_meta([unit])
-            unit.issue_gather(self.settings.comm)
+            unit.issue_gather(self.settings.comm, apart=self.root is None or self.root.pass_top is None)
         self.kept = True
 
     def wait_unshard(self) -> None:

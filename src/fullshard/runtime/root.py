@@ -154,7 +154,8 @@ class Root:
         Args:
             ignored: parameters that are left alone, by name.
         """
-        lines: list[Line] = []
+        own = self.top.settings
+        lines = [Line("(settings of the root)", "none", f"check={own.check!r}, unused={own.unused!r}")]
         axes: dict[int, Axis] = {}
         device = None
         for one in self.units:

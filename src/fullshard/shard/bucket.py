@@ -132,7 +132,7 @@ class Bucket:
         """
         local = local.to(self.axes.device)
         whole = local.new_empty(self.layout.gathered_numel)
-        comm.gather(self.axes.shard, whole, local).wait()
+        comm.gather(self.axes.shard.apart, whole, local).wait()
         return whole
 
     def whole_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -178,7 +178,7 @@ class Bucket:
 
     # Gather and free.
 
-    def issue_gather(self, comm: Comm, kept_axis: Axis | None) -> tuple[int, int]:
+    def issue_gather(self, comm: Comm, kept_axis: Axis | None, apart: bool = False) -> tuple[int, int]:
         """Allocate `full` and start its collectives, from the shard or from what a reshard to fewer ranks kept.
 
         Returns:
@@ -193,7 +193,8 @@ class Bucket:
         source = self._source()
         self._cast = source if source is not self.shard else None
         gathers = comm if self.home is None else self.home.gathering(comm)
-        held, staging = self.full.issue(gathers, self.axes.shard, source)
+        shard = self.axes.shard
+        held, staging = self.full.issue(gathers, shard.apart if apart else shard, source)
         return held, staging + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
 
     def _source(self) -> torch.Tensor:

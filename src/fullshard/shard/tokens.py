@@ -7,6 +7,7 @@ import torch
 from ..comm import Comm, Pending, turns_on
 from ..errors import DivergenceError, UsageError
 from ..mesh import MeshAxes
+from ..watcher import RANK
 
 
 class TokenCount:
@@ -40,6 +41,7 @@ class TokenCount:
             if axis.size > 1:
                 if self._pending is not None:
                     self._pending.wait()
+                RANK.talks("counts of tokens")
                 self._pending = comm.all_reduce(axis, self._sums, False)
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:

@@ -92,14 +92,14 @@ class Unit:
     # Gather and free.
 
     @in_range("gather")
-    def issue_gather(self, comm: Comm) -> None:
-        """Start gathering; the unit must be sharded."""
+    def issue_gather(self, comm: Comm, apart: bool = False) -> None:
+        """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
         full = staging = 0
         try:
             for bucket in self.buckets:
-                held, passing = bucket.issue_gather(comm, self.kept_axis)
+                held, passing = bucket.issue_gather(comm, self.kept_axis, apart)
                 full += held
                 staging += passing
         except BaseException:

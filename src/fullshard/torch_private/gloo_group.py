@@ -32,7 +32,10 @@ def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> dist.Proc
     if store is None or not HAS_GLOO:
         return None
     own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    backend = dist.ProcessGroupGloo(own, rank, size, timeout)
+    try:
+        backend = dist.ProcessGroupGloo(own, rank, size, timeout)
+    except RuntimeError:  # the process that kept the store is gone
+        return None
     group: Any = dist.ProcessGroup(own, rank, size)
     kinds = ["cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])]  # type: ignore[union-attr]
     for kind in kinds:

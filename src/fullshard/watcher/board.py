@@ -1,7 +1,7 @@
 """What a rank does now, in memory that its watcher reads: also while the rank is stopped, stuck in native code or dead.
 
     bytes 0..63      header, one field each (`_FIELDS`)
-    ring             the last 256 things that the engine issued, 40 bytes each (`_RECORD`)
+    ring             the last 256 things that the engine issued, 48 bytes each (`_RECORD`)
     note             what the rank raised, as text
     verdict          what the watcher found, as text, which the rank raises
 
@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-VERBS = ("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare")
+VERBS = ("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare", "agreement")
 """What a record may tell; written as an index."""
-FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE = range(len(VERBS))
+FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT = range(len(VERBS))
 
 ROOT = 1 << 16
-_RECORD = struct.Struct("<QdQIIB3x")  # number (from 1), time, bytes, step, unit, verb; of a root
-_RECORD_ROOM = 40
+_RECORD = struct.Struct("<QdQQIIB")  # number (from 1), time, bytes, turn, step, unit, verb
+_RECORD_ROOM = 48
 _RING = 256
 _TEXT = 64 * 1024
 
@@ -48,6 +48,7 @@ class Record(NamedTuple):
         number: of this rank's records, from 1.
         time: seconds since the epoch.
         nbytes: of the collective's whole buffer; 0 for what is none.
+        turn: which of its root's this is, from 1: the same on all ranks that run alike. 0: of no root.
         step: finished steps of the root then.
         unit: index in its root, plus `ROOT` times the number of the root.
         verb: see `VERBS`.
@@ -56,6 +57,7 @@ class Record(NamedTuple):
     number: int
     time: float
     nbytes: int
+    turn: int
     step: int
     unit: int
     verb: int
@@ -83,14 +85,14 @@ class Board:
 
     # The rank writes.
 
-    def record(self, verb: int, unit: int, nbytes: int, step: int) -> None:
+    def record(self, verb: int, unit: int, nbytes: int, step: int, turn: int = 0) -> None:
         """Note that something is issued."""
         memory = self._memory
         if memory[VERDICT] and self._on_verdict is not None:
             self._on_verdict()
         self.number = number = self.number + 1
         at = _AT_RING + number % _RING * _RECORD_ROOM
-        _RECORD.pack_into(memory, at, number, _now(), nbytes, step, unit, verb)
+        _RECORD.pack_into(memory, at, number, _now(), nbytes, turn, step, unit, verb)
         _u64.pack_into(memory, _COUNT, number)
 
     def waits(self, number: int) -> None:

@@ -26,12 +26,14 @@ from typing import Any
 
 from . import proc
 from .board import COMPARE, Board
-from .report import Status, stuck, told, words
+from .report import Status, stuck, sure, told, words
 from .talk import ANSWER, MOST, Peer, ask, exchange, say, unreachable
 
 ASK_AFTER = 1.0  # seconds of a wait before the first question
 _TICK = 0.2
 _NEWS = 3  # watchers, by rank, that are told of an end
+_LOOKS = 2  # more than one at which nobody got on, unless somebody is gone for good
+_SAMPLES = 4  # of a rank's stack, in a look
 _LINGER = 20.0  # seconds for which a watcher answers after its rank's end
 
 
@@ -87,6 +89,7 @@ class Watcher:
         self._look = asyncio.Lock()
         self._condemned = 0.0  # when
         self._said = False
+        self._alike = 0  # looks in a row at which nothing moved
         self._partial = b""  # of a line that the rank writes
 
     async def run(self) -> None:
@@ -118,7 +121,7 @@ class Watcher:
                 self._end_if_deaf()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whoever reads the rank's output waits for its end
             await self._tell()
-            await asyncio.sleep(_LINGER if self.peers else 0)
+            await asyncio.sleep(_LINGER)
 
     def _pause(self, waited: float) -> float:
         """Seconds between two questions: rarely, while a wait is short of the limit."""
@@ -148,6 +151,9 @@ class Watcher:
         for line in lines:
             order = json.loads(line)
             self.names |= {int(root): names for root, names in order.get("names", {}).items()}
+            if "forget" in order:
+                self.report, self.peers, self.before = None, [], []
+                self.news.clear()
             if "peers" in order:
                 known = {peer[0] for peer in order["peers"]}
                 self.peers = sorted([tuple(p) for p in order["peers"]] + [p for p in self.peers if p[0] not in known])
@@ -190,6 +196,7 @@ class Watcher:
         by_number = {record.number: record for record in records}
         waits_for = by_number.get(waiting[0]) if waiting else None
         alive = self.gone is None
+        samples = [self._stack() for _ in range(_SAMPLES)] if alive and full else []
         return {
             "rank": self.options.rank,
             "host": socket.gethostname(),
@@ -204,10 +211,12 @@ class Watcher:
             "last": told(records[-1], self.names) if records else None,
             "count": self.board.count,
             "steps": self.board.steps,
-            "cpu": proc.cpu_seconds(self.options.pid) + proc.children_seconds(self.options.pid) if alive else 0.0,
+            "cpu": proc.cpu_seconds(self.options.pid) if alive else 0.0,
+            "children": proc.children_seconds(self.options.pid) if alive else 0.0,
             "io": proc.moved_bytes(self.options.pid) if alive else 0,
             "records": [told(record, self.names) for record in records] if full else [],
-            "stack": self._stack() if alive and full else "",
+            "stack": samples[-1] if samples else "",
+            "samples": samples,
         }
 
     def _stack(self) -> str:
@@ -226,6 +235,7 @@ class Watcher:
             if grown == size and grown > before:
                 break
             size = grown
+        time.sleep(0.05)  # between this sample and the next
         return readable(os.pread(self.options.stacks, 1 << 16, before).decode(errors="replace"))
 
     # Other watchers.
@@ -299,11 +309,12 @@ class Watcher:
         statuses = [self.status(full)]
         for peer, (found, _) in zip(others, talks, strict=True):
             statuses.append(found or self.news.get(peer[0]) or unreachable(peer))
-        report = (
-            words(statuses) if full and stuck(statuses, self.before, self.options.limit, self.options.hard) else None
-        )
+        report = None
         if full:
-            self.before = statuses
+            is_stuck = stuck(statuses, self.before, self.options.limit, self.options.hard)
+            self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
+            if is_stuck and (self._alike >= _LOOKS or sure(statuses)):
+                report = words(statuses)
         for _, writer in talks:
             if writer is not None:
                 with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
+import math
 import os
 import secrets
 import signal
@@ -18,13 +19,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any
 
 from ..errors import ConfigError, DivergenceError
-from .board import ROOT, Board
+from .board import AGREEMENT, ROOT, Board
 
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """By which a watcher asks its rank for its Python stacks; one that programs do not use."""
@@ -32,6 +33,8 @@ _BOOT = (
     "import sys, types; p = types.ModuleType('fullshard_watcher'); p.__path__ = [sys.argv.pop(1)]; "
     "sys.modules[p.__name__] = p; from fullshard_watcher.process import main; main()"
 )
+TALKS = ("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches")
+"""What ranks may exchange that is no unit's."""
 SLICE = 0.25
 """Seconds after which a wait for a collective looks up."""
 _SLICE = timedelta(seconds=SLICE)
@@ -77,10 +80,15 @@ class Rank:
         self._roots = 0
         self._has_met = False  # whether the ranks have exchanged addresses, at a first forward
         self.address: Address | None = None
+        self.known: dict[int, Address] = {}  # by rank: where watchers listen, this one's too
         self.break_off: Callable[[], None] = lambda: None  # ends what is in flight; set by `comm`
         self.find_others: Callable[[], list[tuple[int, Address | None]]] = list
 
     # What the rank does.
+
+    def talks(self, what: str) -> None:
+        """The ranks exchange something that is no unit's; `what` is one of `TALKS`."""
+        self.record(AGREEMENT, TALKS.index(what), 0, 0)
 
     def new_root(self, names: list[str]) -> int:
         """A root and the names of its units are known now; returns what to add to a unit's index in records."""
@@ -174,6 +182,7 @@ class Rank:
             return None
         if self.address is None:
             self.address = self._launch(rank)
+            self.known = {} if self.address is None else {rank: self.address}
         return self.address
 
     def _launch(self, rank: int) -> Address | None:
@@ -209,6 +218,7 @@ class Rank:
         listener.close()
         atexit.register(self.board.end)
         _excepthook_notes(self)
+        self._send({"names": {0: list(TALKS)}})
         return socket.gethostname(), _own_address(), port, secret
 
     def _limits(self) -> dict[str, Any]:
@@ -216,15 +226,15 @@ class Rank:
         hard = max(limit, 0.8 * self.timeout)
         return {"limit": limit, "hard": hard, "grace": self.settings.grace, "folder": self.settings.folder}
 
-    def meet(self, peers: list[tuple[int, Any]]) -> None:
+    def meet(self, known: dict[int, Address]) -> None:
         """The ranks have exchanged the addresses of their watchers."""
         self._has_met = True
-        self._tell_peers(peers)
+        self.known |= known
+        self._tell_peers(list(known.items()))
 
-    def _tell_peers(self, peers: list[tuple[int, Any]]) -> None:
-        if self.address is None:
-            return
-        here = self.address[0]
+    def _tell_peers(self, peers: Sequence[tuple[int, Address | None]]) -> None:
+        """Make other ranks' watchers known to this rank's; those without an address have not begun."""
+        here = self.address[0] if self.address is not None else None
         told: list[tuple[int, str, int, str]] = []
         for rank, address in peers:
             host, at, port, key = address or ("", "", 0, "")
@@ -239,6 +249,8 @@ class Rank:
         """Process groups were made anew: what was found of the old ones is of no more account."""
         self.board.reprieve()
         self._has_met = False
+        self.known = {rank: address for rank, address in self.known.items() if address == self.address}
+        self._send({"forget": True})
 
     def configure(self, **changes: Any) -> None:
         """Change settings; also while the watcher runs."""
@@ -297,12 +309,19 @@ def watch(
         enabled: False: no watcher is started.
 
     Raises:
-        ConfigError: a limit or grace that is not positive.
+        ConfigError: an argument of another type, a time that is not positive, a folder that is a file.
     """
-    if (limit is not None and not limit > 0) or not grace > 0:
-        raise ConfigError("watch() takes a limit and a grace in seconds.", expected="positive numbers",
-                          got=f"limit={limit}, grace={grace}")  # fmt: skip
+    for name, value in (("limit", limit), ("grace", grace)):
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        if not fits and not (name == "limit" and value is None):
+            raise ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
+    if not isinstance(enabled, bool):
+        raise ConfigError("watch(enabled=) is True or False.", got=repr(enabled))
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
+        raise ConfigError("watch() takes the path of a folder, which is made when needed.", got=repr(folder))
     at = None if folder is None else os.path.abspath(folder)
+    if at is not None and os.path.exists(at) and not os.path.isdir(at):
+        raise ConfigError("watch() takes the path of a folder, which is made when needed.", got=f"the file {at}")
     RANK.configure(limit=limit, grace=grace, folder=at, enabled=enabled)
 
 

@@ -14,6 +14,7 @@ from .board import COMPARE, ROOT, VERBS, Record
 
 Status = dict[str, Any]
 
+_FIRST = 4  # times the limit is what a rank may take for its first step, whatever it does
 _MOST_STACKS = 8
 _MOST_LINES = 14  # of a stack
 
@@ -36,23 +37,31 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
         return False
     busy = [status for status in now if status["waited"] is None or status["idle"]]
     if not busy:  # all wait: for one thing, which may be slow, or for several, which never comes
-        return len({_point(status) for status in now}) > 1
+        return len({_point(status) for status in now}) > 1 and list(map(_point, now)) == list(map(_point, before))
     earlier = {status["rank"]: status for status in before}
+    if any([status["steps"] == 0 for status in busy]) and longest < _FIRST * limit:
+        return False
     return bool(earlier) and not any([_moved(status, earlier.get(status["rank"])) for status in busy])
+
+
+def sure(statuses: Sequence[Status]) -> bool:
+    """Whether one look is enough: somebody is gone or has raised, or ranks wait for what cannot come."""
+    raised = any([status["raised"] is not None and status["waited"] is None for status in statuses])
+    return raised or any([_lost(status) for status in statuses]) or _apart(statuses)
 
 
 def _apart(statuses: Sequence[Status]) -> bool:
     """Whether a rank compares its next step with others of which one waits for what that rank will not issue before."""
     waiting = [s for s in statuses if s["waited"] is not None and not s["idle"] and s["waits_for"] is not None]
-    compares = [s["count"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
-    others = [s["waits_for"]["number"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
+    compares = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
+    others = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
     return bool(compares and others) and max(others) >= min(compares)
 
 
 def _point(status: Status) -> tuple[Any, ...]:
     """What a rank has come to."""
     last = status["last"] or {}
-    return status["count"], last.get("verb"), last.get("unit")
+    return last.get("turn"), last.get("verb"), last.get("unit")
 
 
 def _lost(status: Status) -> bool:
@@ -62,27 +71,29 @@ def _lost(status: Status) -> bool:
 def _moved(now: Status, before: Status | None) -> bool:
     """Whether a rank that does not wait has got anywhere since.
 
-    In its first step whatever it does counts (it may compile, or read); later it has to leave the line it was at.
+    In its first step whatever it does counts (it may compile, or read); later it has to leave the line it was at, its
+    children have to compute, or it has to read or write more than stacks take.
     """
     if before is None or now["count"] != before["count"] or now["state"] == "absent":
         return True
     if now["steps"] == 0:
         return now["cpu"] - before["cpu"] > 0.02 or now["io"] != before["io"]
-    return now["stack"] != before["stack"] or now["io"] - before["io"] > 1 << 20
+    children = now["children"] - before["children"] > 0.1
+    return len({*now["samples"], *before["samples"]}) > 1 or children or now["io"] - before["io"] > 1 << 18
 
 
 def first_difference(statuses: Sequence[Status]) -> str | None:
     """Where two ranks issued different things first, as far as their records go back."""
     issued: dict[int, dict[int, tuple[str, str]]] = {}  # by number: what each rank issued
     for status in statuses:
-        for record in status["records"]:
-            issued.setdefault(record["number"], {})[status["rank"]] = (record["verb"], record["unit"])
+        for record in _of_last_root(status):
+            issued.setdefault(record["turn"], {})[status["rank"]] = (record["verb"], record["unit"])
     for number in sorted(issued):
         by_rank = issued[number]
         if len(set(by_rank.values())) > 1:
             told = grouped([(rank, f"{verb} of {unit}") for rank, (verb, unit) in by_rank.items()])
             return f"event {number}: " + "; ".join(f"{who}: {what}" for who, what in told)
-    ends = {status["rank"]: status["count"] for status in statuses if status["records"]}
+    ends = {s["rank"]: found[-1]["turn"] for s in statuses if (found := _of_last_root(s))}
     if len(set(ends.values())) > 1:
         last = min(ends.values())
         behind = [rank for rank, count in ends.items() if count == last]
@@ -90,6 +101,12 @@ def first_difference(statuses: Sequence[Status]) -> str | None:
         told = grouped([(rank, f"{verb} of {unit}") for rank, (verb, unit) in ahead.items()])
         return f"event {last + 1}: {ranks_of(behind)}: nothing yet; " + "; ".join(f"{a}: {b}" for a, b in told)
     return None
+
+
+def _of_last_root(status: Status) -> list[dict[str, Any]]:
+    """The records of the root that the rank ran last: its turns are numbered alike on all ranks."""
+    found = [record for record in status["records"] if record["turn"]]
+    return [record for record in found if record["root"] == found[-1]["root"]]
 
 
 def conclusion(statuses: Sequence[Status]) -> str:
@@ -222,9 +239,11 @@ def told(record: Record, names: dict[int, list[str]]) -> dict[str, Any]:
     name = (known[index] or "(root)") if index < len(known) else f"unit {index}"
     return {
         "number": record.number,
+        "root": record.unit // ROOT,
         "time": record.time,
         "verb": VERBS[record.verb],
         "unit": name,
         "bytes": record.nbytes,
+        "turn": record.turn,
         "step": record.step,
     }

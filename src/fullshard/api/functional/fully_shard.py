@@ -139,6 +139,8 @@ def fully_shard(
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
+    if not isinstance(sync_module_states, bool):
+        raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80])
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
     spmd = None
