@@ -15,6 +15,7 @@ on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from ..dtypes import as_summed
 from ..mesh import Axis
@@ -37,6 +38,11 @@ _CPU_COSTS = (300e-6, 50e-6, 4e9)
 _ACCELERATOR_COSTS = (10e-6, 2e-6, 1e12)
 
 
+def line_of(axis: Axis) -> dist.ProcessGroup:
+    """The group by which the engine talks over an axis."""
+    return axis.lines.data if axis.backend == "gloo" else axis.group
+
+
 class TorchComm:
     """`torch.distributed` collectives.
 
@@ -54,7 +60,7 @@ class TorchComm:
         if axis.size == 1 and self.local_shortcut:
             out.copy_(shard)
             return DONE
-        return watched(axis, all_gather(out, shard, axis.lines.data))
+        return watched(axis, all_gather(out, shard, axis.lines.data if axis.backend == "gloo" else axis.group))
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
@@ -62,14 +68,14 @@ class TorchComm:
             return DONE
         if axis.backend == "gloo":
             return _Exchange(axis, as_summed(out), as_summed(buffer), mean)
-        work = reduce_scatter(out, buffer, axis.lines.data, mean)
+        work = reduce_scatter(out, buffer, line_of(axis), mean)
         return DONE if axis.backend == "fake" else work  # the fake group is done at once, and never says so
 
     def gather_many(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Pending]:
         """Several gathers in one call of the group; one after the other where that saves nothing (on a CPU)."""
         if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
-        return all_gather_many(outs, shards, axis.lines.data)
+        return all_gather_many(outs, shards, line_of(axis))
 
     def reduce_many(
         self, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool
@@ -77,18 +83,18 @@ class TorchComm:
         """Several reductions in one call of the group, as `gather_many`."""
         if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
             return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
-        return reduce_scatter_many(outs, buffers, axis.lines.data, mean)
+        return reduce_scatter_many(outs, buffers, line_of(axis), mean)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        work = all_reduce(tensor, axis.lines.data, mean)
+        work = all_reduce(tensor, line_of(axis), mean)
         return watched(axis, work) if work else DONE
 
     def broadcast(self, axis: Axis, tensor: torch.Tensor, source: int) -> Pending:
         if axis.size == 1 and self.local_shortcut:
             return DONE
-        work = broadcast(tensor, axis.lines.data, source)
+        work = broadcast(tensor, line_of(axis), source)
         return watched(axis, work) if work else DONE
 
     def scratch_bytes(self, axis: Axis, buffer: torch.Tensor) -> int:
@@ -112,7 +118,7 @@ class _Exchange:
     def __init__(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
         self.out, self.mean, self.world = out, mean, axis.size
         self.received: torch.Tensor | None = torch.empty_like(buffer)
-        self.work = watched(axis, exchange(self.received, buffer, axis.lines.data))
+        self.work = watched(axis, exchange(self.received, buffer, line_of(axis)))
 
     def is_completed(self) -> bool:
         return self.work is None or bool(self.work.is_completed())

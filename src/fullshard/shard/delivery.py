@@ -73,7 +73,7 @@ class Delivery:
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
-        given = []
+        given, gives_empty = [], self.bucket.form.gives_empty
         for index, member in enumerate(self.bucket.members):
             got, fills, member.got_grad = member.got_grad, False, False
             if got:
@@ -86,7 +86,9 @@ class Delivery:
                     self.undecided.append(index)
                 if not shows:
                     continue
-            self._give(index, target)
+            target.shown[index] = True  # as `_give`, without a call for each parameter
+            if gives_empty or target.parts[index].numel():
+                write_grad(member.sharded, target.parts[index])
             if self.hooked and (got or fills):
                 given.append(index)
         if self.views:
