@@ -177,7 +177,7 @@ def run_wide(pools: RankPools, seeds: range, world: int, chunk: int) -> list[str
     for start in range(seeds.start, seeds.stop, chunk):
         some = range(start, min(start + chunk, seeds.stop))
         try:
-            pools.run(check_all_wide, some, world=world, timeout=300)
+            pools.run(check_all_wide, some, world=world, timeout=10 * len(some) + 20)
         except Exception as error:
             if len(some) > 1:
                 failed += run_wide(pools, some, world, max(1, chunk // 5))

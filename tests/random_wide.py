@@ -204,7 +204,9 @@ def events_before(wide: Wide, model: nn.Module, last: nn.Module, step: int) -> N
     if "error on all" in wide.chosen and step == 0:
         with failing(last, in_backward=False):
             wide.loss(model, x)
-    if "error on one" in wide.chosen:  # after the last gather: ranks agree on it, and none of them goes back
+    # After the last gather, and once the order is known: along the first pass every step of it is compared. Ranks agree
+    # on the error, and none of them goes back.
+    if "error on one" in wide.chosen and step == 1:
         on_this = dist.get_rank() == wide.seed % dist.get_world_size()
         with failing(last, in_backward=False) if on_this else contextlib.nullcontext():
             wide.loss(model, x)
