@@ -16,7 +16,8 @@ from random_wide import FRONTS
 
 PLAIN = [range(2000, 2024), range(2024, 2048)]
 MORE = [range(3000, 3026), range(3026, 3052), range(3052, 3078)]
-WIDE = [(range(7000, 7040), 2), (range(7040, 7080), 2), (range(7080, 7120), 2), (range(7500, 7527), 4), (range(7527, 7554), 4)]  # fmt: skip
+WIDE = [(range(7000, 7040), 2), (range(7040, 7080), 2), (range(7080, 7120), 2), (range(7500, 7527), 4)]
+WIDE.append((range(7527, 7554), 4))
 PATIENCE = 240.0  # seconds; a chunk takes about ten on a machine that does nothing else
 
 
