@@ -70,7 +70,9 @@ EXPLAINED = {
     **dict.fromkeys(("raises in forward", "raises in backward", "raises in the loader"), "raised"),
     **dict.fromkeys(("exits", "is killed"), "gone"),
     **dict.fromkeys(("holds the GIL", "sleeps", "collective of its own"), "elsewhere"),
-    **{"is stopped": "stopped", "a batch fewer": "data", "skips a layer": "departed"},
+    "is stopped": "stopped",
+    "a batch fewer": "data",
+    "skips a layer": "departed",
 }
 """What `fullshard doctor` makes of the report, with the last rank to blame."""
 FINE = ("none", "input shapes")
