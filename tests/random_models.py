@@ -104,7 +104,8 @@ class Changes(Around):
 
     def forward(self, x: Tensor) -> Tensor:
         x = getattr(x, self.way)(*([0.25] if self.way == "add_" else []))
-        return self.inner(x).mul_(1.5) if self.way == "tanh_" else self.inner(x)
+        out = self.inner(x)
+        return (out + 0.0).mul_(1.5) if self.way == "tanh_" else out  # `out` may be needed for its own backward
 
 
 @dataclass
