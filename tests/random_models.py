@@ -1,10 +1,14 @@
 """Random models: a tree of modules that nest, run twice, are skipped in some steps, are checkpointed in either way,
 have parameters that nothing uses, share or freeze them; later also use others on other ranks, or change their input.
+
+`wide` ones do that anywhere in the tree, and pass dicts, tuples and dataclasses from module to module (random_wide.py).
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +84,71 @@ class InPlace(Around):
         return self.inner(x.mul_(0.9))
 
 
+class StartsInPlace(Around):
+    """A layer of its own, whose output what it holds changes as the first thing it does."""
+
+    def __init__(self, inner: nn.Module, width: int, way: str) -> None:
+        super().__init__(Changes(inner, way))
+        self.before = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x))
+
+
+class Changes(Around):
+    """Changes its input, which no other module needs afterwards; perhaps its output too."""
+
+    def __init__(self, inner: nn.Module, way: str) -> None:
+        super().__init__(inner)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = getattr(x, self.way)(*([0.25] if self.way == "add_" else []))
+        out = self.inner(x)
+        return (out + 0.0).mul_(1.5) if self.way == "tanh_" else out  # `out` may be needed for its own backward
+
+
+@dataclass
+class Batch:
+    """What passes between modules, with something beside tensors."""
+
+    x: Tensor
+    scale: float
+    parts: tuple[Tensor, ...] = ()
+
+
+class Packed(Around):
+    """Gives what it holds a container of this kind, and takes one of the same kind back."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__(Unpacks(inner))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "dict":
+            out = self.inner({"x": x, "more": {"scale": 0.5, "none": None}})
+            return out["x"] + out["list"][0]
+        if self.kind == "tuple":
+            x, [y], scale = self.inner((x, [x * 0.5], 0.5))
+            return x + y * scale
+        if self.kind == "keywords":
+            return self.inner(x=x, scale=0.5)
+        found = self.inner(Batch(x, 0.5, (x.detach(),)))
+        return found.x + found.parts[0] * found.scale
+
+
+class Unpacks(Around):
+    def forward(self, given: Any = None, *, x: Tensor | None = None, scale: float = 1.0) -> Any:
+        if x is not None:
+            return self.inner(x) * scale
+        if isinstance(given, dict):
+            y = self.inner(given["x"])
+            return {"x": y, "list": [y * given["more"]["scale"]], "none": given["more"]["none"]}
+        if isinstance(given, tuple):
+            return self.inner(given[0]), [torch.tanh(given[1][0])], given[2]
+        return replace(given, x=self.inner(given.x), parts=(torch.sin(given.parts[0]),))
+
+
 class Pair(nn.Module):
     def __init__(self, left: nn.Module, right: nn.Module, cut: bool) -> None:
         super().__init__()
@@ -103,21 +172,30 @@ class WithOwn(Around):
         return self.inner(x * self.scale) + (x @ self.odd).sum(-1, keepdim=True) * 0.1
 
 
-def tree(draw: random.Random, width: int, depth: int) -> nn.Module:
-    """Modules within modules, [n, width] to [n, width]."""
+WIDE = ("packed", "packed", "in place", "either")
+
+
+def tree(draw: random.Random, width: int, depth: int, more: tuple[str, ...] = ()) -> nn.Module:
+    """Modules within modules, [n, width] to [n, width]; `more`: kinds beside the usual ones."""
     if depth == 0:
         kinds = [nn.Linear(width, width, bias=draw.random() < 0.7), nn.LayerNorm(width)]
         return draw.choice([*kinds, nn.Sequential(nn.Linear(width, 5), nn.GELU(), nn.Linear(5, width))])
-    inner = tree(draw, width, depth - 1)
-    match draw.choice(["sequence", "sequence", "residual", "twice", "pair", "recomputed", "sometimes", "own"]):
+    inner = tree(draw, width, depth - 1, more)
+    match draw.choice(["sequence", "sequence", "residual", "twice", "pair", "recomputed", "sometimes", "own", *more]):
+        case "packed":
+            return Packed(inner, draw.choice(["dict", "tuple", "dataclass", "keywords"]))
+        case "in place":
+            return StartsInPlace(inner, width, draw.choice(["add_", "relu_", "tanh_", "sigmoid_"]))
+        case "either":
+            return nn.Sequential(Either(width, draw.randint(0, 15)), inner)
         case "sequence":
-            return nn.Sequential(inner, *(tree(draw, width, depth - 1) for _ in range(draw.randint(0, 2))))
+            return nn.Sequential(inner, *(tree(draw, width, depth - 1, more) for _ in range(draw.randint(0, 2))))
         case "residual":
             return Residual(inner)
         case "twice":
             return Twice(inner)
         case "pair":
-            return Pair(inner, tree(draw, width, depth - 1), cut=draw.random() < 0.3)
+            return Pair(inner, tree(draw, width, depth - 1, more), cut=draw.random() < 0.3)
         case "recomputed":
             return Recomputed(inner, reentrant=draw.random() < 0.5)
         case "sometimes":
@@ -127,13 +205,13 @@ def tree(draw: random.Random, width: int, depth: int) -> nn.Module:
 
 
 class Model(nn.Module):
-    """A random tree between two linear layers, `[n, INPUTS]` to `[n, 1]`; `more`: with what was added later."""
+    """A random tree between two linear layers, `[n, INPUTS]` to `[n, 1]`; `more`, `wide`: with what was added later."""
 
-    def __init__(self, draw: random.Random, more: bool = False) -> None:
+    def __init__(self, draw: random.Random, more: bool = False, wide: bool = False) -> None:
         super().__init__()
         width = draw.choice([2, 3, 5, 8, 13])
         self.first, self.last = nn.Linear(INPUTS, width), nn.Linear(width, 1)
-        self.body = tree(draw, width, draw.randint(1, 4))
+        self.body = tree(draw, width, draw.randint(1, 3 if wide else 4), WIDE if wide else ())
         linears = [module for module in self.body.modules() if isinstance(module, nn.Linear)]
         same = [module for module in linears if module.weight.shape == (width, width)]
         if len(same) > 1 and draw.random() < 0.3:

@@ -27,9 +27,10 @@ import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from random_events import Held, Plan, batch, between_steps, change, give_up
 from random_models import Model, say_who
+from random_wide import FRONTS, check_wide
+from ranks import RankPools
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
 
 
 def shard(plan: Plan, model: nn.Module, front: Any) -> nn.Module:
@@ -148,9 +149,47 @@ def check_all(seeds: range, front: Any, more: bool = False) -> None:
             raise
 
 
+def wide_command(seed: int, world: int, one: bool = False) -> str:
+    """The shell command that repeats a wide seed."""
+    return f"python tests/random_runs.py --wide --seed {seed} --world {world}" + " --one" * one
+
+
+def check_each(seeds: range, more: bool) -> None:
+    """Each seed in one front-end only, in turn."""
+    for seed in seeds:
+        check_all(range(seed, seed + 1), FRONTS[seed % len(FRONTS)], more)
+
+
+def check_all_wide(seeds: range, one: bool = False) -> None:
+    for seed in seeds:
+        repeat = wide_command(seed, dist.get_world_size(), one)
+        print(repeat, flush=True)
+        try:
+            check_wide(seed, one)
+        except BaseException as error:
+            error.add_note(f"repeat with: {repeat}")
+            raise
+
+
+def run_wide(pools: RankPools, seeds: range, world: int, one: bool, chunk: int) -> list[str]:
+    """Wide seeds, several to a task; of a task that fails each seed alone. The commands that repeat what failed."""
+    failed = []
+    for start in range(seeds.start, seeds.stop, chunk):
+        some = range(start, min(start + chunk, seeds.stop))
+        try:
+            pools.run(check_all_wide, some, one, world=world, timeout=10 * len(some) + 20)
+        except Exception as error:
+            if len(some) > 1:
+                failed += run_wide(pools, some, world, one, max(1, chunk // 5))
+                continue
+            failed.append(wide_command(start, world, one))
+            notes = "\n".join(getattr(error, "__notes__", []))[-3000:]
+            print(f"{failed[-1]}\n  {type(error).__name__}: {str(error)[:400]}\n{notes}", flush=True)
+    return failed
+
+
 def main() -> None:
-    from random_runs import check_all  # by the name under which the ranks find it
-    from ranks import RankPools
+    from random_runs import check_all, run_wide  # by the name under which the ranks find it
 
     parser = argparse.ArgumentParser(description="Random models on real ranks against one process.")
     names = {front_name(front): front for front in FRONTS}
@@ -158,12 +197,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1, help="how many seeds from there on")
     parser.add_argument("--front", choices=names, default=None, help="one layout or wrapper; all if left out")
     parser.add_argument("--more", action="store_true", help="with the models and events of MORE")
+    parser.add_argument("--wide", action="store_true", help="random_wide.py; a seed stands for its front-end")
+    parser.add_argument("--one", action="store_true", help="with --wide: an error on one rank, too")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     given = parser.parse_args()
     pools = RankPools(Path(tempfile.mkdtemp(prefix="ranks-")))
     failed = []
     try:
-        for front in [names[given.front]] if given.front else FRONTS:
+        if given.wide:
+            failed = run_wide(pools, range(given.seed, given.seed + given.count), given.world, given.one, chunk=25)
+        for front in () if given.wide else [names[given.front]] if given.front else FRONTS:
             for seed in range(given.seed, given.seed + given.count):
                 try:
                     pools.run(check_all, range(seed, seed + 1), front, given.more, world=given.world)

@@ -31,7 +31,7 @@ FLOORS = {
 }  # fmt: skip
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
-PURE = ("layout", "runtime/schedule.py", "agreement/course.py", "watcher/report.py")
+PURE = ("layout", "runtime/schedule.py", "agreement/course.py", "watcher/report.py", "insight/doctor/")
 
 EXPORTS = [
     "Blocks",

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.insight.doctor import doctor
+
 HERE = Path(__file__).parent
 LIMIT = 4.0
 """Seconds that a rank may wait for another."""
@@ -64,6 +66,15 @@ FAULTS = {
     "sleeps": Fault((LAST, "elsewhere", "go_wrong"), (-15, -9)),
     "collective of its own": Fault((LAST, "elsewhere", "go_wrong"), (1, -15, -9)),
 }
+EXPLAINED = {
+    **dict.fromkeys(("raises in forward", "raises in backward", "raises in the loader"), "raised"),
+    **dict.fromkeys(("exits", "is killed"), "gone"),
+    **dict.fromkeys(("holds the GIL", "sleeps", "collective of its own"), "elsewhere"),
+    "is stopped": "stopped",
+    "a batch fewer": "data",
+    "skips a layer": "departed",
+}
+"""What `fullshard doctor` makes of the report, with the last rank to blame."""
 FINE = ("none", "input shapes")
 """What ranks may differ in."""
 
@@ -144,6 +155,9 @@ def test_every_rank_ends_with_the_name(zygote, tmp_path, front_end, scenario, wo
         assert kind == "DivergenceError", (rank, kind, told)
         missing = [word for word in fault.words if word.format(last=last) not in text]
         assert not missing, (rank, missing, text)
+    if scenario in EXPLAINED:
+        found = doctor(tmp_path / "reports")
+        assert (found.kind, found.ranks) == (EXPLAINED[scenario], (last,)), found
     kind, text = run.error_of(last)
     missing = [word for word in fault.its_own if word.format(last=last) not in text]
     assert not missing, (missing, kind, text, told)

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS: dict[str, str] = {
+    "doctor": "why did a run hang or die?",
     "verify": "does a sharded program train as one process would?",
 }
 """The commands: for each a module of this package with `run(arguments) -> int`, and what it answers in one line."""

@@ -1,0 +1,186 @@
+"""What was found on disk, as plain values: watchers' reports and the flight recorder's dumps, checked field by field.
+
+Pure: parsed values in, frozen records out. What is not as expected raises `Foreign`, with one line that says what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...watcher.report import Status
+
+FORMAT = 1
+"""The newest format of a watcher's report that is known here."""
+
+_NUMBER = (int, float)
+_STATUS: dict[str, tuple[type, ...]] = {
+    "rank": (int,), "host": (str,), "pid": (int,), "time": _NUMBER, "gone": (str, type(None)), "state": (str,),
+    "raised": (str, type(None)), "idle": (bool,), "waited": (*_NUMBER, type(None)), "count": (int,), "steps": (int,),
+    "waits_for": (dict, type(None)), "last": (dict, type(None)), "records": (list,), "stack": (str,),
+}  # fmt: skip
+_RECORD: dict[str, tuple[type, ...]] = {
+    "number": (int,),
+    "time": _NUMBER,
+    "verb": (str,),
+    "unit": (str,),
+    "step": (int,),
+}
+_ENTRY: dict[str, tuple[type, ...]] = {"collective_seq_id": (int,), "profiling_name": (str,), "state": (str,)}
+
+
+class Foreign(ValueError):
+    """A file that is not what it should be; its text is one line."""
+
+
+@dataclass(frozen=True)
+class WatcherReport:
+    """What one rank's watcher wrote when it found the ranks stuck.
+
+    Attributes:
+        source: the file's name.
+        time: seconds since the epoch.
+        ranks: what was known of each, in their order.
+    """
+
+    source: str
+    time: float
+    ranks: tuple[Status, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective in a dump of the flight recorder.
+
+    Attributes:
+        group: name of the process group.
+        number: of the group's collectives, from 1; those of one coalesced call share it.
+        what: operation, shapes where all ranks have to agree on them, and dtypes.
+        done: whether it had ended on this rank.
+        time: when it was issued, seconds since the epoch.
+        stack: the program's own frames, innermost first.
+    """
+
+    group: str
+    number: int
+    what: str
+    done: bool
+    time: float
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One rank's dump of PyTorch's flight recorder.
+
+    Attributes:
+        names: descriptions of groups that have one.
+        members: ranks of groups, where the dump tells them.
+    """
+
+    source: str
+    rank: int
+    entries: tuple[Entry, ...]
+    names: dict[str, str] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was found; `left_out`: files that could not be read, a line each."""
+
+    reports: tuple[WatcherReport, ...] = ()
+    dumps: tuple[Dump, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def report_of(source: str, value: Any) -> WatcherReport:
+    """A watcher's report from parsed JSON."""
+    known = value["format"]
+    if not isinstance(known, int) or known < 1:
+        raise Foreign(f"its format is {known!r}, which no version has written")
+    if known > FORMAT:
+        raise Foreign(f"its format is {known}, newer than {FORMAT}, the last that this version reads: update fullshard")
+    _check(value, {"time": _NUMBER, "ranks": (list,)}, "a watcher's report")
+    for status in value["ranks"]:
+        _check(status, _STATUS, "what it tells of a rank")
+        for record in [status["waits_for"], status["last"], *status["records"]]:
+            if record is not None:
+                _check(record, _RECORD, f"a record of rank {status['rank']}")
+    if not value["ranks"]:
+        raise Foreign("it tells of no rank")
+    return WatcherReport(source, value["time"], tuple(sorted(value["ranks"], key=lambda status: status["rank"])))
+
+
+def dump_of(source: str, rank: int | None, value: Any) -> Dump:
+    """A flight recorder's dump from parsed JSON or an unpickled dictionary; `rank` is the file name's last number."""
+    rank = value.get("rank", rank)
+    if not isinstance(rank, int):
+        raise Foreign(
+            "it is a flight recorder's dump, and its name does not end in the rank, as nccl_trace_rank_3 does"
+        )
+    _check(value, {"entries": (list,)}, "a flight recorder's dump")
+    members: dict[str, tuple[int, ...]] = {}
+    groups = value.get("pg_config")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        _check(group, {"ranks": (str,)}, "a process group")
+        numbers = group["ranks"].strip("[]").split(",")
+        if not all([number.strip().isdecimal() for number in numbers]):
+            raise Foreign(f"the ranks of its group {name!r} are {group['ranks'][:40]!r}")
+        members[str(name) or "0"] = tuple(int(number) for number in numbers)  # the default group may have no name
+    entries, names = [], {}
+    for entry in value["entries"]:
+        _check(entry, _ENTRY, "an entry of the flight recorder")
+        if entry.get("is_p2p"):
+            continue  # numbered by pairs of ranks, of which a dump tells one
+        named = entry.get("process_group")
+        pair = named if isinstance(named, (list, tuple)) and len(named) == 2 else (entry.get("pg_id", 0), "")
+        names[str(pair[0])] = str(pair[1])
+        entries.append(_entry(str(pair[0]), entry))
+    return Dump(source, rank, tuple(entries), {name: text for name, text in names.items() if text}, members)
+
+
+_SAME_SHAPES = (
+    "all_reduce",
+    "_all_gather_base",
+    "all_gather_into_tensor",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor",
+)
+_NOT_THE_PROGRAMS = ("/torch/", "/fullshard/")
+
+
+def _entry(group: str, entry: dict[str, Any]) -> Entry:
+    what = entry["profiling_name"].rpartition(":")[2]
+    if what.startswith(_SAME_SHAPES):
+        what += f" {entry.get('input_sizes')}"
+    dtypes = entry.get("input_dtypes")
+    if isinstance(dtypes, list) and dtypes:
+        what += f" {', '.join(sorted(set(map(str, dtypes))))}"
+    frames = entry.get("frames")
+    texts = [
+        f'File "{frame.get("filename")}", line {frame.get("line")} in {frame.get("name")}'
+        for frame in (frames if isinstance(frames, list) else ())
+        if isinstance(frame, dict)
+    ]
+    own = [text for text in texts if not any([part in text for part in _NOT_THE_PROGRAMS])]
+    created = entry.get("time_created_ns")
+    return Entry(
+        group=group,
+        number=entry["collective_seq_id"],
+        what=what,
+        done=bool(entry.get("retired")) or entry["state"] == "completed",
+        time=created / 1e9 if isinstance(created, _NUMBER) else 0.0,
+        stack=tuple(own or texts),
+    )
+
+
+def _check(value: Any, kinds: dict[str, tuple[type, ...]], what: str) -> None:
+    """Raise unless `value` is a dictionary with these fields, of these types."""
+    if not isinstance(value, dict):
+        raise Foreign(f"{what} should be a dictionary, and is {type(value).__name__}")
+    for name, allowed in kinds.items():
+        if name not in value:
+            raise Foreign(f"{what} has no {name!r}")
+        if not isinstance(value[name], allowed):
+            raise Foreign(f"{name!r} of {what} is {type(value[name]).__name__}")
