@@ -297,8 +297,9 @@ def watch(
     collective of Fullshard's for `limit` seconds, or another rank is gone, the watchers find out what all ranks do, and
     every rank that waits raises a `DivergenceError` with the report: who waits for what, who is elsewhere, who is gone
     and how, the first difference in the order of units, and the Python stacks. A rank that is slow but gets on is
-    waited for: in its first step whatever it does counts (compiling, reading), later that it leaves the line where it
-    was. No wait is longer than 0.8 of the process group's timeout.
+    waited for: in its first step for four times the limit, and as long as it computes, reads or writes; later as long
+    as its Python stack moves, its children compute, or it reads or writes. No wait is longer than 0.8 of the process
+    group's timeout.
 
     Args:
         limit: seconds. None: a third of the process group's timeout, 300 at most.
