@@ -21,7 +21,16 @@ NOW = 1_795_301_800.0
 
 
 def record(number: int, verb: str = "gather", unit: str = "blocks.2", step: int = 3) -> dict[str, Any]:
-    return {"number": number, "time": NOW + number, "verb": verb, "unit": unit, "bytes": 64, "step": step}
+    return {
+        "number": number,
+        "time": NOW + number,
+        "verb": verb,
+        "unit": unit,
+        "bytes": 64,
+        "step": step,
+        "turn": number,
+        "root": 1,
+    }
 
 
 def status(rank: int, last: dict[str, Any] | None = None, **known: Any) -> dict[str, Any]:

@@ -86,14 +86,14 @@ def first_difference(statuses: Sequence[Status]) -> str | None:
     """Where two ranks issued different things first, as far as their records go back."""
     issued: dict[int, dict[int, tuple[str, str]]] = {}  # by number: what each rank issued
     for status in statuses:
-        for record in _of_last_root(status):
+        for record in of_last_root(status):
             issued.setdefault(record["turn"], {})[status["rank"]] = (record["verb"], record["unit"])
     for number in sorted(issued):
         by_rank = issued[number]
         if len(set(by_rank.values())) > 1:
             told = grouped([(rank, f"{verb} of {unit}") for rank, (verb, unit) in by_rank.items()])
             return f"event {number}: " + "; ".join(f"{who}: {what}" for who, what in told)
-    ends = {s["rank"]: found[-1]["turn"] for s in statuses if (found := _of_last_root(s))}
+    ends = {s["rank"]: found[-1]["turn"] for s in statuses if (found := of_last_root(s))}
     if len(set(ends.values())) > 1:
         last = min(ends.values())
         behind = [rank for rank, count in ends.items() if count == last]
@@ -103,7 +103,7 @@ def first_difference(statuses: Sequence[Status]) -> str | None:
     return None
 
 
-def _of_last_root(status: Status) -> list[dict[str, Any]]:
+def of_last_root(status: Status) -> list[dict[str, Any]]:
     """The records of the root that the rank ran last: its turns are numbered alike on all ranks."""
     found = [record for record in status["records"] if record["turn"]]
     return [record for record in found if record["root"] == found[-1]["root"]]
@@ -136,13 +136,13 @@ def _elsewhere(status: Status) -> str:
 
 
 def _raised(status: Status) -> str:
-    return f"raised {_headline(status['raised'])}{_where(status)}"
+    return f"raised {headline(status['raised'])}{_where(status)}"
 
 
-def _headline(trace: str) -> str:
+def headline(trace: str) -> str:
     """The line of a printed exception that has its type: details of ours follow it, indented.
 
-    >>> _headline("Traceback:\\n  File a\\nfullshard.errors.ConfigError: no.\\n  remedy: do")
+    >>> headline("Traceback:\\n  File a\\nfullshard.errors.ConfigError: no.\\n  remedy: do")
     'fullshard.errors.ConfigError: no.'
     """
     return [line for line in trace.strip().splitlines() if not line.startswith(" ")][-1]
@@ -166,7 +166,7 @@ def line_of(status: Status) -> str:
     last = status["last"]
     at = f"{last['verb']} of {last['unit']} (step {last['step']})" if last else "nothing yet"
     if status["gone"] is not None:
-        quoted = f"; raised {_headline(status['raised'])}" if status["raised"] else ""
+        quoted = f"; raised {headline(status['raised'])}" if status["raised"] else ""
         return f"is gone: {status['gone']}{quoted}; last: {at}"
     if status["state"] == "unreachable":
         return f"cannot be reached; last: {at}"
@@ -176,7 +176,7 @@ def line_of(status: Status) -> str:
         what = status["waits_for"]
         return f"waits for {what['verb']} of {what['unit']} (step {what['step']})" if what else "waits for other ranks"
     if status["raised"] is not None:
-        return f"raised {_headline(status['raised'])}; last: {at}"
+        return f"raised {headline(status['raised'])}; last: {at}"
     return f"{_elsewhere(status)}; last: {at}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...watcher.board import COMPARE, VERBS
-from ...watcher.report import Status, ranks_of
+from ...watcher.report import Status, headline, of_last_root, ranks_of
 from . import remedies
 from .merge import Incident
 
@@ -54,18 +54,23 @@ def place(status: Status) -> str:
 
 
 def line_of_error(status: Status) -> str:
-    """The last line of what it raised."""
-    return (status["raised"] or "").strip().splitlines()[-1] if (status["raised"] or "").strip() else ""
+    """The line of what it raised that has its type; empty if it raised nothing."""
+    return headline(status["raised"]) if status["raised"] else ""
 
 
 def _who(found: Sequence[Status]) -> tuple[int, ...]:
     return tuple(status["rank"] for status in found)
 
 
+def _turn(status: Status) -> int:
+    """How far it got in the order of its last root."""
+    return max([record["turn"] for record in of_last_root(status)], default=0)
+
+
 def _waiters(incident: Incident, blamed: Sequence[Status]) -> list[str]:
     """What those who wait have issued, and the blamed have not."""
-    behind = min(status["count"] for status in blamed)
-    ahead = [s for s in incident.statuses if s["waits_for"] and s not in blamed and s["waits_for"]["number"] > behind]
+    behind = min([_turn(status) for status in blamed])
+    ahead = [s for s in incident.statuses if s["waits_for"] and s not in blamed and s["waits_for"]["turn"] > behind]
     if not ahead:
         return []
     what = ahead[0]["waits_for"]
@@ -255,14 +260,14 @@ def _apart(incident: Incident) -> Cause | None:
 
 def _point(status: Status) -> tuple[object, ...]:
     last = status["last"] or {}
-    return status["count"], last.get("verb"), last.get("unit")
+    return last.get("turn"), last.get("verb"), last.get("unit")
 
 
 def _first_issued(statuses: Sequence[Status]) -> dict[int, str]:
     """What each rank issued where they differ first: nothing, perhaps."""
-    numbers = sorted({record["number"] for status in statuses for record in status["records"]})
-    begun = max([status["records"][0]["number"] for status in statuses if status["records"]], default=0)
-    by_rank = {s["rank"]: {r["number"]: f"{r['verb']} of {r['unit']}" for r in s["records"]} for s in statuses}
+    by_rank = {s["rank"]: {r["turn"]: f"{r['verb']} of {r['unit']}" for r in of_last_root(s)} for s in statuses}
+    numbers = sorted({turn for turns in by_rank.values() for turn in turns})
+    begun = max([min(turns) for turns in by_rank.values() if turns], default=0)
     told: Callable[[int, int], str] = lambda rank, number: by_rank[rank].get(number, "nothing")  # noqa: E731
     for number in numbers:
         here = {rank: told(rank, number) for rank in by_rank}

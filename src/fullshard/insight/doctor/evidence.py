@@ -25,6 +25,8 @@ _RECORD: dict[str, tuple[type, ...]] = {
     "verb": (str,),
     "unit": (str,),
     "step": (int,),
+    "turn": (int,),
+    "root": (int,),
 }
 _ENTRY: dict[str, tuple[type, ...]] = {"collective_seq_id": (int,), "profiling_name": (str,), "state": (str,)}
 
@@ -104,6 +106,8 @@ def report_of(source: str, value: Any) -> WatcherReport:
     _check(value, {"time": _NUMBER, "ranks": (list,)}, "a watcher's report")
     for status in value["ranks"]:
         _check(status, _STATUS, "what it tells of a rank")
+        if status["raised"] is not None and not [1 for line in status["raised"].splitlines() if line[:1].strip()]:
+            raise Foreign(f"what rank {status['rank']} raised has no headline")
         for record in [status["waits_for"], status["last"], *status["records"]]:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
