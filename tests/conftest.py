@@ -15,11 +15,13 @@ from ranks import RankPools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-ways", action="store_true", help="all cases of the layouts `blocks` and `owner`, too")
+    parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of corner cases for `blocks` and `owner`, every third is run: those differ from `flat` in the plan alone.
+    """Of corner cases for `blocks` and `owner`, which differ from `flat` in the plan alone, every third is run.
+
+    Of those for `flat` and `wrapper`, which share that plan, and of runs on four ranks in tests/stuck, every second.
 
     Which ones follows from their names, so that each run takes the same; `--all-ways` takes all.
     """
@@ -31,9 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_extra(item: pytest.Item) -> bool:
-    call = getattr(item, "callspec", None)
-    ways = {"blocks", "owner"} & set(map(str, call.params.values())) if call is not None else set()
-    return bool(ways) and "/corners/" in str(item.path) and zlib.crc32(item.name.encode()) % 3 != 0
+    call, place = getattr(item, "callspec", None), str(item.path)
+    given = set(map(str, call.params.values())) if call is not None else set()
+    chance = zlib.crc32(item.name.encode())
+    if "/stuck/" in place:
+        return "4" in given and chance % 2 != 0
+    if "/corners/" not in place:
+        return False
+    return chance % 3 != 0 if given & {"blocks", "owner"} else bool(given & {"flat", "wrapper"}) and chance % 2 != 0
 
 
 @pytest.fixture(scope="session")

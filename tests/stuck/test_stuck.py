@@ -42,8 +42,8 @@ class Fault:
 LAST = "rank {last}"
 FAULTS = {
     "skips a layer": Fault((LAST, "blocks.2", "step 3"), its_own=(LAST, "blocks.2")),
-    "extra forward": Fault((LAST, "order", "step 3"), its_own=(LAST, "step 3")),
-    "extra evaluation": Fault((LAST, "order", "step 3"), its_own=(LAST, "step 3")),
+    "extra forward": Fault((LAST, "step 3"), its_own=(LAST, "step 3")),
+    "extra evaluation": Fault((LAST, "step 3"), its_own=(LAST, "step 3")),
     "accumulation": Fault((LAST, "step 3"), its_own=(LAST, "step 3")),
     "freezes a layer": Fault((LAST, "blocks.2", "step 3"), its_own=(LAST,)),
     "dtype": Fault(("blocks.1", "float32", "float64"), its_own=("blocks.1", "float64")),

@@ -2,8 +2,8 @@
 
 When a unit is made every rank still has whole values, and notes a fingerprint of each; at the first forward these are
 compared over the shard axis. A parameter whose slice was changed in between on any rank (a loaded checkpoint) is left
-out, as are those that had no values then (meta). Over the replicate axis, where ranks hold the same slices, the slices
-themselves are compared.
+out, as are those that had no values then (meta) and units whose shards lie on the host (offloading). Over the replicate
+axis, where ranks hold the same slices, the slices themselves are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
     by_axes: dict[tuple[int, ...], tuple[MeshAxes, list[tuple[Bucket, Member]]]] = {}
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.form.plain:
+            if bucket.form.plain and bucket.home is None:  # what lies on the host is read there, in its own time
                 _, found = by_axes.setdefault(tuple([id(axis.group) for axis in bucket.axes.all]), (bucket.axes, []))
                 found += [(bucket, member) for member in bucket.members]
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -43,6 +43,17 @@ class Runnable(Reducible, Protocol):
 
     def before_pass(self) -> None:
         """A pass begins at this unit."""
+
+
+def _weakly(method: Callable[[int, bool], None]) -> Callable[[int, bool], None]:
+    """`method`, which does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def called(index: int, ends: bool) -> None:
+        if (found := reference()) is not None:
+            found(index, ends)
+
+    return called
 
 
 class Root:
@@ -88,7 +99,7 @@ class Root:
         self.recomputed: Runnable | None = None
         names = [one.unit.name for one in units]
         self.position = Position(units, names, comm, check)
-        self.guide = Guide([one.unit for one in units], names, comm, unused, check == "every", self.pass_over)
+        self.guide = Guide([one.unit for one in units], names, comm, unused, check == "every", _weakly(self.pass_over))
         self.reducer = Reducer(units, comm, self.position, in_flight)
         self._backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now

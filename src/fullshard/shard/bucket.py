@@ -93,7 +93,7 @@ class Bucket:
             with torch.no_grad():
                 self.form.take(slot, part, original, local)
         member = Member(slot, part, list(draft.places), original, local, draft.split)
-        if self.form.plain and not original.is_meta and self.axes.world > 1:
+        if self.form.plain and not original.is_meta and self.axes.world > 1 and self.home is None:
             whole = original.to_local() if isinstance(original, DTensor) else original
             member.birth = fingerprint(whole), fingerprint(local)
         member.sharded = self.form.make(member, original)
