@@ -19,11 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of corner cases for `blocks` and `owner`, which differ from `flat` in the plan alone, every third is run.
+    """Of corner cases with a layout or wrapper among their parameters a part is run; every way of them somewhere.
 
-    Of those for `flat` and `wrapper`, which share that plan, and of runs on four ranks in tests/stuck, every second.
-
-    Which ones follows from their names, so that each run takes the same; `--all-ways` takes all.
+    `rows`: every second; `flat`, `wrapper` and `originals`: every third; `blocks` and `owner`, which differ from `flat`
+    in the plan alone: every sixth. Of runs on four ranks in tests/stuck every second. Which ones follows from names, so
+    that each run takes the same; `--all-ways` takes all.
     """
     if config.getoption("--all-ways"):
         return
@@ -40,7 +40,11 @@ def _is_extra(item: pytest.Item) -> bool:
         return "4" in given and chance % 2 != 0
     if "/corners/" not in place:
         return False
-    return chance % 3 != 0 if given & {"blocks", "owner"} else bool(given & {"flat", "wrapper"}) and chance % 2 != 0
+    part = max([every for way, every in _PARTS.items() if way in given], default=1)
+    return chance % part != 0
+
+
+_PARTS = {"rows": 2, "flat": 3, "wrapper": 3, "originals": 3, "blocks": 6, "owner": 6}
 
 
 @pytest.fixture(scope="session")
