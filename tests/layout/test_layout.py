@@ -147,6 +147,14 @@ def test_parts_do_not_overlap_and_lie_in_the_shard(layout: Layout) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(layouts())
+def test_holders_are_the_ranks_with_elements(layout: Layout) -> None:
+    for slot in layout.slots:
+        held = [rank for rank in range(layout.world) if layout.part(slot, rank).numel]
+        assert list(layout.holders(slot)) == held
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
 def test_offsets_are_aligned(layout: Layout) -> None:
     assert all(slot.full_offset % layout.align == 0 for slot in layout.slots)
     assert all(segment.slice_numel % layout.align == 0 for segment in layout.segments)

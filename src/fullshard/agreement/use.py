@@ -32,7 +32,16 @@ class UseAgreement:
         self.comm, self.position = comm, position
         self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
+        self._steps = 0  # of optimizers, before the backward that runs now
         self._unread: list[tuple[torch.Tensor, int, int]] = []  # (on its way to the host, this rank's numbers)
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A backward begins. Steps that optimizers take within it come at other moments on other ranks.
+
+        Args:
+            units: all under the root.
+        """
+        self._steps = sum([unit.touched.steps for unit in units])
 
     def note(self, index: int) -> None:
         """A unit's reduction was issued."""
@@ -73,7 +82,6 @@ class UseAgreement:
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint, self.position.fingerprint = self.position.fingerprint, 0
         self._reduced.clear()
-        steps = sum([unit.touched.steps for unit in units])
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:
             by_axes.setdefault(id(delivery.bucket.axes), []).append(delivery)
@@ -81,7 +89,7 @@ class UseAgreement:
         for group in by_axes.values():
             used = [flag for delivery in group for flag in delivery.used]
             asks = any([d.asks() for d in group])
-            present = self._union(group[0].bucket.axes, used, changed, fingerprint, steps, asks, units)
+            present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
             at = 0
             for delivery in group:
                 count = len(delivery.used)
@@ -95,7 +103,6 @@ class UseAgreement:
         used: list[bool],
         changed: list[bool],
         fingerprint: int,
-        steps: int,
         asks: bool,
         units: Sequence[Unit],
     ) -> list[bool]:
@@ -103,6 +110,7 @@ class UseAgreement:
         if axes.world == 1 or not self.comm.communicates or axes.shard.backend == "fake":
             refuse_changed(units, changed)
             return used
+        steps = self._steps
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64)
         on_cpu = axes.device.type == "cpu"
         sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)

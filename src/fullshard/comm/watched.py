@@ -26,14 +26,12 @@ class Watched:
     def wait(self) -> None:
         try:
             self.work.wait(_SLICE)
-        except RuntimeError as error:
-            self._go_on(error)
+        except RuntimeError:
+            self._go_on()
 
-    def _go_on(self, error: BaseException) -> None:
+    def _go_on(self) -> None:
         """It did not come within a slice, or failed."""
         try:
-            if self.work.is_completed():
-                raise error
             RANK.wait(self.work, self.label)
         except RuntimeError as failed:
             if isinstance(failed, DivergenceError):

@@ -35,7 +35,8 @@ class Touched:
 
     Attributes:
         changes: how often it has changed them.
-        steps: a number that follows from the optimizer steps so far, and the settings of each.
+        steps: a number that follows from the optimizer steps so far and the settings of each, not from their order:
+            optimizers that are stepped in backward are stepped as gradients arrive.
         count: how many there were.
         by: in words, what the last one was.
     """
@@ -52,7 +53,7 @@ class Touched:
             settings: a number that stands for its settings.
             by: the optimizer and its settings, in words.
         """
-        self.steps = (self.steps * 1_000_003 + settings + 1) % 2_147_483_647
+        self.steps = (self.steps + settings * 1_000_003 + 1) % 2_147_483_647
         self.count += 1
         self.by = by
 

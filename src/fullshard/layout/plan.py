@@ -250,6 +250,15 @@ class Layout:
         shape = _with_extent(slot, stop - start)
         return Part(segment.shard_offset + slot.offset, shape, dense_strides(shape, slot.spec.order), start)
 
+    def holders(self, slot: Slot) -> range:
+        """The ranks that hold elements of `slot`."""
+        if not slot.numel:
+            return range(0)
+        if self.kind == "flat":
+            length = self.segments[slot.segment].slice_numel
+            return range(slot.offset // length, (slot.offset + slot.numel - 1) // length + 1)
+        return range(-(-slot.shape[slot.spec.dim] // _chunk(slot, self.world)))
+
     @property
     def holds_runs(self) -> bool:
         """Whether a rank's part of a parameter is a one-dimensional run of elements in memory order; else rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class Seen:
 
     Attributes:
         count: of its parameters then.
-        units: whose parameters it steps.
+        units: whose parameters it steps, on every rank alike.
         settings: of its groups at the last step, as values, as a number and in words.
     """
 
@@ -87,15 +88,22 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             for parameter in group["params"]:
                 if isinstance(parameter, torch.Tensor):
                     _check_one(optimizer, parameter)
-        owners = [unit for group in groups for p in group["params"] if (unit := _owner(p)) is not None]
-        seen = _checked[optimizer] = Seen(count, [weakref.ref(unit) for unit in {id(u): u for u in owners}.values()])
+        seen = _checked[optimizer] = Seen(count, _stepped_by(groups))
     if seen.units:
         seen.step(optimizer)
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])
 
 
-def _owner(parameter: Any) -> Any:
-    return owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
+def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:
+    """The units of which an optimizer has parameters, but for those of which some rank may have no gradient at all.
+
+    An optimizer of one parameter, stepped where that has a gradient, rests on ranks that hold nothing of it.
+    """
+    owned: dict[Any, list[torch.Tensor]] = {}
+    for parameter in [p for group in groups for p in group["params"]]:
+        if isinstance(parameter, torch.Tensor) and (unit := owner_of(parameter)) is not None:
+            owned.setdefault(unit, []).append(parameter)
+    return [weakref.ref(unit) for unit, parameters in owned.items() if unit.gives_all_ranks(parameters)]
 
 
 def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:

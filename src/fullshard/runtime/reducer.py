@@ -78,6 +78,7 @@ class Reducer:
         Raises:
             UsageError: sums are to be divided by a count of tokens, and there is none for this backward.
         """
+        self._use.begin([one.unit for one in self.units])
         if rules.reduction == "tokens":
             if rules.tokens is None or not rules.tokens.left:
                 raise no_tokens(rules.tokens)

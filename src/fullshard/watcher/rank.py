@@ -6,6 +6,7 @@ Everything is of the process, not of a model: a process has one board and one wa
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import json
 import math
@@ -108,21 +109,22 @@ class Rank:
 
         Raises:
             DivergenceError: the watcher found that it never will.
+            RuntimeError: it failed.
         """
-        self.board.waits(label)
-        if not self._has_met:
-            self._tell_peers(self.find_others())
-        try:
-            while not work.is_completed():
-                if self.board.condemned():
-                    self.raise_verdict()
-                try:
-                    work.wait(_SLICE)
-                except RuntimeError:
-                    if work.is_completed():
-                        raise
-        finally:
-            self.board.waits_no_more()
+        if not work.is_completed():
+            self.board.waits(label)
+            if not self._has_met:
+                self._tell_peers(self.find_others())
+            try:
+                while not work.is_completed():
+                    if self.board.condemned():
+                        self.raise_verdict()
+                    # That the slice is over tells nothing: the collective may have ended since.
+                    with contextlib.suppress(RuntimeError):
+                        work.wait(_SLICE)
+            finally:
+                self.board.waits_no_more()
+        work.wait()  # has ended: raises if it failed
 
     def explain(self, error: BaseException) -> BaseException:
         """Why a collective failed: what the watcher says if it says something soon, else `error`."""
