@@ -19,11 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of corner cases with a layout or wrapper among their parameters a part is run; every way of them somewhere.
+    """Of cases in many ways a part is run, the same in each run; `--all-ways` takes all.
 
-    `rows`: every second; `flat`, `wrapper` and `originals`: every third; `blocks` and `owner`, which differ from `flat`
-    in the plan alone: every sixth. Of runs on four ranks in tests/stuck every second. Which ones follows from names, so
-    that each run takes the same; `--all-ways` takes all.
+    Left out are those marked `further`; and by their names, of corner cases with a layout or wrapper among their
+    parameters: `rows`: every second; `flat`, `wrapper` and `originals`: every third; `blocks` and `owner`, which differ
+    from `flat` in the plan alone: every sixth, and every second elsewhere.
     """
     if config.getoption("--all-ways"):
         return
@@ -33,18 +33,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_extra(item: pytest.Item) -> bool:
-    call, place = getattr(item, "callspec", None), str(item.path)
+    if item.get_closest_marker("further") is not None:
+        return True
+    call = getattr(item, "callspec", None)
     given = set(map(str, call.params.values())) if call is not None else set()
-    chance = zlib.crc32(item.name.encode())
-    if "/stuck/" in place:
-        return "4" in given and chance % 2 != 0
-    if "/corners/" not in place:
-        return False
-    part = max([every for way, every in _PARTS.items() if way in given], default=1)
-    return chance % part != 0
+    parts = _CORNERS if "/corners/" in str(item.path) else _ELSEWHERE
+    part = max([every for way, every in parts.items() if way in given], default=1)
+    return zlib.crc32(item.name.encode()) % part != 0
 
 
-_PARTS = {"rows": 2, "flat": 3, "wrapper": 3, "originals": 3, "blocks": 6, "owner": 6}
+_CORNERS = {"rows": 2, "flat": 3, "wrapper": 3, "originals": 3, "blocks": 6, "owner": 6}
+_ELSEWHERE = {"blocks": 2, "owner": 2, "Blocks(granule='row')": 2}
 
 
 @pytest.fixture(scope="session")

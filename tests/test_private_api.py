@@ -6,6 +6,7 @@ import gc
 import secrets
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import foreach, graph_nodes, store, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
-from fullshard.torch_private.gloo_group import HAS_GLOO, gloo_group
+from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range
@@ -295,9 +296,19 @@ def over_an_own_group() -> tuple[float, list[float], list[float], list[str | Non
     direct.broadcast(sent, group, 0).wait()
     direct.all_gather(gathered, torch.full((1,), float(rank)), group).wait()
     assert gathered.tolist() == [0.0, 1.0]
+    assert SHARES_THREADS, "every group of the engine's own has a thread of its own that wakes 100 times a second"
+    before = threads_named("gloo_tcp_loop")
+    second = gloo_group(f"test/{names[0]}/second", rank, world, timedelta(seconds=30), group)
+    assert second is not None and threads_named("gloo_tcp_loop") == before
+    direct.all_gather(gathered, torch.full((1,), 2.0 + rank), second).wait()
+    assert gathered.tolist() == [2.0, 3.0]
     store.put(f"test/{names[0]}/known", "a")
     found = store.look_up([f"test/{names[0]}/known", f"test/{names[0]}/unknown"])
     return timeout_of(group).total_seconds(), total.tolist(), sent.tolist(), found
+
+
+def threads_named(name: str) -> int:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count(name)
 
 
 def test_a_wait_that_is_over_can_be_gone_on_with(run_ranks) -> None:

@@ -330,3 +330,41 @@ def memory_after_failure(way: str) -> list[str]:
         uses.append((use.gathered, use.reducing))
         model.zero_grad()
     return [] if uses[0] == uses[1] == (0, 0) else [f"gathered and reducing: {uses}"]
+
+
+# One rank raises alone, after its last gather; all ranks agree to leave the step out.
+
+
+@every_way
+@pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
+def test_steps_left_out_since_one_rank_failed(run_ranks, keep, way):
+    assert_same(run_ranks(left_out, keep, way, timeout=20))
+
+
+def left_out(keep: bool, way: str) -> list[str]:
+    """At distances that make a course of their own: ranks must expect, or not expect, the same passes after it."""
+    units = lambda model: [child for child in model if isinstance(child, nn.Sequential)]  # noqa: E731
+    build = lambda: nn.Sequential(*layers(), Fails())  # noqa: E731
+    model, reference = shard(build(), way, units, keep=keep), build()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, reference)]
+    for step in range(14):
+        failing_rank = {2: 0, 4: 0, 5: 1, 9: 0, 11: 1}.get(step)
+        if step == 7:
+            with torch.no_grad():
+                model(mine(step))
+        fails_of(model).raises = "forward" if failing_rank == dist.get_rank() else None
+        failed = torch.zeros(1)
+        try:
+            loss = loss_of(model, mine(step))
+        except Failure:
+            failed += 1
+        dist.all_reduce(failed)
+        assert bool(failed) == (failing_rank is not None)
+        if failed:
+            continue
+        loss.backward()
+        loss_of(reference, batch(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return value_problems("after nine steps", model, reference, 1e-10)

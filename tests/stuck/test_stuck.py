@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -132,12 +133,12 @@ def zygote() -> Iterator[Zygote]:
 
 
 def cases(scenarios: tuple[str, ...]) -> list[object]:
-    """Both front-ends on 2 ranks, and one of them on 4."""
-    found = []
+    """Both front-ends on 2 and on 4 ranks. All but one of the four of a scenario are "further" ones (`conftest.py`)."""
+    ways, found = list(itertools.product(("fully_shard", "wrapper"), (2, 4))), []
     for index, scenario in enumerate(scenarios):
-        worlds = {"fully_shard": 2, "wrapper": 2}
-        found += [pytest.param(front_end, scenario, world) for front_end, world in worlds.items()]
-        found.append(pytest.param(("fully_shard", "wrapper")[index % 2], scenario, 4))
+        for at, (front_end, world) in enumerate(ways):
+            marks = [] if at == index % len(ways) else [pytest.mark.further]
+            found.append(pytest.param(front_end, scenario, world, marks=marks))
     return found
 
 

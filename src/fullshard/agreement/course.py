@@ -60,15 +60,15 @@ class Course:
                 self._known[over.kind] = over.seen
 
     def lose(self) -> None:
-        """Passes were broken off: whatever comes next is new. How passes go is still known."""
-        self._passes.clear()
-        self.running = None
-        self._history.clear()
+        """Passes were broken off. They count as they are: on other ranks, where nothing was raised, they ended."""
+        while self._passes:
+            self.end()
 
     def forget(self) -> None:
-        """Nothing is known any more."""
-        self.lose()
-        self._known.clear()
+        """Nothing is known any more: whatever comes next is new."""
+        self.running = None
+        for what in (self._passes, self._known, self._history):
+            what.clear()
 
 
 class Running:

@@ -89,6 +89,10 @@ class Position:
         self._turn = turn = self._turn + 1
         RANK.record(verb, self._place + index, self._bytes[index], self.step, turn)
 
+    def tell(self, verb: int, index: int) -> None:
+        """A unit is gathered as a user asks for it, outside of passes and maybe on one rank alone."""
+        RANK.record(verb, self._place + index, self._bytes[index], self.step, 0)
+
     def end(self) -> None:
         """The pass is over."""
         self.compares = True
@@ -100,12 +104,13 @@ class Position:
             self._record(END, 0)
 
     def lose(self) -> None:
-        """After an exception."""
-        self.fingerprint, self.compares = 0, True
+        """After an exception, maybe on this rank alone: what was issued was issued by all."""
+        self.compares = True
         self._course.lose()
 
     def forget(self) -> None:
         """Each rank learned its own course: all begin anew."""
+        self.fingerprint, self.compares = 0, True
         self._course.forget()
 
     def _record(self, verb: int, index: int) -> None:
@@ -129,6 +134,7 @@ class Position:
         other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
         if other is None:
             return
+        self.forget()
         ranks = axis.ranks or tuple(range(axis.size))
         raise DivergenceError(
             f"ranks go on differently (step {self.step}).\n"

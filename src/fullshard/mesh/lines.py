@@ -23,8 +23,7 @@ from ..torch_private.gloo_group import gloo_group
 from ..torch_private.group_timeout import timeout_of
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lines]] = weakref.WeakKeyDictionary()
-"""By the default group under which they were opened, and by ranks: every gloo group has threads that wake 100 times a
-second, so groups of the same ranks share lines."""
+"""By the default group under which they were opened, and by ranks: groups of the same ranks share lines."""
 
 
 class Lines:
@@ -75,8 +74,9 @@ def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> L
     before = set(_sockets().values())
     timeout = timeout_of(group)
     rank = ranks.index(dist.get_rank())
-    parts = ("data", "side", "apart")
-    data, side, apart = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout) for part in parts)
+    data = gloo_group(f"fullshard/{name}/data", rank, len(ranks), timeout)
+    parts = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout, data) for part in ("side", "apart"))
+    side, apart = parts if data is not None else (None, None)
     if data is None or side is None or apart is None:
         return found
     assert dist.group.WORLD is not None

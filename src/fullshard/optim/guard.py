@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of
+from ..shard import all_ranks_hold
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -103,7 +104,7 @@ def _stepped_by(groups: Sequence[dict[str, Any]]) -> list[weakref.ref[Any]]:
     for parameter in [p for group in groups for p in group["params"]]:
         if isinstance(parameter, torch.Tensor) and (unit := owner_of(parameter)) is not None:
             owned.setdefault(unit, []).append(parameter)
-    return [weakref.ref(unit) for unit, parameters in owned.items() if unit.gives_all_ranks(parameters)]
+    return [weakref.ref(unit) for unit, parameters in owned.items() if all_ranks_hold(unit, parameters)]
 
 
 def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..shard import State, Unit, refuse_meta, settle
+from ..watcher import GATHER
 from .phases import Happening
 from .settings import UnitSettings
 
@@ -19,6 +20,7 @@ class Asked:
     settings: UnitSettings
     root: Any
     kept: bool
+    index: int
     happens: Callable[[Happening], None]
     post_optim_event: torch.Event | None
     _ran: set[int]
@@ -42,7 +44,10 @@ class Asked:
         if unit.state is State.SHARDED:
             unit.refresh()
             refuse_meta([unit])
-            unit.issue_gather(self.settings.comm, apart=self.root is None or self.root.pass_top is None)
+            root, alone = self.root, self.root is None or self.root.pass_top is None
+            if root is not None:
+                (root.position.tell if alone else root.position.issue)(GATHER, self.index)
+            unit.issue_gather(self.settings.comm, apart=alone)
         self.kept = True
 
     def wait_unshard(self) -> None:

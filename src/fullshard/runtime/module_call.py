@@ -86,7 +86,7 @@ def break_off(runner: Runner, error: BaseException) -> None:
     try:
         runner.happens(Happening.BROKEN)
         if root.pass_top is runner:
-            root.break_forward()
+            root.break_forward(error)
     except Exception as second:
         error.add_note(f"Unit {runner.unit.name or '(root)'!r} could not be put back after this: {second!r}")
 

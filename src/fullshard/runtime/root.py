@@ -19,7 +19,7 @@ from ..policies import Check, Unused
 from ..shard import State, refuse_meta
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
-from ..watcher import BACKWARD, FORWARD, GATHER, REGATHER
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .phases import Happening, Phase
@@ -43,6 +43,9 @@ class Runnable(Reducible, Protocol):
 
     def before_pass(self) -> None:
         """A pass begins at this unit."""
+
+    def reshards(self, with_grad: bool) -> bool:
+        """Whether the unit is freed after a forward."""
 
 
 def _weakly(method: Callable[[int, bool], None]) -> Callable[[int, bool], None]:
@@ -203,11 +206,11 @@ class Root:
         refuse_meta(units)
         with_grad = torch.is_grad_enabled()
         first = self.orders.begin_forward(top.index, with_grad)
-        self.position.begin(FORWARD, 2 * top.index + with_grad)
-        self.position.compares = not first
         if first and with_grad:
             check_attached_units(units)
+        self.position.begin(FORWARD, 2 * top.index + with_grad)
         self._drop_stale()
+        self.position.compares = not first
         self.pass_top, self.pass_grad = top, with_grad
         self.guide.begin((top.index, with_grad), first)
         if with_grad:
@@ -223,16 +226,18 @@ class Root:
         Raises:
             PhaseError: what is gathered was written to, through an unsharded parameter.
         """
-        held = [one.unit for one in self.units if one.unit.buckets and one.unit.holds()]
-        for unit in held:
-            unit.drop_kept()
-        held = [unit for unit in held if unit.state is not State.SHARDED]
+        for one in self.units:
+            if one.unit.holds():
+                one.unit.drop_kept()
+        held = [one for one in self.units if one.unit.buckets and one.unit.state is not State.SHARDED]
         if not held:
             return
+        self.position.issue(CHECK, held[0].index)
+        units = [one.unit for one in held]
         with plain_access():
-            found = differing(held, self.comm)
+            found = differing(units, self.comm)
         wrong: PhaseError | None = None
-        for unit, members in zip(held, found, strict=True):
+        for unit, members in zip(units, found, strict=True):
             if members:
                 written = unit.written()
                 unit.reshard()
@@ -240,6 +245,7 @@ class Root:
             else:
                 unit.note_gathered()
         if wrong is not None:
+            self.position.lose()
             raise wrong
 
     def end_forward(self) -> None:
@@ -263,11 +269,17 @@ class Root:
                 stacklevel=2,
             )
 
-    def break_forward(self) -> None:
-        """The pass was broken off by an exception: what was seen of its order counts for nothing."""
+    def break_forward(self, error: BaseException) -> None:
+        """The pass was broken off by an exception: what was seen of its order counts for nothing.
+
+        Maybe on this rank alone, after its last gather: it goes on holding what the others hold.
+        """
         self.guide.stop()
         self.orders.forward.restart()
         self.position.lose()
+        for one in self.units if not isinstance(error, DivergenceError) else ():
+            if one.unit.state is State.GATHERING and not one.reshards(self.pass_grad):
+                one.unit.finish_gather()
         self._settle()
 
     def _settle(self) -> None:

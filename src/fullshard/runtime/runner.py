@@ -169,12 +169,13 @@ class Runner(Asked):
             raise unit.assigned_error(assigned)
 
     def break_forward(self) -> None:
-        """After an exception: as `close_forward`, whatever was to stay."""
+        """After an exception: as `close_forward`. What is to stay does: on other ranks nothing may have been raised."""
         self._ran.clear()
         self.calls.clear()
         self.unit.show_sharded()
-        if self.unit.state is not State.SHARDED and not self.kept:
+        if self.unit.state is State.GATHERED and (self.root is None or self.reshards(self.root.pass_grad)):
             self.unit.free()
+            self.kept = False
 
     def settle(self) -> None:
         """The pass is over: what was prefetched in vain, or is not to stay, is freed."""

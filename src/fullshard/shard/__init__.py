@@ -8,7 +8,7 @@ from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
 from .gradients import Gradients, GradState
 from .hooks import sees_gradients, shown_empty
-from .lookup import members_of, names_of, refuse_meta, units_of
+from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .reduction import Reduction, collect, has_gradients
@@ -36,6 +36,7 @@ __all__ = [
     "TokenCount",
     "Unit",
     "add_views",
+    "all_ranks_hold",
     "build_unit",
     "check_parameters",
     "check_ties",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from ..errors import PhaseError
@@ -39,6 +40,18 @@ def names_of(model: nn.Module) -> dict[int, str]:
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
     return names
+
+
+def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether every rank gets gradients for some of these parameters of `unit`, once all of them have gradients."""
+    ids, found = {id(parameter) for parameter in parameters}, 0
+    for bucket in unit.buckets:
+        members = [member for member in bucket.members if id(member.sharded) in ids]
+        found += len(members)
+        ranks = set[int]().union(*[bucket.layout.holders(member.slot) for member in members])
+        if members and (bucket.form.gives_empty or len(ranks) == bucket.axes.shard.size):
+            return True
+    return found < len(ids)  # one is a view, or a flat parameter, of which every rank has a part
 
 
 def refuse_meta(units: Iterable[Unit]) -> None:

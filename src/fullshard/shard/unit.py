@@ -84,18 +84,6 @@ class Unit:
         """Bytes of the unit while it is gathered."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
-    def gives_all_ranks(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether every rank gets a gradient of some of these, once ranks have gradients for all of them."""
-        ids, found, ranks = {id(parameter) for parameter in parameters}, 0, set[int]()
-        for bucket in self.buckets:
-            members = [member for member in bucket.members if id(member.sharded) in ids]
-            if members and bucket.form.gives_empty:
-                return True
-            found += len(members)
-            ranks.update(*[bucket.layout.holders(member.slot) for member in members])
-        covers_several = found < len(ids)  # a view, or a flat parameter: every rank's has elements
-        return covers_several or len(ranks) == self.buckets[0].axes.shard.size
-
     def emit(self, verb: str, nbytes: int) -> None:
         """Tell listeners, of whom there are some."""
         if self.buckets:  # a root whose parameters are all in units below does nothing worth telling

@@ -1,10 +1,11 @@
 """A gloo group of some ranks that nobody else knows, made by these ranks alone.
 
-Private torch API: the constructors of `ProcessGroup` and `ProcessGroupGloo`, and `ProcessGroup._register_backend`. The
-public alternative is `new_group(ranks, use_local_synchronization=True)`; it names the group after the ranks and the
-number of groups that this process has, so that ranks with different numbers of groups wait for ever, and a process that
-destroys its groups and makes new ones over the same store finds the addresses of the old ones. Where something is
-missing there is no such group, and the user's serves. `tests/test_private_api.py` says when it goes.
+Private torch API: the constructors of `ProcessGroup` and `ProcessGroupGloo`, `ProcessGroup._register_backend` and
+`_get_backend`, and `_devices` and `_threads` of the backend's options. The public alternative is
+`new_group(ranks, use_local_synchronization=True)`; it names the group after the ranks and the number of groups that
+this process has, so that ranks with different numbers of groups wait for ever, and a process that destroys its groups
+and makes new ones over the same store finds the addresses of the old ones. Where something is missing there is no such
+group, and the user's serves. `tests/test_private_api.py` says when it goes.
 """
 
 from __future__ import annotations
@@ -19,21 +20,34 @@ from .store import default_store
 
 HAS_GLOO = hasattr(dist, "ProcessGroupGloo") and hasattr(dist.ProcessGroup, "_register_backend")
 """Whether such groups can be made."""
+SHARES_THREADS = HAS_GLOO and hasattr(dist.ProcessGroupGloo, "_Options") and hasattr(dist.ProcessGroupGloo, "options")
+"""Whether several can have the thread that serves connections in common."""
 
 
-def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup | None:
+def gloo_group(
+    name: str, rank: int, size: int, timeout: timedelta, beside: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup | None:
     """A group over the default group's store; None if it cannot be made. Collective: returns when all have come.
 
     Args:
         name: of no other group, now or before, and the same on all its ranks.
         rank, size: in the group.
+        beside: one that was made here, whose thread serves this one's connections, too: a gloo group has three of its
+            own, one of which wakes 100 times a second.
     """
     store = default_store()
     if store is None or not HAS_GLOO:
         return None
     own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo
     try:
-        backend = dist.ProcessGroupGloo(own, rank, size, timeout)
+        if beside is None or not SHARES_THREADS:
+            backend = gloo(own, rank, size, timeout)
+        else:
+            options = gloo._Options()
+            options._devices = beside._get_backend(torch.device("cpu")).options._devices  # type: ignore[attr-defined]
+            options._timeout, options._threads = timeout, 1
+            backend = gloo(own, rank, size, options)
     except RuntimeError:  # the process that kept the store is gone
         return None
     group: Any = dist.ProcessGroup(own, rank, size)

@@ -4,11 +4,12 @@
 what is concluded and said, `proc.py` what the operating system tells.
 """
 
-from .board import BACKWARD, COMPARE, END, FORWARD, GATHER, REDUCE, REGATHER, VERBS
+from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, REDUCE, REGATHER, VERBS
 from .rank import RANK, SLICE, Address, WatchSettings, watch
 
 __all__ = [
     "BACKWARD",
+    "CHECK",
     "COMPARE",
     "END",
     "FORWARD",
