@@ -36,15 +36,17 @@ class Failing(TorchDispatchMode):
 
     Attributes:
         seen: what allocated, in order.
+        failed: whether there was one of that number.
     """
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
-        self.at, self.seen = at, []
+        self.at, self.seen, self.failed = at, [], False
 
     def note(self, what: str) -> None:
         self.seen.append(what)
         if len(self.seen) - 1 == self.at:
+            self.failed = True
             raise SimulatedError(f"simulated: out of memory at allocation {self.at}, {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,10 +304,12 @@ def fail_everywhere(front: str, variant: str, first_step: bool, action: str = "s
             own = list(model.parameters())
         what = f"allocation {number} of {len(counted.seen)} ({counted.seen[number]})"
         print(what, flush=True)  # the last line tells where a rank died
+        failing = Failing(number)
         try:
-            with Failing(number).watching():
+            with failing.watching():
                 act(model)
-            problems.append(f"{what}: no error reached the user")
+            if failing.failed:  # a pass that ranks need not compare allocates less than the one that was counted
+                problems.append(f"{what}: no error reached the user")
         except SimulatedError:
             pass
         except Exception as error:
@@ -382,8 +386,14 @@ def retried(front: str, sync: bool) -> list[str]:
     for number, what in enumerate(counted.seen):
         print(what, number, flush=True)
         first_micro_batch(model)
-        with pytest.raises(SimulatedError), Failing(number).watching():
-            model(batch(dist.get_rank()))
+        failing, told = Failing(number), False
+        try:
+            with failing.watching():
+                model(batch(dist.get_rank()))
+        except SimulatedError:
+            told = True
+        if told != failing.failed or (number < len(counted.seen) // 2 and not told):
+            problems.append(f"failure at allocation {number} ({what}): the user was {'' if told else 'not '}told")
         forward_backward(model)
         if not same(gradients(model), want):
             problems.append(f"gradients after a failure at allocation {number} ({what})")

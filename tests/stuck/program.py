@@ -121,6 +121,11 @@ def train(front_end: str, scenario: str, rank: int, world: int) -> None:
             else:
                 sharded.set_requires_gradient_sync(last)
                 loss_of(sharded, batch, scenario, here).backward()
+        if here and scenario == "clips alone":
+            if front_end == "wrapper":
+                sharded.clip_grad_norm_(1.0)
+            else:
+                fullshard.clip_grad_norm_(sharded.parameters(), 1.0)
         if here and scenario == "raises in the optimizer":
             raise ValueError("planted in the optimizer")
         if not (here and scenario == "step skipped"):

@@ -53,6 +53,7 @@ FAULTS = {
     "learning rate": Fault(("lr=0.001", "lr=0.002", LAST), its_own=("lr=0.002",)),
     "betas": Fault(("betas=(0.9, 0.99)", "betas=(0.8, 0.99)", LAST), its_own=("betas",)),
     "step skipped": Fault((LAST, "4 steps", "3 steps"), its_own=("3 steps",)),
+    "clips alone": Fault((LAST, "values of all ranks"), its_own=(LAST, "values of all ranks")),
     "raises in forward": Fault((LAST, "ValueError: planted in forward"), its_own=("planted",)),
     "raises in backward": Fault((LAST, "ValueError: planted in backward"), its_own=("planted",)),
     "raises in the loader": Fault((LAST, "ValueError: planted in the loader"), its_own=("planted",)),

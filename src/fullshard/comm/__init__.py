@@ -18,6 +18,7 @@ from .protocol import (
     wait_all,
 )
 from .torch_comm import TorchComm
+from .values import reduce_value
 
 
 def make_comm(kind: "str | Comm") -> Comm:
@@ -57,6 +58,7 @@ __all__ = [
     "lanes_of",
     "make_comm",
     "reduce_segments",
+    "reduce_value",
     "separate_group",
     "turns_on",
     "wait_all",

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import TorchComm
+from ..comm import TorchComm, reduce_value
 from ..errors import CheckpointError, PhaseError
 from ..layout import dense_strides, rectangles
-from ..mesh import device_type_of, reduce_value
+from ..mesh import device_type_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mesh import reduce_value
+from ..comm import reduce_value
 from .run import Run
 
 

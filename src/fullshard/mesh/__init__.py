@@ -6,13 +6,12 @@ from .axes import (
     ShardPlacementResult,
     axes_of_groups,
     device_type_of,
-    reduce_value,
     resolve_mesh,
     subdivide,
     unsharded_axes,
 )
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
-from .lines import Lines, all_lines
+from .lines import Lines, all_lines, lines_of
 from .names import refuse_misread
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
     "axes_of_groups",
     "data_parallel_mesh",
     "device_type_of",
-    "reduce_value",
+    "lines_of",
     "refuse_misread",
     "resolve_mesh",
     "subdivide",

@@ -278,18 +278,6 @@ def _backend_for(group: Any, device_type: str) -> str | None:
     return dict(pair.split(":") for pair in backend.split(",")).get(device_type)  # e.g. "cpu:gloo,cuda:nccl"
 
 
-def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-reduce a small tensor in place, by way of the device that `group` serves if it lies elsewhere (offloaded)."""
-    kind = device_type_of(group)
-    if value.device.type == kind:
-        dist.all_reduce(value, op=op, group=group)
-    else:
-        moved = value.to(kind)
-        dist.all_reduce(moved, op=op, group=group)
-        value.copy_(moved)
-    return value
-
-
 def unsharded_axes(axes: MeshAxes) -> MeshAxes:
     """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis."""
     if axes.replicate is not None:

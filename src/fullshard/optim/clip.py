@@ -9,10 +9,10 @@ from functools import reduce
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ConfigError
 from ..forms import FlatShard, LocalForm, owner_of
-from ..mesh import reduce_value
 
 
 def clip_grad_norm_(
@@ -174,7 +174,7 @@ def clip_local_gradients(
             norms = torch.stack([norm.to(part) for norm in torch._foreach_norm(held, norm_type, dtype=dtype)])
             part = norms.max() if infinite else (norms**norm_type).sum()
         for group in groups:
-            torch.distributed.all_reduce(part, op, group=group)
+            reduce_value(part, op, group)
         total = torch.maximum(total, part) if infinite else total + part
     if not infinite:
         total = total ** (1.0 / norm_type)

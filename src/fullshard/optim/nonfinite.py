@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ConfigError
 from ..forms import owner_of
-from ..mesh import reduce_value
 from ..names import clean_name
 from ..runtime import Runner, runners_in
 from ..shard import Bucket, Gradients

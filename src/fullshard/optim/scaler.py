@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..comm import reduce_value
 from ..forms import FlatShard
 
 
@@ -106,7 +107,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if dist.is_available() and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
             if dist.get_world_size(group) > 1:
-                dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
+                reduce_value(here, dist.ReduceOp.MAX, group)
         for flag in found.values():
             flag.copy_(here)
 

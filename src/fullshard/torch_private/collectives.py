@@ -91,6 +91,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> An
     return group.allreduce([as_summed(tensor)], _REDUCE_ALL_AVG if mean else _REDUCE_ALL)
 
 
+def all_reduce_by(op: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start an all-reduce in place by any `dist.ReduceOp`; returns the work."""
+    if type(group) is not dist.ProcessGroup:
+        return dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return group.allreduce([tensor], _async(dist.AllreduceOptions(), op))
+
+
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> Any:
     """Start a broadcast from the group's rank `source`; returns the work."""
     if type(group) is not dist.ProcessGroup:

@@ -34,7 +34,10 @@ _BOOT = (
     "import sys, types; p = types.ModuleType('fullshard_watcher'); p.__path__ = [sys.argv.pop(1)]; "
     "sys.modules[p.__name__] = p; from fullshard_watcher.process import main; main()"
 )
-TALKS = ("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches")
+TALKS = (
+    *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
+    "values of all ranks",
+)
 """What ranks may exchange that is no unit's."""
 SLICE = 0.25
 """Seconds after which a wait for a collective looks up."""
