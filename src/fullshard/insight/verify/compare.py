@@ -1,4 +1,4 @@
-"""The parts that ranks hold against whole values that the first rank has, one tensor at a time."""
+"""The parts that ranks hold against whole values that the first rank has; and what ranks found, put together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...checkpoint.names import Named
 from .apart import Difference, difference, exact, index_of, rms
 from .held import Held
 from .report import Finding
-from .session import Session
+from .session import Raised, Session
 
 Allowed = Callable[[Named, torch.Tensor], float]
 """From this rank's part of what is expected, [numel] in double, to the root mean square difference allowed."""
@@ -89,3 +89,17 @@ def merged(session: Session, mine: list[Finding], order: Iterable[str] = ()) -> 
         ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
         found.append(replace(same[0], ranks=ranks))
     return sorted(found, key=lambda one: place.get(one.parameter or "", -1))
+
+
+def error_findings(failed: dict[int, Raised], step: int | None, what: str) -> list[Finding]:
+    """One finding for each text of an error."""
+    ranks_of: dict[Raised, list[int]] = {}
+    for rank, error in failed.items():
+        ranks_of.setdefault(error, []).append(rank)
+    found = []
+    for error, ranks in ranks_of.items():
+        first = error.text.strip().partition("\n")[0] or error.name
+        cause = first + (f" Remedy: {error.remedy}" if error.remedy else "")
+        at = (error.parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
+        found.append(Finding("error", f"{what} {error.name}.", step, *at))
+    return found

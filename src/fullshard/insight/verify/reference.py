@@ -18,7 +18,6 @@ from .causes import Weights
 from .held import Held, buffers_of
 from .session import Session
 
-Optimizer = torch.optim.Optimizer
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Batches = list[list[Any]]  # of each data rank, its micro-batches of one step
 
@@ -44,9 +43,14 @@ class Reference:
     """
 
     def __init__(
-        self, session: Session, model: nn.Module, optimizers: Iterable[Optimizer], loss_fn: Loss, max_norm: float | None
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        loss_fn: Loss,
+        max_norm: float | None,
     ) -> None:
-        self.session, self.model, self.optimizers = session, model, list(optimizers)
+        self.session, self.model, self.optimizers = session, model, optimizers
         self.loss_fn, self.max_norm = loss_fn, max_norm
         self.held = Held(model)
         self.parameters = {name: row.parameter for name, row in self.held.rows.items()}

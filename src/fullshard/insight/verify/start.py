@@ -14,10 +14,11 @@ from ...errors import ConfigError
 from ...torch_private.local_tensor import local_part
 from . import causes
 from .apart import difference, index_of, rms
+from .compare import error_findings
 from .held import Held
 from .reference import Reference
 from .report import Finding
-from .session import Raised, Session
+from .session import Session
 from .tolerance import unit_roundoff
 from .training import Plan, listed
 
@@ -29,7 +30,6 @@ def sharded(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Findin
 
     Uninitialised memory is filled with NaN meanwhile, so that what `to_empty()` leaves behind never is right by chance.
     """
-
     session.seed_with("model")
     model = session.required("model_fn", plan.model_fn)
 
@@ -67,20 +67,6 @@ def _poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill
-
-
-def error_findings(failed: dict[int, Raised], step: int | None, what: str) -> list[Finding]:
-    """One finding for each text of an error."""
-    ranks_of: dict[Raised, list[int]] = {}
-    for rank, error in failed.items():
-        ranks_of.setdefault(error, []).append(rank)
-    found = []
-    for error, ranks in ranks_of.items():
-        first = error.text.strip().partition("\n")[0] or error.name
-        cause = first + (f" Remedy: {error.remedy}" if error.remedy else "")
-        at = (error.parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
-        found.append(Finding("error", f"{what} {error.name}.", step, *at))
-    return found
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from ...events import record_events
 from ...optim import clip_grad_norm_
 from .causes import Evidence, Weights
 from .held import Held
-from .reference import Loss
 from .session import Session
 
 
@@ -26,7 +25,7 @@ class Plan:
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int, int], Any]
-    loss_fn: Loss
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     shard_fn: Callable[[nn.Module], Any]
     optimizer_fn: Callable[[nn.Module], Any]
     train_step_fn: Callable[[nn.Module, Any, list[Any]], Any] | None

@@ -16,11 +16,10 @@ from ...errors import ConfigError
 from . import causes
 from .apart import exact, rms
 from .causes import Weights
-from .compare import Allowed, compare
+from .compare import Allowed, compare, error_findings
 from .held import Held
 from .report import Finding, Report
 from .session import Session
-from .start import error_findings
 from .tolerance import gradient_tolerance, update_tolerance
 from .training import Plan, Seen, take_step
 
