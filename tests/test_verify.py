@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -466,6 +467,40 @@ def test_nothing_is_left_behind_and_bad_input_is_refused():
         with pytest.raises(fullshard.ConfigError, match=text):
             verify_tied(**wrong)
     assert not dist.is_initialized()
+
+
+class Turned(nn.Module):
+    """A layer whose pairs of outputs are turned by a complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turn", torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH / 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.inner(x).unflatten(-1, (-1, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(pairs) * self.turn).flatten(-2)
+
+
+def wrapped_blocks() -> nn.Module:
+    """Blocks within a checkpoint's wrapper, as `model_fn` may give them."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(Turned()) for _ in range(2))
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    return model
+
+
+def bent(model: nn.Module) -> nn.Module:
+    model.blocks[1].turn[2] *= 2
+    return by_blocks(model)
+
+
+def test_names_are_plain_within_checkpoint_wrappers_and_buffers_may_be_complex():
+    check = partial(fullshard.verify, wrapped_blocks, vectors_of, square, steps=1)
+    for report in (check(), check(modules=["blocks.0", "blocks.1.inner"])):
+        assert report.ok and report.compared > 8, report
+    first = check(shard_fn=bent).first
+    assert (first.kind, first.parameter, first.element) == ("buffer", "blocks.1.turn", (2,)), first
 
 
 PROGRAM = """
