@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,8 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peers import OUR_PEERS, TORCH_PEERS, VIEW, adamw, choose, fake_world, interleaved, quiet, wrap
-from report import FSDP1, Quantity, Series, Target, dump, hardware, load, print_table, print_verdicts
-from run import save
+from report import FSDP1, Quantity, Series, Target, dump
+from run import children, show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -370,19 +368,9 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(dump(child(arguments))))
         return 0
-    quantities: list[Quantity] = []
-    for mode in [arguments.mode] if arguments.mode else ["nccl", "fake"]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "samples.json")
-            print(f"{mode}:", flush=True)
-            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--json", str(path)]
-            subprocess.run(command, check=True)
-            quantities += load(json.loads(path.read_text()))
-    print_table(quantities)
-    print_verdicts(quantities)
-    print("\n" + ", ".join(f"{key} {value}" for key, value in hardware().items()))
-    if arguments.save:
-        print(f"written: {save(quantities, 'gpu')}")
+    modes = [arguments.mode] if arguments.mode else ["nccl", "fake"]
+    quantities = children([__file__, *sys.argv[1:], "--mode", mode] for mode in modes)
+    show(quantities, "gpu" if arguments.save else None)
     return 0
 
 

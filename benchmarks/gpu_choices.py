@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,8 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peers import interleaved, quiet
-from report import Quantity, Series, dump, hardware, load, print_table
-from run import save
+from report import Quantity, Series, dump
+from run import children, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -161,18 +159,13 @@ def main() -> int:
     if arguments.json is not None:
         rank(arguments)
         return 0
-    quantities: list[Quantity] = []
-    for choice in [arguments.choice] if arguments.choice else CHOICES:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "samples.json")
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CHOICES[choice]}"]
-            command = [sys.executable, *launch, __file__, *sys.argv[1:], "--choice", choice, "--json", str(path)]
-            subprocess.run(command, check=True)
-            quantities += load(json.loads(path.read_text()))
-    print_table(quantities)
-    print("\n" + ", ".join(f"{key} {value}" for key, value in hardware().items()))
-    if arguments.save:
-        print(f"written: {save(quantities, 'gpu-choices')}")
+    launch = ["-m", "torch.distributed.run", "--standalone"]
+    chosen = [arguments.choice] if arguments.choice else CHOICES
+    quantities = children(
+        [*launch, f"--nproc-per-node={CHOICES[choice]}", __file__, *sys.argv[1:], "--choice", choice]
+        for choice in chosen
+    )
+    show(quantities, "gpu-choices" if arguments.save else None)
     return 0
 
 

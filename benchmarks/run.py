@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from report import Quantity, dump, faults, hardware, load, markdown, print_table, print_verdicts
@@ -67,6 +68,27 @@ def save(quantities: list[Quantity], name: str) -> Path:
     return base.with_suffix(".md")
 
 
+def children(commands: Iterable[Sequence[str]]) -> list[Quantity]:
+    """What commands of this Python measure, each a process of its own; they are told of by their last words."""
+    quantities: list[Quantity] = []
+    for command in commands:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "samples.json")
+            print(f"{command[-1]}:", flush=True)
+            subprocess.run([sys.executable, *command, "--json", str(path)], check=True)
+            quantities += load(json.loads(path.read_text()))
+    return quantities
+
+
+def show(quantities: list[Quantity], name: str | None) -> None:
+    """Print tables, verdicts and hardware; save them under that name."""
+    print_table(quantities)
+    print_verdicts(quantities)
+    print("\n" + ", ".join(f"{key} {value}" for key, value in hardware().items()))
+    if name is not None:
+        print(f"written: {save(quantities, name)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fullshard beside plain PyTorch, DDP, FSDP2 and FSDP1.")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, help="run this one (may be repeated)")
@@ -80,12 +102,8 @@ def main() -> int:
     )
     results = {name: run(name, arguments.quick) for name in chosen}
     quantities = [quantity for found in results.values() if found for quantity in found]
-    print_table(quantities)
-    print_verdicts(quantities)
-    print("\n" + ", ".join(f"{key} {value}" for key, value in hardware().items()))
-    if arguments.save:
-        name = "all" if chosen == BENCHMARKS else "-".join(chosen)
-        print(f"written: {save(quantities, name)}")
+    name = "all" if chosen == BENCHMARKS else "-".join(chosen)
+    show(quantities, name if arguments.save else None)
     failed = [name for name, found in results.items() if found is None]
     if failed:
         print(f"failed: {', '.join(failed)}")

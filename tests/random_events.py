@@ -7,7 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -17,12 +17,20 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import FullyShardedDataParallel
 from random_models import INPUTS, say_who
+from ways import synced
 
 POSSIBLE = (
     *("two losses", "no sync", "view", "clip", "errors", "evaluate", "unshard", "load", "copy", "keep"),
     *("toggle", "look first", "input", "penalty", "two backwards", "interleaved"),
 )
 MORE = ("skip", "change", "hold", "discard", "zero", "memory")  # drawn only where `more` is asked for
+
+
+class Accumulating(Protocol):
+    """A plan of how many micro-batches a step has, and of what happens in it."""
+
+    micro_batches: int
+    chosen: set[str]
 
 
 @dataclass
@@ -156,23 +164,40 @@ def give_up(plan: Plan, model: nn.Module, seed: int, step: int) -> None:
     if "skip" in plan.chosen:
         plan.loss(model, batch(seed, 11, step, dist.get_rank()))
     if "discard" in plan.chosen:
-        context: Any = contextlib.nullcontext()
-        if plan.draw.random() < 0.5:
-            if isinstance(model, FullyShardedDataParallel):
-                context = model.no_sync()
-            else:
-                model.set_requires_gradient_sync(False)
-        with context:
+        with synced(model, plan.draw.random() >= 0.5):
             plan.backward(model, batch(seed, 12, step, dist.get_rank()), 1.0)
         model.zero_grad()
     if "memory" in plan.chosen:
         say_who(model, step, 0)  # all ranks do the same, so that all fail at the same point
-        if not isinstance(model, FullyShardedDataParallel):
-            model.set_requires_gradient_sync(True)
         with short_of_memory(plan.draw.randint(1, 30)):
             plan.loss(model, batch(seed, 13, step, 0)).backward()
         model.zero_grad()
         say_who(model, step, dist.get_rank())
+
+
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()
+
+
+def unshard(model: nn.Module, unit: Any, writeback: bool) -> None:
+    """Look at whole parameters: of all of the wrapper's, which are written back or not, or of a unit, which stay so."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=writeback):
+            [parameter.sum() for parameter in model.parameters()]
+    else:
+        unit.unshard()
+
+
+def accumulate(plan: Accumulating, model: nn.Module, step: int, backward: Callable[[int], Tensor]) -> list[Tensor]:
+    """Forward and backward of this rank's micro-batches of a step, each by its number; their losses."""
+    losses = []
+    for number in range(plan.micro_batches):
+        say_who(model, step + number, dist.get_rank())
+        with synced(model, number == plan.micro_batches - 1 or "no sync" not in plan.chosen):
+            losses.append(backward(number))
+    return losses
 
 
 def between_steps(plan: Plan, model: nn.Module, seed: int, step: int) -> None:
@@ -184,12 +209,8 @@ def between_steps(plan: Plan, model: nn.Module, seed: int, step: int) -> None:
                 plan.loss(model, batch(seed, 7, 0, 0)).backward()
             model.zero_grad()
     if "unshard" in plan.chosen:
-        if isinstance(model, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(model, writeback=step == 0):
-                [p.sum() for p in model.parameters()]
-        else:
-            units = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
-            plan.draw.choice(units).unshard()
+        units = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
+        unshard(model, plan.draw.choice(units) if units else None, writeback=step == 0)
     if "copy" in plan.chosen and step == 1 and not plan.flat_parameters:
         x = batch(seed, 3, 0, 0)
         assert copy.deepcopy(model)(x).equal(model(x))
@@ -200,9 +221,7 @@ def between_steps(plan: Plan, model: nn.Module, seed: int, step: int) -> None:
                 p.zero_()
         model.load_state_dict(saved)
     if "evaluate" in plan.chosen:
-        with torch.no_grad():
-            model.eval()(batch(seed, 5, 0, 0))
-        model.train()
+        evaluate(model, batch(seed, 5, 0, 0))
 
 
 def change(plan: Plan, model: nn.Module, reference: nn.Module) -> None:

@@ -11,11 +11,11 @@ kept or given up. A failure prints the command that repeats it; by hand, of many
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy
-from random_events import Held, Plan, batch, between_steps, change, give_up
+from random_events import Held, Plan, accumulate, batch, between_steps, change, give_up
 from random_models import Model, say_who
 from random_wide import FRONTS, check_wide
 from ranks import RankPools
@@ -80,7 +80,7 @@ def check(seed: int, front: Any, more: bool = False) -> None:
     held = Held()
     for step in range(3):
         give_up(plan, model, seed, step)
-        losses = sharded_step(plan, model, seed, step)
+        losses = accumulate(plan, model, step, partial(backward, plan, model, seed, step))
         for rank in range(dist.get_world_size()):
             for number in range(plan.micro_batches):
                 say_who(reference, step + number, rank)
@@ -112,21 +112,10 @@ def check(seed: int, front: Any, more: bool = False) -> None:
         torch.testing.assert_close(whole, value, rtol=1e-8, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def sharded_step(plan: Plan, model: nn.Module, seed: int, step: int) -> list[Tensor]:
-    """Forward and backward of this rank's micro-batches; their losses."""
-    losses = []
-    for number in range(plan.micro_batches):
-        say_who(model, step + number, dist.get_rank())
-        syncs = number == plan.micro_batches - 1 or "no sync" not in plan.chosen
-        context: Any = contextlib.nullcontext()
-        if not isinstance(model, FullyShardedDataParallel):
-            model.set_requires_gradient_sync(syncs)
-        elif not syncs:
-            context = model.no_sync()
-        with context:
-            x = batch(seed, step, number, dist.get_rank())
-            losses.append(plan.backward(model, x, 1.0, first=number == 0 and not step))
-    return losses
+def backward(plan: Plan, model: nn.Module, seed: int, step: int, number: int) -> Tensor:
+    """Of this rank's micro-batch of that number; the loss."""
+    x = batch(seed, step, number, dist.get_rank())
+    return plan.backward(model, x, 1.0, first=number == 0 and not step)
 
 
 def command(seed: int, front: Any, more: bool) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from random_events import failing
+from random_events import accumulate, evaluate, failing, unshard
 from random_models import INPUTS, Model, say_who
 
 FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
@@ -178,20 +178,13 @@ def sharded_step(wide: Wide, model: nn.Module, step: int) -> list[Tensor]:
     batches = [wide.batch(step, number, dist.get_rank()) for number in range(wide.micro_batches)]
     if wide.reduction == "tokens":
         fullshard.set_token_count(model, [len(x) for x in batches])
-    losses = []
-    for number, x in enumerate(batches):
-        say_who(model, step + number, dist.get_rank())
-        syncs = number == wide.micro_batches - 1 or "no sync" not in wide.chosen
-        context: Any = contextlib.nullcontext()
-        if not isinstance(model, FullyShardedDataParallel):
-            model.set_requires_gradient_sync(syncs)
-        elif not syncs:
-            context = model.no_sync()
-        with context:
-            loss = wide.loss(model, x)
-            loss.backward()
-        losses.append(loss.detach())
-    return losses
+
+    def backward(number: int) -> Tensor:
+        loss = wide.loss(model, batches[number])
+        loss.backward()
+        return loss.detach()
+
+    return accumulate(wide, model, step, backward)
 
 
 def events_before(wide: Wide, model: nn.Module, last: nn.Module, step: int) -> None:
@@ -199,9 +192,7 @@ def events_before(wide: Wide, model: nn.Module, last: nn.Module, step: int) -> N
     say_who(model, step, dist.get_rank())
     x = wide.batch(9, step, dist.get_rank())
     if "evaluate" in wide.chosen:
-        with torch.no_grad():
-            model.eval()(x)
-        model.train()
+        evaluate(model, x)
     if "skip" in wide.chosen:
         wide.loss(model, x)
     if "error on all" in wide.chosen and step == 0:
@@ -218,11 +209,7 @@ def events_before(wide: Wide, model: nn.Module, last: nn.Module, step: int) -> N
         assert failed.item() == 1
         model.zero_grad()
     if "unshard" in wide.chosen:
-        if isinstance(model, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(model, writeback=step == 0):
-                [parameter.sum() for parameter in model.parameters()]
-        else:
-            model.unshard()
+        unshard(model, model, writeback=step == 0)
 
 
 def compare(wide: Wide, model: nn.Module, reference: nn.Module, before: list[Tensor]) -> None:

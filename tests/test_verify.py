@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -269,6 +271,23 @@ def ignoring(model: nn.Module) -> nn.Module:
     return by_blocks(model, ignored_params={model.blocks[0][0].weight})
 
 
+def averaged_at_last(model: Any, optimizer: Any, batches: list[Tensor]) -> None:
+    """By hand, and of the last micro-batch only: what was kept before that is never reduced."""
+    weight = model.blocks[0][0].weight
+    for number, batch in enumerate(batches, 1):
+        model.set_requires_gradient_sync(number == len(batches))
+        if number == len(batches):
+            weight.register_hook(mean_over_ranks)
+        (next_token(model, batch) / len(batches)).backward()
+    optimizer.step()
+
+
+def mean_over_ranks(grad: Tensor) -> Tensor:
+    mean = grad / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean
+
+
 def half_of_it(model: nn.Module) -> Any:
     return without_head(model) if is_sharded(model) else torch.optim.AdamW(model.parameters())
 
@@ -313,6 +332,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "summed": (step(partial(usual, after=doubled)), "gradient", "tokens.weight", "summed over ranks"),
     "not stepped": (step(without_step), "step", None, "was not called"),
     "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
+    "no sync": (
+        {"shard_fn": ignoring, "train_step_fn": averaged_at_last, "micro_batches": 2},
+        *("gradient", "blocks.0.0.weight", "a missing reduce in no_sync()"),
+    ),
     "unaveraged": ({"shard_fn": ignoring}, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
 }
 
@@ -412,6 +435,7 @@ def test_a_wrong_gradient_is_told_by_what_it_is_made_of():
     assert "micro-batches of all ranks count alike" in cause(lambda r, m: 1 / 12)
     assert "ranks count alike" in cause(lambda r, m: counts[r][m] / sum(counts[r]) / 4)
     assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or r == 2))
+    assert "a missing reduce in no_sync()" in cause(lambda r, m: weights[r][m] * (m == 2 or 4 * (r == 2)))
     assert "only the last micro-batch counts" in cause(lambda r, m: weights[r][m] * (m == 2))
     assert "the last micro-batch is missing" in cause(lambda r, m: weights[r][m] * (m < 2))
     assert "never reduced over ranks" in cause(lambda r, m: weights[r][m] * (r == 2))
@@ -443,6 +467,40 @@ def test_nothing_is_left_behind_and_bad_input_is_refused():
         with pytest.raises(fullshard.ConfigError, match=text):
             verify_tied(**wrong)
     assert not dist.is_initialized()
+
+
+class Turned(nn.Module):
+    """A layer whose pairs of outputs are turned by a complex buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turn", torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH / 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.inner(x).unflatten(-1, (-1, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(pairs) * self.turn).flatten(-2)
+
+
+def wrapped_blocks() -> nn.Module:
+    """Blocks within a checkpoint's wrapper, as `model_fn` may give them."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(Turned()) for _ in range(2))
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    return model
+
+
+def bent(model: nn.Module) -> nn.Module:
+    model.blocks[1].turn[2] *= 2
+    return by_blocks(model)
+
+
+def test_names_are_plain_within_checkpoint_wrappers_and_buffers_may_be_complex():
+    check = partial(fullshard.verify, wrapped_blocks, vectors_of, square, steps=1)
+    for report in (check(), check(modules=["blocks.0", "blocks.1.inner"])):
+        assert report.ok and report.compared > 8, report
+    first = check(shard_fn=bent).first
+    assert (first.kind, first.parameter, first.element) == ("buffer", "blocks.1.turn", (2,)), first
 
 
 PROGRAM = """
@@ -494,6 +552,15 @@ def test_the_command_line_starts_ranks(tmp_path, capfd):
     (tmp_path / "program.py").write_text(PROGRAM)
     assert main(["verify", f"{tmp_path}/program.py:right", "--steps", "1", "--ranks", "2"]) == 0
     assert "verify: ok (2 ranks" in capfd.readouterr().out
+
+
+def test_the_rank_that_broke_is_named(capfd, monkeypatch):
+    monkeypatch.setattr("fullshard.cli.verify.GRACE", 0.0)
+    program = "import os, time; os._exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, env: start([sys.executable, "-S", "-c", program], env=env))
+    assert main(["verify", "program.py:right", "--ranks", "2"]) == 2
+    assert capfd.readouterr().err == "fullshard: rank 1 ended with exit code 7\n"
 
 
 def test_without_the_extra_it_is_named(capsys, monkeypatch):

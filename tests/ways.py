@@ -143,6 +143,11 @@ def without_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def synced(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """Whether gradients of the backwards in here are reduced."""
+    return contextlib.nullcontext() if wanted else without_sync(model)
+
+
 # Models that several files use, and a rank's batch.
 
 

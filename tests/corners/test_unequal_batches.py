@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from ways import EXACT, every_way, shard, whole_gradients, whole_parameters
+from ways import error_of, every_way, gradient_problems, named_error, shard, synced, value_problems
 
 COUNTS = {2: (5, 2), 4: (3, 1, 4, 4)}
 
@@ -55,27 +55,18 @@ def joined(way: str, micro: int, **settings: Any) -> list[str]:
         for rank in own:
             (loss_of(reference, batch(rank, number)) / len(own)).backward()
         last = number % micro == micro - 1
-        if isinstance(model, fullshard.FullyShardedDataParallel) and not last:
-            with model.no_sync():
-                loss_of(model, x).backward()
-        else:
-            if not isinstance(model, fullshard.FullyShardedDataParallel):
-                model.set_requires_gradient_sync(last)
+        with synced(model, last):
             loss_of(model, x).backward()
         number += 1
         if not last:
             continue
-        found = whole_gradients(model)
-        for name, p in reference.named_parameters():
-            if (found[name] - p.grad).norm() > EXACT * p.grad.norm():
-                problems.append(f"batch {number - 1}: the gradient of {name}")
+        problems += gradient_problems(f"batch {number - 1}", model, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     if number != max(counts):
         problems.append(f"{number} batches")
-    values = whole_parameters(model)
-    problems += [name for name, p in reference.named_parameters() if (values[name] - p).norm() > EXACT * p.norm()]
+    problems += value_problems("in the end", model, reference)
     next_step = loss_of(model, batch(mine, 99))
     next_step.backward()  # outside of it all ranks count again
     reference.zero_grad()
@@ -104,18 +95,13 @@ def test_a_rank_without_any_batch(run_ranks):
 def without_any() -> list[str]:
     reference, mine = model_of(), dist.get_rank()
     model = shard(copy.deepcopy(reference), "rows", units)
-    problems = []
     mine_only = [batch(0, 0)] if mine == 0 else []
-    try:
-        next(iter(fullshard.join(model, mine_only)))
-        problems.append("nothing was raised")
-    except fullshard.ConfigError as error:
-        problems += [] if "example" in str(error) else [str(error)]
+    error = error_of(lambda: next(iter(fullshard.join(model, mine_only))))
+    problems = named_error(error, "example", kinds=fullshard.ConfigError)
     loss_of(reference, batch(0, 0)).backward()
     for x in fullshard.join(model, mine_only, example=torch.full((3, 5), torch.nan, dtype=torch.float64)):
         loss_of(model, x).backward()  # what a rank without data computes, NaN here, is dropped
-    found = whole_gradients(model)
-    problems += [n for n, p in reference.named_parameters() if (found[n] - p.grad).norm() > EXACT * p.grad.norm()]
+    problems += gradient_problems("in the end", model, reference)
     if list(fullshard.join(model, [])):
         problems.append("batches where nobody has any")
     return problems
@@ -137,8 +123,7 @@ def left_early() -> list[str]:
     for rank in range(2):
         (loss_of(reference, batch(rank, 7)) / 2).backward()
     loss_of(model, batch(mine, 7)).backward()
-    found = whole_gradients(model)
-    return [n for n, p in reference.named_parameters() if (found[n] - p.grad).norm() > EXACT * p.grad.norm()]
+    return gradient_problems("afterwards", model, reference)
 
 
 def test_what_is_no_sharded_model_is_refused():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import re
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.text import Text
 
 from ..errors import ConfigError
 from ..insight.doctor import Diagnosis, doctor
+from . import terminal
 from .main import refuse
 
 
@@ -32,15 +29,9 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """The command; its exit code."""
-    told = io.StringIO()
-    try:
-        with redirect_stderr(told):
-            given = tyro.cli(Arguments, prog="fullshard doctor", args=arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            return 0
-        text = re.sub(r"[\u2500-\u257f]+", " ", told.getvalue()).partition("For full helptext")[0]
-        return refuse(f"{' '.join(text.split())} (fullshard doctor --help)")
+    given = terminal.parsed(Arguments, "doctor", arguments)
+    if isinstance(given, int):
+        return given
     try:
         found = doctor(given.path)
     except ConfigError as error:
@@ -51,8 +42,9 @@ def run(arguments: list[str]) -> int:
 
 def show(found: Diagnosis, console: Console | None = None) -> None:
     """Print it: in colours on a terminal, as plain text elsewhere."""
-    text = Text(str(found))
-    text.highlight_regex(r"\A.*", "bold green" if found.kind == "nothing" else "bold red")
-    text.highlight_regex(r"(?m)^(?!\A)\S.*$", "bold")
-    text.highlight_regex(r"(?m)^  \d+\. .*$", "yellow")
-    (console or Console(soft_wrap=True)).print(text)
+    styles = {
+        r"\A.*": "bold green" if found.kind == "nothing" else "bold red",
+        r"(?m)^(?!\A)\S.*$": "bold",
+        r"(?m)^  \d+\. .*$": "yellow",
+    }
+    terminal.show(str(found), styles, console)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import io
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,14 +23,14 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import tyro
-from rich.console import Console
-from rich.text import Text
 
 from ..errors import ConfigError
 from ..insight.verify import Report, verify
+from . import terminal
 from .main import refuse
 
 GRACE = 20.0  # seconds that the other ranks get to end once one has failed
+STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^  cause:.*$": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,9 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """The command; its exit code."""
-    told = io.StringIO()
-    try:
-        with redirect_stderr(told):
-            given = tyro.cli(Arguments, prog="fullshard verify", args=arguments)
-    except SystemExit as stop:
-        return refuse(_one_line(told.getvalue())) if stop.code else 0
+    given = terminal.parsed(Arguments, "verify", arguments)
+    if isinstance(given, int):
+        return given
     if given.ranks < 1:
         return refuse(f"--ranks must be at least 1, got {given.ranks}")
     if given.ranks > 1 and "RANK" not in os.environ:
@@ -77,14 +71,8 @@ def run(arguments: list[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     if first:
-        _print(report)
+        terminal.show(str(report), STYLES)
     return 0 if report.ok else 1
-
-
-def _one_line(told: str) -> str:
-    """What tyro says of wrong arguments, without its frame."""
-    text = re.sub(r"[\u2500-\u257f]+", " ", told).partition("For full helptext")[0]
-    return f"{' '.join(text.split())} (fullshard verify --help)"
 
 
 def _verified(given: Arguments) -> Report:
@@ -168,23 +156,15 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
         for process in started:
             if process.poll() is None:
                 process.kill()
-    broken = [f"rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code not in (0, 1, 2)]
-    return refuse("; ".join(broken)) if broken else max(codes)
+    broken = [f"rank {rank} ended with exit code {code}" for rank, code in codes.items() if code not in (0, 1, 2)]
+    return refuse("; ".join(broken)) if broken else max(codes.values())
 
 
-def _codes(started: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes of all; once one has failed the others get some seconds, as they may wait for it in vain."""
+def _codes(started: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Exit codes by rank; once one has failed the others get some seconds, as they may wait for it in vain."""
     deadline = math.inf
     while any(process.poll() is None for process in started) and time.monotonic() < deadline:
         if any(process.poll() for process in started):
             deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(0.05)
-    return [code for process in started if (code := process.poll()) is not None]
-
-
-def _print(report: Report) -> None:
-    text = Text(str(report))
-    text.highlight_regex(r"^verify: ok", "bold green")
-    text.highlight_regex(r"^verify: DIFFERENT", "bold red")
-    text.highlight_regex(r"(?m)^  cause:.*$", "yellow")
-    Console(soft_wrap=True).print(text)
+    return {rank: code for rank, process in enumerate(started) if (code := process.poll()) is not None}

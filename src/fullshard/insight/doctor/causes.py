@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...watcher.board import COMPARE, VERBS
 from ...watcher.report import Status, headline, of_last_root, ranks_of
@@ -34,7 +35,8 @@ class Cause:
 
 def cause_of(incident: Incident) -> Cause:
     """The first of these that holds: an exception, an end, a stop, a network that was cut, an order that was left."""
-    for find in (_raised, _killed, _stopped, _cut, _unreachable, _ended, _departed, _elsewhere, _apart):
+    killed, ended = partial(_gone, good_order=False), partial(_gone, good_order=True)
+    for find in (_raised, killed, _stopped, _cut, _unreachable, ended, _departed, _elsewhere, _apart):
         if (cause := find(incident)) is not None:
             return cause
     everybody = tuple(status["rank"] for status in incident.statuses)
@@ -97,7 +99,7 @@ def _raised(incident: Incident) -> Cause | None:
         _who(same),
         f"{ranks_of(_who(same))} raised {error} (after {place(same[0])}).",
         tuple(because),
-        remedies.of_error(same[0]["raised"]),
+        remedies.of_error(error),
     )
 
 
@@ -122,14 +124,6 @@ def _gone(incident: Incident, good_order: bool) -> Cause | None:
         return Cause("data", _who(same), what, tuple(because), remedies.of_end(how))
     what = f"{who} {verb} gone: {how} (after {place(same[0])})."
     return Cause("gone", _who(same), what, tuple(because), remedies.of_end(how))
-
-
-def _killed(incident: Incident) -> Cause | None:
-    return _gone(incident, good_order=False)
-
-
-def _ended(incident: Incident) -> Cause | None:
-    return _gone(incident, good_order=True)
 
 
 def _stopped(incident: Incident) -> Cause | None:
@@ -183,22 +177,17 @@ def _departed(incident: Incident) -> Cause | None:
     found = [s for s in incident.statuses if s["last"] and s["last"]["verb"] == VERBS[COMPARE]]
     if not found or len(found) == len(incident.statuses):
         return None
-    last = found[0]["last"]
+    last, others = found[0]["last"], [status for status in incident.statuses if status not in found]
     return Cause(
         "departed",
         _who(found),
         f"{ranks_of(_who(found))} left the order of units that ranks share (at {last['unit']}, step {last['step']}).",
         (
             "in the first steps the order was the same on all ranks; only there another unit came than it says",
-            *_minority(incident, found),
+            f"{ranks_of(_who(others))} still follow that order",
         ),
         remedies.DEPARTED,
     )
-
-
-def _minority(incident: Incident, found: Sequence[Status]) -> list[str]:
-    others = [status for status in incident.statuses if status not in found]
-    return [f"{ranks_of(_who(others))} still follow that order"] if others else []
 
 
 _FRAMES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (

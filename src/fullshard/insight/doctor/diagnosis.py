@@ -60,11 +60,7 @@ def doctor(path: str | os.PathLike[str]) -> Diagnosis:
     Raises:
         ConfigError: there is no such path, or nothing of use at it.
     """
-    return explain(read(Path(path)))
-
-
-def explain(evidence: Evidence) -> Diagnosis:
-    """The same of what was read already."""
+    evidence = read(Path(path))
     found = mismatches(evidence.dumps)
     if not evidence.reports:
         return _by_recorder(evidence, found)

@@ -80,7 +80,6 @@ class Dump:
         members: ranks of groups, where the dump tells them.
     """
 
-    source: str
     rank: int
     entries: tuple[Entry, ...]
     names: dict[str, str] = field(default_factory=dict)
@@ -116,7 +115,7 @@ def report_of(source: str, value: Any) -> WatcherReport:
     return WatcherReport(source, value["time"], tuple(sorted(value["ranks"], key=lambda status: status["rank"])))
 
 
-def dump_of(source: str, rank: int | None, value: Any) -> Dump:
+def dump_of(rank: int | None, value: Any) -> Dump:
     """A flight recorder's dump from parsed JSON or an unpickled dictionary; `rank` is the file name's last number."""
     rank = value.get("rank", rank)
     if not isinstance(rank, int):
@@ -141,7 +140,7 @@ def dump_of(source: str, rank: int | None, value: Any) -> Dump:
         pair = named if isinstance(named, (list, tuple)) and len(named) == 2 else (entry.get("pg_id", 0), "")
         names[str(pair[0])] = str(pair[1])
         entries.append(_entry(str(pair[0]), entry))
-    return Dump(source, rank, tuple(entries), {name: text for name, text in names.items() if text}, members)
+    return Dump(rank, tuple(entries), {name: text for name, text in names.items() if text}, members)
 
 
 _SAME_SHAPES = (

@@ -79,7 +79,7 @@ def _read_one(path: Path) -> WatcherReport | Dump:
     if "format" in value and "ranks" in value:
         return report_of(path.name, value)
     if "entries" in value:
-        return dump_of(path.name, int(number[1]) if number else None, value)
+        return dump_of(int(number[1]) if number else None, value)
     raise Foreign("it is neither a watcher's report nor a flight recorder's dump")
 
 

@@ -64,11 +64,10 @@ _RAISED: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def of_error(raised: str) -> tuple[str, ...]:
-    """After an exception, by its text."""
-    last = raised.strip().splitlines()[-1] if raised.strip() else ""
+def of_error(line: str) -> tuple[str, ...]:
+    """After an exception, by the line that has its type."""
     for pattern, told in _RAISED:
-        if re.search(pattern, last):
+        if re.search(pattern, line):
             return told
     return (
         "Repair what raised it; its traceback is above. The other ranks did nothing wrong: they waited for this one.",

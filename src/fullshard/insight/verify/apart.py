@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ...dtypes import as_real
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,24 @@ def difference(got: torch.Tensor, want: torch.Tensor, allowed: float) -> Differe
     if size <= allowed:
         return None
     far = (gap > max(allowed, float(gap.max()) / 2)).nonzero()
-    at = int(far[0]) if len(far) else int(gap.argmax())
+    at = int(far[0] if len(far) else gap.argmax()) // (1 + got.is_complex())
     return Difference(at, _shown(want, at), _shown(got, at), size, allowed)
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
     """[numel] in double precision (on devices that know none, on the host); of complex numbers their parts."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    plain = plain.detach().cpu() if plain.device.type == "mps" else plain.detach()
-    return plain.to(torch.float64).reshape(-1)
+    plain = as_real(tensor.detach())
+    return (plain.cpu() if plain.device.type == "mps" else plain).to(torch.float64).reshape(-1)
 
 
 def _shown(tensor: torch.Tensor, at: int) -> str:
-    plain = tensor.detach().reshape(-1)
-    value = plain[at // 2 if plain.is_complex() else at].item()
+    value = tensor.detach().reshape(-1)[at].item()
     return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def index_of(at: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Where the element of a number is in a tensor of a shape."""
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape)) if shape else ()
 
 
 def rms(tensors: Iterable[torch.Tensor]) -> float:

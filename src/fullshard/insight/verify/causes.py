@@ -3,7 +3,7 @@ micro-batches' own gradients the wrong gradient is, whether a parameter moved at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,19 +83,16 @@ class Evidence:
     reduced: int | None
 
 
-def start_cause(kind: str, got: torch.Tensor) -> str:
-    """Of a parameter or buffer that differs before the first step."""
-    odd = got.is_floating_point() and not bool(got.isfinite().all())
-    if kind == "buffer" or odd:
-        return UNINITIALISED
-    return OTHER_START
+def start_cause(got: torch.Tensor) -> str:
+    """Of a parameter that differs before the first step."""
+    return OTHER_START if bool(got.isfinite().all()) else UNINITIALISED
 
 
 def parameter_cause(
     before: torch.Tensor, got: torch.Tensor, want: torch.Tensor, trained: bool, name: str, evidence: Evidence
 ) -> str:
-    """Of a parameter that differs after a step whose gradients were right. All are this rank's parts."""
-    ours, theirs = (got - before).double(), (want - before).double()
+    """Of a parameter that differs after a step whose gradients were right. All are this rank's parts, in double."""
+    ours, theirs = got - before, want - before
     if not bool(theirs.any()) or (not trained and bool(ours.any())):
         frozen = "is frozen in the unsharded model" if not trained else "is not changed by this step"
         return (
@@ -110,20 +107,18 @@ def parameter_cause(
                 "model.parameters() after sharding, with every trained parameter in a group"
             )
         return "it was not updated though an optimizer holds it: its learning rate is 0, or the step was undone"
-    if (ratio := _ratio(ours, theirs)) is not None:
+    ratio, residual = _fit(ours, theirs)
+    if ratio and residual <= 0.02:
         return (
             f"its update is {ratio:.4g} times the expected one: another learning rate, or several steps in place of one"
         )
     return "its gradient was right and its update is not: other settings (betas, weight decay) or another optimizer"
 
 
-def _ratio(got: torch.Tensor, want: torch.Tensor, fit: float = 0.02) -> float | None:
-    """s if `got` is s times `want`, within `fit`; else None."""
-    square = float(want.square().sum())
-    if not square:
-        return None
-    s = float((got * want).sum()) / square
-    return s if s and float((got - s * want).norm()) <= fit * float(got.norm()) else None
+def _fit(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """The factor by which `want`, which is not zero, is nearest to `got`; the norm of the rest, of that of `got`."""
+    factor = float((got * want).sum() / want.square().sum())
+    return factor, float((got - factor * want).norm() / got.norm())
 
 
 def gradient_cause(
@@ -144,13 +139,11 @@ def gradient_cause(
         for rows, factors in zip(parts, matrix, strict=True):
             for part, factor in zip(rows, factors, strict=True):
                 total += factor * part
-        square = float(total.square().sum())
-        if not square or not float(got.norm()):
+        if not bool(total.any()) or not bool(got.any()):
             continue
-        s = float((got * total).sum()) / square
-        residual = float((got - s * total).norm()) / float(got.norm())
-        if s > 0 and residual < FIT and (best is None or residual < best[0] / 4):
-            best = (residual, text or _scaled(s, len(parts), len(parts[0])))
+        factor, residual = _fit(got, total)
+        if factor > 0 and residual < FIT and (best is None or residual < best[0] / 4):
+            best = (residual, text or _scaled(factor, len(parts), len(parts[0])))
     return None if best is None else best[1]
 
 
@@ -179,47 +172,32 @@ def _combinations(weights: Weights, counts: Weights, own: int) -> Iterator[tuple
         yield uneven.format("micro-batches of all ranks"), [[1.0] * micro] * ranks
         yield uneven.format("ranks"), [[n / sum(row) for n in row] for row in counts]
         yield uneven.format("a rank's micro-batches"), [[sum(row) / micro] * micro for row in counts]
-    mine = [[w if r == own else 0.0 for w in row] for r, row in enumerate(weights)]
-    last = [[w if m == micro - 1 else 0.0 for m, w in enumerate(row)] for row in weights]
+    last = micro - 1
+
+    def factors(factor: Callable[[int, int], float]) -> Weights:
+        return [[w * factor(r, m) for m, w in enumerate(row)] for r, row in enumerate(weights)]
+
     if ranks > 1:
-        yield (
-            (
-                "the gradient is this rank's own: it was never reduced over ranks; a parameter that no unit shards "
-                "(ignored, or added later) must be averaged by you, or the last micro-batch ran without synchronisation"
-            ),
-            mine,
+        text = (
+            "the gradient is this rank's own: it was never reduced over ranks; a parameter that no unit shards "
+            "(ignored, or added later) must be averaged by you, or the last micro-batch ran without synchronisation"
         )
+        yield text, factors(lambda r, m: r == own)
     if micro > 1:
-        yield (
-            (
-                "only the last micro-batch counts: gradients of those before are dropped (zero_grad() between them, or "
-                "gradients kept in no_sync() were given up)"
-            ),
-            last,
+        text = (
+            "only the last micro-batch counts: gradients of those before are dropped (zero_grad() between them, or "
+            "gradients kept in no_sync() were given up)"
         )
-        yield "the last micro-batch is missing: it ran after the step, or under no_sync()", _minus(weights, last)
+        yield text, factors(lambda r, m: m == last)
+        text = "the last micro-batch is missing: it ran after the step, or under no_sync()"
+        yield text, factors(lambda r, m: m < last)
     if micro > 1 and ranks > 1:
-        yield (
-            (
-                "a missing reduce in no_sync(): of micro-batches before the last this rank has only its own gradients; "
-                "let gradients kept in no_sync() join the last micro-batch's reduction"
-            ),
-            _plus(
-                last,
-                [
-                    [w if r == own and m < micro - 1 else 0.0 for m, w in enumerate(row)]
-                    for r, row in enumerate(weights)
-                ],
-            ),
+        text = (
+            "a missing reduce in no_sync(): of micro-batches before the last this rank has only its own gradients; "
+            "let gradients kept in no_sync() join the last micro-batch's reduction"
         )
-
-
-def _plus(a: Weights, b: Weights) -> Weights:
-    return [[x + y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
-
-
-def _minus(a: Weights, b: Weights) -> Weights:
-    return [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
+        yield text, factors(lambda r, m: m == last or r == own)  # of an engine that sums over ranks
+        yield text, factors(lambda r, m: m == last or ranks * (r == own))  # or divides where it reduces
 
 
 def loss_cause(got: float, want: float, ranks: int, micro: int, drew: bool) -> str:

@@ -1,93 +1,80 @@
-"""The parts that ranks hold against whole values that the first rank has, one tensor at a time."""
+"""The parts that ranks hold against whole values that the first rank has; and what ranks found, put together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from ...checkpoint.names import Named
-from .apart import difference, exact, rms
+from .apart import Difference, difference, exact, index_of, rms
 from .held import Held
 from .report import Finding
-from .session import Session
+from .session import Raised, Session
 
-Allowed = Callable[[torch.Tensor], float]
-"""From this rank's part of what is expected, in double precision, to the root mean square difference allowed."""
+Allowed = Callable[[Named, torch.Tensor], float]
+"""From this rank's part of what is expected, [numel] in double, to the root mean square difference allowed."""
+Cause = Callable[[Named, torch.Tensor, torch.Tensor], str | None]
+"""Of a difference, from this rank's parts of what there is and of what is expected, likewise."""
 
 
-class Comparison:
+def compare(
+    session: Session,
+    held: Held,
+    template: Finding,
+    wanted: Mapping[str, torch.Tensor | None] | None,
+    got: Callable[[Named], torch.Tensor | None],
+    allowed: Allowed,
+    cause: Cause = lambda row, mine, want: None,
+) -> tuple[list[Finding], int]:
     """One set of tensors, such as all gradients of a step: sent by the first rank, cut and compared by every rank.
 
-    At most one whole tensor at a time is held besides what ranks have.
+    At most one whole tensor at a time is held besides what ranks have. Collective.
 
     Args:
         session: the ranks.
         held: this rank's model; alike on all.
-        kind, what, step: of the findings.
+        template: what to say of a parameter that differs, a sentence without its end.
+        wanted: whole values by name, on the first rank; None of a parameter that is to have none.
+        got: this rank's part of the same.
+        allowed, cause: see there.
+
+    Returns:
+        The findings of all ranks, and the number of tensors compared.
     """
+    found, compared, rank = list[Finding](), 0, session.rank
 
-    def __init__(self, session: Session, held: Held, kind: str, what: str, step: int | None) -> None:
-        self.session, self.held = session, held
-        self.kind, self.what, self.step = kind, what, step
-        self.findings: list[Finding] = []
-        self.compared = 0
+    def add(row: Named, expected: str, got: str, gap: Difference | None = None) -> None:
+        one = replace(template, parameter=row.name, rank=rank, ranks=(rank,), expected=expected, got=got)
+        found.append(replace(one, what=f"{one.what}{'' if gap is None else f' ({gap})'}."))
 
-    def run(
-        self,
-        wanted: Mapping[str, torch.Tensor | None] | None,
-        got: Callable[[Named], torch.Tensor | None],
-        allowed: Callable[[Named], Allowed],
-    ) -> list[Finding]:
-        """This rank's findings. Collective.
-
-        Args:
-            wanted: whole values by name, on the first rank; None of a parameter that is to have none.
-            got: this rank's part of the same.
-            allowed: of a parameter.
-        """
-        facts = (
-            {} if wanted is None else {n: None if t is None else (tuple(t.shape), t.dtype) for n, t in wanted.items()}
-        )
-        for name, fact in self.session.told(facts).items():
-            row = self.held.rows[name]
-            if not self.held.comparable(row):
-                continue
-            mine = got(row)
-            self.compared += 1
-            if fact is None:
-                self._none_wanted(row, mine)
-                continue
-            whole = self.session.sent(None if wanted is None else wanted[name], *fact)
-            want = self.held.cut(row, whole)
-            if not want.numel():
-                continue  # this rank has nothing of it, and may show None for that
-            if mine is None:
-                self._add(row, None, "a value", "None")
-                continue
-            want = want.to(mine.device)
-            found = difference(mine, want, allowed(row)(exact(want)))
-            if found is not None:
-                self._add(row, self._element(row, found.at, whole), found.expected, found.got, f" ({found})")
-        return self.findings
-
-    def _none_wanted(self, row: Named, mine: torch.Tensor | None) -> None:
-        """A `FlatParameter` has one gradient for all in it: zeros stand for none."""
-        of_all = row.bucket is not None and row.bucket.flat_parameter is not None
-        if mine is not None and not (of_all and not bool(mine.any())):
-            self._add(row, None, "None", f"a tensor, root mean square {rms([mine]):.2e}")
-
-    def _element(self, row: Named, at: int, whole: torch.Tensor) -> tuple[int, ...]:
-        """Where element `at` of this rank's part is in the whole tensor."""
-        numbers = torch.arange(max(whole.numel(), 1), device=whole.device)[: whole.numel()].view(whole.shape)
-        at = at // 2 if whole.is_complex() else at
-        flat = int(self.held.cut(row, numbers).reshape(-1)[at])
-        return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), whole.shape)) if whole.dim() else ()
-
-    def _add(self, row: Named, element: tuple[int, ...] | None, expected: str, got: str, more: str = "") -> None:
-        rank = self.session.rank
-        what = f"{self.what}{more}."
-        self.findings.append(Finding(self.kind, what, self.step, row.name, element, rank, (rank,), expected, got))
+    sizes = {} if wanted is None else {n: None if t is None else (tuple(t.shape), t.dtype) for n, t in wanted.items()}
+    for name, size in session.told(sizes).items():
+        row = held.rows[name]
+        if not held.comparable(row):
+            continue
+        mine = got(row)
+        compared += 1
+        if size is None:
+            # A `FlatParameter` has one gradient for all in it: zeros stand for none.
+            of_all = row.bucket is not None and row.bucket.flat_parameter is not None
+            if mine is not None and not (of_all and not bool(mine.any())):
+                add(row, "None", f"a tensor, root mean square {rms([mine]):.2e}")
+            continue
+        want = held.cut(row, session.sent(None if wanted is None else wanted[name], *size))
+        if not want.numel():
+            continue  # this rank has nothing of it, and may show None for that
+        if mine is None:
+            add(row, "a value", "None")
+            continue
+        want = want.to(mine.device)
+        gap = difference(mine, want, allowed(row, exact(want)))
+        if gap is not None:
+            add(row, gap.expected, gap.got, gap)
+            element = index_of(int(held.numbers(row, session.device)[gap.at]), row.shape)
+            found[-1] = replace(found[-1], element=element, cause=cause(row, exact(mine), exact(want)))
+    return merged(session, found, held.rows), compared
 
 
 def merged(session: Session, mine: list[Finding], order: Iterable[str] = ()) -> list[Finding]:
@@ -100,5 +87,19 @@ def merged(session: Session, mine: list[Finding], order: Iterable[str] = ()) -> 
     found = []
     for same in together.values():
         ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
-        found.append(Finding(**{**same[0].__dict__, "ranks": ranks}))
+        found.append(replace(same[0], ranks=ranks))
     return sorted(found, key=lambda one: place.get(one.parameter or "", -1))
+
+
+def error_findings(failed: dict[int, Raised], step: int | None, what: str) -> list[Finding]:
+    """One finding for each text of an error."""
+    ranks_of: dict[Raised, list[int]] = {}
+    for rank, error in failed.items():
+        ranks_of.setdefault(error, []).append(rank)
+    found = []
+    for error, ranks in ranks_of.items():
+        first = error.text.strip().partition("\n")[0] or error.name
+        cause = first + (f" Remedy: {error.remedy}" if error.remedy else "")
+        at = (error.parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
+        found.append(Finding("error", f"{what} {error.name}.", step, *at))
+    return found

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .held import plain_name
+from . import generators
+from .held import plain_path
 from .report import Finding
 from .session import Session
 
@@ -73,12 +74,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _states(given: Any) -> list[torch.Tensor]:
-    if isinstance(given, torch.Generator):
-        return [given.get_state()]
-    found = [torch.get_rng_state()]
-    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
-        found.append(torch.get_device_module(accelerator.type).get_rng_state())
-    return found
+    return [given.get_state()] if isinstance(given, torch.Generator) else list(generators.states().values())
 
 
 @contextmanager
@@ -90,7 +86,7 @@ def draws_of(model: nn.Module) -> Iterator[list[Draw]]:
     if any(getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod") for module in model.modules()):
         yield []
         return
-    watch = _Watch({id(module): plain_name(f"{name}.")[:-1] for name, module in model.named_modules()})
+    watch = _Watch({id(module): plain_path(path) for path, module in model.named_modules()})
     hooks = [
         register_module_forward_pre_hook(watch.enter),
         register_module_forward_hook(watch.leave, always_call=True),

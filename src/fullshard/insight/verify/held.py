@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ from ...torch_private.local_tensor import local_part, read_grad
 def plain_name(name: str) -> str:
     """A name without what wrapping, checkpointing and compiling put in."""
     return clean_name(name).replace("_orig_mod.", "")
+
+
+def plain_path(path: str) -> str:
+    """A module's name, likewise."""
+    return plain_name(f"{path}.")[:-1]
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By plain name; of what wraps a module and the module itself, the latter."""
+    return {plain_path(path): module for path, module in model.named_modules()}
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By plain name, persistent or not, also those that have several."""
+    return {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 class Held:
@@ -38,20 +54,15 @@ class Held:
         self.table = Table(model, plain_name)
         self.rows: dict[str, Named] = {row.name: row for row in self.table.parameters}
         self.ties = {tuple(sorted(set(row.names))) for row in self.table.parameters if len(set(row.names)) > 1}
-        self.buffers = {plain_name(name): b for name, b in model.named_buffers(remove_duplicate=False)}
-
-    def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
-        """Shape of the whole, dtype, and whether it is trained, of each parameter."""
-        return {name: (row.shape, self.dtype(row), row.parameter.requires_grad) for name, row in self.rows.items()}
+        self.buffers = buffers_of(model)
 
     def dtypes(self) -> set[torch.dtype]:
         """Those in which parameters are stored, computed with and reduced."""
         found = {self.dtype(row) for row in self.rows.values()}
         for unit, runner in self.table.units:
             found |= {bucket.compute_dtype for bucket in unit.buckets if bucket.storage_dtype.is_floating_point}
-            policy = getattr(runner.settings, "policy", None) if runner is not None else None
-            reduced = getattr(policy, "reduce_dtype", None)
-            found |= {reduced} if reduced is not None else set()
+            if runner is not None and (reduced := runner.settings.policy.reduce_dtype) is not None:
+                found.add(reduced)
         return found
 
     @staticmethod
@@ -107,12 +118,18 @@ class Held:
             return full_of(made).detach()
         return local
 
-    def tensors_of(self, row: Named) -> set[int]:
-        """Ids of the tensors through which an optimizer may update a parameter."""
-        found = {id(row.parameter)} | {key for key, one in self.table.by_tensor.items() if one is row}
-        if row.bucket is not None:
-            found.add(id(row.bucket.flat_parameter))
-            for unit, _ in self.table.units:
-                for tensor, _, _, members in views_of(unit):
-                    found |= {id(tensor)} if row.member in members else set()
+    @staticmethod
+    def numbers(row: Named, device: torch.device) -> torch.Tensor:
+        """[numel] of this rank's part: the number of each of its elements in the whole."""
+        return Held.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape)).reshape(-1)
+
+    def tensors(self) -> dict[int, set[str]]:
+        """By the id of a tensor through which an optimizer may update parameters: their names."""
+        found = {key: {row.name} for key, row in self.table.by_tensor.items()}
+        for unit, _ in self.table.units:
+            shown = [(tensor, members) for tensor, _, _, members in views_of(unit)]
+            shown += [(b.flat_parameter, b.members) for b in unit.buckets if b.flat_parameter is not None]
+            for tensor, members in shown:
+                rows = [row for member in members if (row := self.table.of(member)) is not None]
+                found.setdefault(id(tensor), set()).update(row.name for row in rows)
         return found

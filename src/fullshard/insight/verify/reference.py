@@ -15,10 +15,9 @@ from torch import nn
 
 from .apart import rms
 from .causes import Weights
-from .held import Held
+from .held import Held, buffers_of
 from .session import Session
 
-Optimizer = torch.optim.Optimizer
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Batches = list[list[Any]]  # of each data rank, its micro-batches of one step
 
@@ -44,13 +43,19 @@ class Reference:
     """
 
     def __init__(
-        self, session: Session, model: nn.Module, optimizers: Iterable[Optimizer], loss_fn: Loss, max_norm: float | None
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        loss_fn: Loss,
+        max_norm: float | None,
     ) -> None:
-        self.session, self.model, self.optimizers = session, model, list(optimizers)
+        self.session, self.model, self.optimizers = session, model, optimizers
         self.loss_fn, self.max_norm = loss_fn, max_norm
         self.held = Held(model)
-        start = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        self.buffers: list[dict[str, torch.Tensor]] = [dict(start) for _ in range(session.data_world)]
+        self.parameters = {name: row.parameter for name, row in self.held.rows.items()}
+        start = self._buffers_now()
+        self.buffers = [dict(start) for _ in range(session.data_world)]
         self.after = self.buffers
 
     def run(self, step: int, batches: Batches, weights: Weights) -> list[list[float]]:
@@ -60,7 +65,7 @@ class Reference:
         losses = []
         for number, (own, weight) in enumerate(zip(batches, weights, strict=True)):
             losses.append([float(loss) for loss in self._one_rank(step, number, own, weight)])
-            self.after.append({name: buffer.detach().clone() for name, buffer in self.model.named_buffers()})
+            self.after.append(self._buffers_now())
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         return losses
@@ -73,31 +78,21 @@ class Reference:
             (loss * weight).backward()
             yield loss.detach()
 
+    def _buffers_now(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in buffers_of(self.model).items()}
+
     def _restore(self, number: int) -> None:
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in buffers_of(self.model).items():
                 buffer.copy_(self.buffers[number][name])
 
     def accept(self) -> None:
         """What the last `run` left in buffers is what the next step begins with."""
         self.buffers = self.after
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Every parameter."""
-        return {name: row.parameter.detach() for name, row in self.held.rows.items()}
-
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Every parameter's gradient."""
-        return {name: row.parameter.grad for name, row in self.held.rows.items()}
-
-    def scale(self) -> float:
-        """Root mean square of all gradients."""
-        return rms(grad for grad in self.gradients().values() if grad is not None)
-
-    def step(self) -> None:
-        """Step every optimizer."""
-        for optimizer in self.optimizers:
-            optimizer.step()
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     def contributions(self, step: int, batches: Batches, name: str, where: torch.Tensor) -> list[list[torch.Tensor]]:
         """What each micro-batch's unweighted loss alone gives as a parameter's gradient; `.grad`s are lost.
@@ -110,7 +105,7 @@ class Reference:
         Returns:
             For each data rank and micro-batch, [n] in double precision.
         """
-        parameter = self.held.rows[name].parameter
+        parameter = self.parameters[name]
         found: list[list[torch.Tensor]] = []
         for number, own in enumerate(batches):
             self._restore(number)
@@ -124,43 +119,40 @@ class Reference:
         self.model.zero_grad()
         return found
 
-    def without_gradient(self, step: int, batch: Any) -> list[Suspect]:
+    def without_gradient(self, batch: Any) -> list[Suspect]:
         """Trained parameters without a gradient, or with one of zeros, on which the loss depends.
 
         Costs nothing if there is no such parameter, else two forwards, and two more for each that is found. What counts
         is a change of the loss in proportion to a small change of the parameter: not one of its square (a gate that is
         zero), nor none (the other factor is zero).
         """
-        rows = [
-            row
-            for row in self.held.rows.values()
-            if row.parameter.requires_grad
-            and row.parameter.is_floating_point()
-            and row.parameter.numel()
-            and (row.parameter.grad is None or not bool(row.parameter.grad.any()))
-        ]
-        if not rows:
+        idle = {
+            name: p
+            for name, p in self.parameters.items()
+            if p.requires_grad and p.is_floating_point() and p.numel() and (p.grad is None or not bool(p.grad.any()))
+        }
+        if not idle:
             return []
-        base = self._loss(step, batch)
-        if self._loss(step, batch) != base:
+        base = self._loss(batch)
+        if self._loss(batch) != base:
             return []  # it is another one each time: nothing can be told
-        if len(rows) > 1 and self._moved(step, batch, [row.parameter for row in rows], 1.0) == base:
+        if len(idle) > 1 and self._moved(batch, [*idle.values()], 1.0) == base:
             return []
         found = []
-        for row in rows:
-            far, near = (self._moved(step, batch, [row.parameter], size) - base for size in (1.0, 0.125))
+        for name, parameter in idle.items():
+            far, near = (self._moved(batch, [parameter], size) - base for size in (1.0, 0.125))
             if abs(far) > 1e-5 * abs(base) and abs(far) < 24 * abs(near):
-                found.append(Suspect(row.name, far, _reach(row.parameter)))
+                found.append(Suspect(name, far, _reach(parameter)))
         return found
 
     @torch.no_grad()
-    def _loss(self, step: int, batch: Any) -> float:
+    def _loss(self, batch: Any) -> float:
         self._restore(0)
-        self.session.seed_with("step", step, 0)
+        self.session.seed_with("step", 0, 0)
         return float(self.loss_fn(self.model, batch))
 
     @torch.no_grad()
-    def _moved(self, step: int, batch: Any, parameters: list[torch.Tensor], size: float) -> float:
+    def _moved(self, batch: Any, parameters: list[torch.Tensor], size: float) -> float:
         """The loss with these parameters moved in a random direction."""
         kept = [parameter.clone() for parameter in parameters]
         generator = torch.Generator().manual_seed(self.session.seed)
@@ -168,7 +160,7 @@ class Reference:
             for parameter in parameters:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(noise, alpha=size * _reach(parameter))
-            return self._loss(step, batch)
+            return self._loss(batch)
         finally:
             for parameter, value in zip(parameters, kept, strict=True):
                 parameter.copy_(value)

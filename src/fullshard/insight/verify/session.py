@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...dtypes import as_moved
-from ...errors import ConfigError
+from ...errors import ConfigError, FullshardError
 from ...mesh import device_type_of
+from . import generators
 
 T = TypeVar("T")
+
+
+class Raised(NamedTuple):
+    """An error, in what can be sent: parameter and remedy are those that an error of ours names."""
+
+    name: str
+    text: str
+    parameter: str | None = None
+    remedy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +93,14 @@ class Session:
             dist.broadcast(as_moved(whole), src=0)
         return whole
 
-    def attempt(self, fn: Callable[[], T]) -> tuple[T | None, dict[int, tuple[str, str]]]:
-        """`fn()`, and of every rank that raised: the name of the error and its text. Collective."""
+    def attempt(self, fn: Callable[[], T]) -> tuple[T | None, dict[int, Raised]]:
+        """`fn()`, and what ranks raised. Collective."""
         result, mine = None, None
         try:
             result = fn()
         except Exception as error:
-            mine = (type(error).__name__, str(error))
+            facts = (error.parameter, error.remedy) if isinstance(error, FullshardError) else ()
+            mine = Raised(type(error).__name__, str(error), *facts)
         return result, {rank: told for rank, told in enumerate(self.all(mine)) if told is not None}
 
     def required(self, what: str, fn: Callable[[], T]) -> T:
@@ -101,17 +110,14 @@ class Session:
             ConfigError: names the rank and quotes the error.
         """
         result, failed = self.attempt(fn)
-        for rank, (name, text) in failed.items():
-            raise ConfigError(f"verify could not begin: {what} raised {name}: {text}", rank=rank)
+        for rank, error in failed.items():
+            raise ConfigError(f"verify could not begin: {what} raised {error.name}: {error.text}", rank=rank)
         return result  # type: ignore[return-value]
 
     def seed_with(self, *words: Any) -> None:
         """Seed every generator from the session's seed and `words`, so that it can be done again."""
         digest = hashlib.blake2b(repr((self.seed, *words)).encode(), digest_size=7).digest()
-        number = int.from_bytes(digest, "little")
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.manual_seed(number)
+        generators.seed_all(int.from_bytes(digest, "little"))
 
 
 @contextmanager
@@ -132,7 +138,7 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
                 got=f"places {numbers} by rank",
             )
         kind = device_type_of(None)
-        with _generators_kept():
+        with generators.kept():
             yield Session(rank, world, _device(kind), tuple(numbers), seed)
     finally:
         if temporary:
@@ -154,24 +160,10 @@ def _place_in(mesh: DeviceMesh) -> int:
 
 
 def _start_group() -> None:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = "cpu" if accelerator is None else accelerator.type
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    device = generators.accelerator()
+    kind = None if device is None else device.type
+    backend = "gloo" if kind is None else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Puts the states of Python's, numpy's and torch's generators back, on all devices."""
-    python, numpy = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = range(torch.accelerator.device_count()) if accelerator is not None else ()
-    try:
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator is not None else "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -13,7 +13,8 @@ from torch import nn
 from ...errors import ConfigError
 from ...torch_private.local_tensor import local_part
 from . import causes
-from .apart import difference, rms
+from .apart import difference, index_of, rms
+from .compare import error_findings
 from .held import Held
 from .reference import Reference
 from .report import Finding
@@ -24,11 +25,13 @@ from .training import Plan, listed
 Fact = tuple[tuple[int, ...], torch.dtype]
 
 
-def sharded(session: Session, plan: Plan, model: Any) -> tuple[tuple[nn.Module, Any] | None, list[Finding]]:
-    """The sharded model and its optimizer as the user has them; or the errors that this raised. Collective.
+def sharded(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Finding]:
+    """The sharded model and its optimizer as the user has them; or the errors that sharding raised. Collective.
 
     Uninitialised memory is filled with NaN meanwhile, so that what `to_empty()` leaves behind never is right by chance.
     """
+    session.seed_with("model")
+    model = session.required("model_fn", plan.model_fn)
 
     def make() -> tuple[nn.Module, Any]:
         session.seed_with("shard")
@@ -39,17 +42,17 @@ def sharded(session: Session, plan: Plan, model: Any) -> tuple[tuple[nn.Module, 
             optimizer = plan.optimizer_fn(found)
         return found, optimizer
 
-    def check() -> None:
+    def check() -> tuple[nn.Module, Any]:
         found, optimizer = made or (None, None)
         if not isinstance(found, nn.Module):
             raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
         listed(optimizer)
+        return found, optimizer
 
     made, failed = session.attempt(make)
     if failed:
-        return None, error_findings(failed, None, "sharding raised")
-    session.required("shard_fn or optimizer_fn", check)
-    return made, []
+        return error_findings(failed, None, "sharding raised")
+    return session.required("shard_fn or optimizer_fn", check)
 
 
 @contextmanager
@@ -64,24 +67,6 @@ def _poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill
-
-
-def error_findings(failed: dict[int, tuple[str, str]], step: int | None, what: str) -> list[Finding]:
-    """One finding for each text of an error."""
-    by_text: dict[tuple[str, str], list[int]] = {}
-    for rank, told in failed.items():
-        by_text.setdefault(told, []).append(rank)
-    found = []
-    for (name, text), ranks in by_text.items():
-        facts = dict(line.strip().split(":", 1) for line in text.splitlines()[1:] if ":" in line)
-        cause = first = text.strip().splitlines()[0] if text.strip() else name
-        if "remedy" in facts:
-            cause += f" Remedy: {facts['remedy'].strip()}"
-        parameter = facts["parameter"].strip() if "parameter" in facts else None
-        found.append(
-            Finding("error", f"{what} {name}.", step, parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -101,12 +86,11 @@ class Structure:
 
     @classmethod
     def of(cls, held: Held) -> Structure:
-        facts = held.facts()
         return cls(
-            {name: fact[:2] for name, fact in facts.items()},
+            {name: (row.shape, held.dtype(row)) for name, row in held.rows.items()},
             {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in held.buffers.items()},
             frozenset(held.ties),
-            frozenset(name for name, fact in facts.items() if fact[2]),
+            frozenset(name for name, row in held.rows.items() if row.parameter.requires_grad),
         )
 
 
@@ -119,15 +103,13 @@ def compare(session: Session, want: Structure, held: Held) -> list[Finding]:
         found.append(Finding(kind, what, None, name, None, rank, (rank,), str(expected), str(was), cause))
 
     changed: set[str] = set()  # names whose place in a tie is told already
-    for ties, others, text, cause in (
-        (want.ties, got.ties, "weights that are tied in the unsharded model are not", causes.TIE),
-        (got.ties, want.ties, "weights are tied that the unsharded model has apart", causes.UNTIED),
-    ):
+    broken = ("weights that are tied in the unsharded model are not.", "one tensor", "several tensors", causes.TIE)
+    made = (f"{causes.UNTIED}.", "several tensors", "one tensor", causes.UNTIED)
+    for ties, others, (text, expected, was, cause) in ((want.ties, got.ties, broken), (got.ties, want.ties, made)):
         for names in sorted(ties - others):
             if not any(set(names) <= set(other) for other in others):
-                apart = " and ".join(names)
-                tied = (f"one tensor: {apart}", f"several tensors: {apart}")
-                add("tie", f"{text}.", names[0], *(tied if cause is causes.TIE else tied[::-1]), cause)
+                both = " and ".join(names)
+                add("tie", text, names[0], f"{expected}: {both}", f"{was}: {both}", cause)
                 changed |= set(names)
     for kind, mine, theirs in (("parameter", got.parameters, want.parameters), ("buffer", got.buffers, want.buffers)):
         for name in [*theirs, *(name for name in mine if name not in theirs)]:
@@ -165,9 +147,8 @@ def copy(session: Session, reference: Reference | None, held: Held) -> None:
     """Write the unsharded model's values into the sharded one. Collective."""
     for name, row in held.rows.items():
         if held.comparable(row):
-            whole = None if reference is None else reference.held.rows[name].parameter
-            value = held.value(row)
-            value.copy_(held.cut(row, session.sent(whole, row.shape, held.dtype(row))))
+            whole = None if reference is None else reference.parameters[name]
+            held.value(row).copy_(held.cut(row, session.sent(whole, row.shape, held.dtype(row))))
     names = session.told(None if reference is None else list(reference.buffers[0]))
     for name in names or []:
         mine = local_part(held.buffers[name])
@@ -193,12 +174,11 @@ def compare_buffers(
             if not alike and number != session.data_rank:
                 continue
             mine = local_part(held.buffers[name])
-            limit = max(allowed, 4 * unit_roundoff(mine.dtype)) * rms([whole]) if dtype.is_floating_point else 0.0
+            rounding = 4 * unit_roundoff(mine.dtype)
+            limit = max(allowed, rounding) * rms([whole]) if rounding else 0.0
             gap = difference(mine, whole.to(mine.device), limit)
             if gap is not None:
-                element = tuple(int(i) for i in torch.unravel_index(torch.tensor(gap.at), shape)) if shape else ()
-                cause = causes.start_cause("buffer", mine) if step is None else causes.BUFFER
-                what = f"a buffer differs ({gap})."
-                at = (session.rank, (session.rank,), gap.expected, gap.got, cause)
-                found.append(Finding("buffer", what, step, name, element, *at))
+                cause = causes.UNINITIALISED if step is None else causes.BUFFER
+                at = (index_of(gap.at, shape), session.rank, (session.rank,), gap.expected, gap.got, cause)
+                found.append(Finding("buffer", f"a buffer differs ({gap}).", step, name, *at))
     return found, len(facts)

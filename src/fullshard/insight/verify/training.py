@@ -16,7 +16,6 @@ from ...events import record_events
 from ...optim import clip_grad_norm_
 from .causes import Evidence, Weights
 from .held import Held
-from .reference import Loss
 from .session import Session
 
 
@@ -26,7 +25,7 @@ class Plan:
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int, int], Any]
-    loss_fn: Loss
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     shard_fn: Callable[[nn.Module], Any]
     optimizer_fn: Callable[[nn.Module], Any]
     train_step_fn: Callable[[nn.Module, Any, list[Any]], Any] | None
@@ -97,12 +96,11 @@ def take_step(
             seen.losses = _own_step(session, plan, model, optimizer, batches, weights)
         if not stepped:
             seen.gradients = _gradients(held)
-    owned = {name: held.tensors_of(row) for name, row in held.rows.items()}
+    known = held.tensors()
     tensors = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
-    names = frozenset(name for name, ids in owned.items() if ids & tensors)
-    known = set().union(*owned.values()) if owned else set()
+    names = frozenset(name for tensor in tensors for name in known.get(tensor, ()))
     reduced = sum(event.verb == "reduce" for event in events) if held.table.sharded else None
-    seen.evidence = Evidence(len(stepped), names, len(tensors - known), reduced)
+    seen.evidence = Evidence(len(stepped), names, len(tensors - known.keys()), reduced)
     return seen
 
 
