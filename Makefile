@@ -8,10 +8,11 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test bench lint clean help
+.PHONY: demo test test-all bench lint clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
-	@echo "make test   run all tests        make bench  side-by-side benchmark table"
+	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
+	@echo "make bench  side-by-side benchmark table"
 	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,6 +26,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --all-ways $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -21,9 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of cases in many ways a part is run, the same in each run; `--all-ways` takes all.
 
-    Left out are those marked `further`; and by their names, of corner cases with a layout or wrapper among their
-    parameters: `rows`: every second; `flat`, `wrapper` and `originals`: every third; `blocks` and `owner`, which differ
-    from `flat` in the plan alone: every sixth, and every second elsewhere.
+    Left out are those marked `further`; of the cases of a test in one of `_MANY`, all but every second or third, by
+    their names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
+    `owner`, which differ from `flat` in the plan alone. Random models (`random_runs.py`) go through this in other ways.
     """
     if config.getoption("--all-ways"):
         return
@@ -37,13 +37,19 @@ def _is_extra(item: pytest.Item) -> bool:
         return True
     call = getattr(item, "callspec", None)
     given = set(map(str, call.params.values())) if call is not None else set()
-    parts = _CORNERS if "/corners/" in str(item.path) else _ELSEWHERE
-    part = max([every for way, every in parts.items() if way in given], default=1)
+    if not given:
+        return False
+    part = _MANY.get(item.path.stem, 1)
+    if "/corners/" in str(item.path):
+        part = max([every for way, every in _CORNERS.items() if way in given], default=1)
     return zlib.crc32(item.name.encode()) % part != 0
 
 
-_CORNERS = {"rows": 2, "flat": 3, "wrapper": 3, "originals": 3, "blocks": 6, "owner": 6}
-_ELSEWHERE = {"blocks": 2, "owner": 2, "Blocks(granule='row')": 2}
+_CORNERS = {"rows": 3, "flat": 4, "wrapper": 4, "originals": 4, "blocks": 8, "owner": 8}
+_MANY = {
+    **dict.fromkeys(("test_happens_before", "test_settings", "test_packed", "test_delayed", "test_wrapper"), 3),
+    **dict.fromkeys(("test_autograd", "test_state_dict_helpers", "test_user_gradients", "test_models"), 2),
+}
 
 
 @pytest.fixture(scope="session")

@@ -101,8 +101,29 @@ def test_a_course_that_is_left_is_new_until_it_was_taken_again():
     assert known == [True] * 3
     course.begin("step")
     assert [course.next(token) for token in (1, 3)] == [True, False]
-    course.lose()
+    course.forget()
     assert course.next(9) and not course.begin("step")
+
+
+def test_a_pass_that_was_broken_off_counts_as_it_does_where_nothing_was_raised():
+    """A rank that raises after its last token, and one that does not, foresee the same."""
+    raises, ends = Course(), Course()
+    foreseen = []
+    for course in (raises, ends):
+        found = []
+        for step in range(8):
+            found.append(course.begin("forward"))
+            found += [course.next(token) for token in ((1, 2, 3) if step % 3 else (4, 1, 2, 3))]
+            if course is raises and step in (2, 5):
+                course.lose()
+            else:
+                course.end()
+            if step not in (2, 5):  # left out on all ranks
+                found.append(course.begin("backward"))
+                course.end()
+        foreseen.append(found)
+    assert foreseen[0] == foreseen[1]
+    assert True in foreseen[0][-3:]
 
 
 def status(rank: int, **facts: Any) -> dict[str, Any]:

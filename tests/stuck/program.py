@@ -90,7 +90,20 @@ def shard(front_end: str, model: Model) -> nn.Module:
     return fully_shard(model)
 
 
-def train(front_end: str, scenario: str, rank: int, world: int) -> None:
+class Clock:
+    """Since a run began, or the step in which a rank goes wrong."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.began = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) -> None:
     wrong = rank == world - 1
     torch.manual_seed(rank if scenario == "weights" else 0)
     model = Model(5 if scenario == "depth" and wrong else 4)
@@ -104,6 +117,8 @@ def train(front_end: str, scenario: str, rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=2e-3 if late else 1e-3, betas=betas)
     for step in range(STEPS):
         here = wrong and step == WRONG
+        if step == WRONG:
+            clock.begin()
         if here and scenario == "a batch fewer":
             return
         rows = 3 + rank if scenario == "input shapes" else 4
@@ -173,15 +188,15 @@ def main() -> None:
     store = dist.FileStore(f"{folder}/store", int(world))
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
     fullshard.watch(float(limit), grace=6, folder=f"{folder}/reports")
-    began = time.time()
+    clock = Clock()
+    outcome = {"error": None, "text": ""}
     try:
-        train(front_end, scenario, int(rank), int(world))
-        outcome = {"error": None, "text": ""}
+        train(front_end, scenario, int(rank), int(world), clock)
     except BaseException as error:
         outcome = {"error": type(error).__name__, "text": str(error)}
-        Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.time() - began}))
         raise
-    Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.time() - began}))
+    finally:
+        Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": clock.seconds()}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Reads a line of JSON per run from stdin: {"front_end", "scenario", "world", "folder", "limit", "patience"}; forks a
 process per rank, whose output goes to `FOLDER/out.RANK`; waits until all have ended, but for those that are stopped
-when all others have, which it kills; and prints {"exits": [status of each rank], "seconds"}: a number, as of
-`subprocess`, or None for a rank that had to be killed when `patience` seconds were over.
+when all others have, which it kills; and prints {"exits": [status of each rank]}: a number, as of `subprocess`, or None
+for a rank that had to be killed when `patience` seconds were over.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def run(order: dict[str, str | int | float]) -> dict[str, object]:
         argv = [order["front_end"], order["scenario"], rank, world, folder, order["limit"]]
         ranks[rank] = start([str(each) for each in argv], f"{folder}/out.{rank}")
     exits: dict[int, int | None] = {}
-    ended = 0.0
     while len(exits) < world:
         time.sleep(0.05)
         for rank, pid in ranks.items():
@@ -55,7 +54,6 @@ def run(order: dict[str, str | int | float]) -> dict[str, object]:
         left = [rank for rank in ranks if rank not in exits]
         late = time.monotonic() - began > float(order["patience"])
         if left and all(is_stopped(ranks[rank]) for rank in left):
-            ended = ended or time.monotonic() - began
             for rank in left:
                 os.kill(ranks[rank], signal.SIGKILL)
         elif late:
@@ -63,7 +61,7 @@ def run(order: dict[str, str | int | float]) -> dict[str, object]:
                 os.kill(ranks[rank], signal.SIGKILL)
                 os.waitpid(ranks[rank], 0)
                 exits[rank] = None
-    return {"exits": [exits[rank] for rank in range(world)], "seconds": ended or time.monotonic() - began}
+    return {"exits": [exits[rank] for rank in range(world)]}
 
 
 def is_stopped(pid: int) -> bool:

@@ -13,7 +13,7 @@ from ..watcher import RANK
 from .watched import Watched
 
 
-def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
     """All-reduce a small tensor in place, by way of the device that `group` serves if it lies elsewhere (offloaded).
 
     Over gloo it goes by the engine's own connections, if they are open: a rank that asks alone is told so.
@@ -21,10 +21,13 @@ def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torc
     Args:
         value: of a dtype that the group's backend adds.
         op: a `dist.ReduceOp`.
+        group: None: the default group.
 
     Raises:
         DivergenceError: other ranks do not ask for it, or are gone.
     """
+    group = group or dist.group.WORLD
+    assert group is not None
     kind = device_type_of(group)
     moved = value if value.device.type == kind else value.to(kind)
     lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))

@@ -105,9 +105,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         here = torch.stack([flag.to(home.device) for flag in found.values()]).amax()
         if dist.is_available() and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
-            if dist.get_world_size(group) > 1:
-                reduce_value(here, dist.ReduceOp.MAX, group)
+            if dist.get_world_size(self.process_group) > 1:
+                reduce_value(here, dist.ReduceOp.MAX, self.process_group)
         for flag in found.values():
             flag.copy_(here)
 

@@ -114,14 +114,16 @@ def conclusion(statuses: Sequence[Status]) -> str:
     for test, told in _CAUSES:
         found = [status for status in statuses if test(status)]
         if found:
-            return f"{ranks_of([s['rank'] for s in found])} {told(found[0])}."
+            who = ranks_of([s["rank"] for s in found])
+            return f"{who} {_agreeing(who, told(found[0]))}."
     departed = [s for s in statuses if s["last"] and s["last"]["verb"] == VERBS[COMPARE]]
     if departed and len(departed) < len(statuses):
         who = ranks_of([s["rank"] for s in departed])
         return f"{who} left the order that all ranks share: next {departed[0]['last']['unit']}."
     busy = [status for status in statuses if status["waited"] is None]
     if busy:
-        return f"{ranks_of([s['rank'] for s in busy])} did not come, and {_elsewhere(busy[0])}."
+        who = ranks_of([s["rank"] for s in busy])
+        return f"{who} did not come, and {_agreeing(who, _elsewhere(busy[0]))}."
     if len({_point(status) for status in statuses}) > 1:
         return "ranks wait for each other at different points."
     return "all ranks wait at the same point, and nothing arrives: the network, or what transports over it, is stuck."
@@ -140,17 +142,32 @@ def _raised(status: Status) -> str:
 
 
 def headline(trace: str) -> str:
-    """The line of a printed exception that has its type: details of ours follow it, indented.
+    """The line of a printed exception that has its type: its frames, before it, are indented. Of several, the last's.
 
-    >>> headline("Traceback:\\n  File a\\nfullshard.errors.ConfigError: no.\\n  remedy: do")
-    'fullshard.errors.ConfigError: no.'
+    >>> headline("Traceback (most recent call last):\\n  File a\\nConfigError: no.\\n  remedy: do\\nMore.")
+    'ConfigError: no.'
     """
-    return [line for line in trace.strip().splitlines() if not line.startswith(" ")][-1]
+    last = trace.strip().rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    return next((line for line in last if not line.startswith(" ")), last[-1])
 
 
 def _where(status: Status) -> str:
     last = status["last"]
-    return f" (last: {last['verb']} of {last['unit']}, step {last['step']})" if last else " (before its first forward)"
+    return f" (last: {_at(last)})" if last else " (before its first forward)"
+
+
+def _at(record: dict[str, Any]) -> str:
+    """What a rank issued, and in which step, if it belongs to one."""
+    return f"{record['verb']} of {record['unit']}" + (f" (step {record['step']})" if record["root"] else "")
+
+
+_OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "computes": "compute"}
+
+
+def _agreeing(who: str, what: str) -> str:
+    """`what`, which begins with a verb, as it is said of `who`: of one rank or of several."""
+    verb, space, rest = what.partition(" ")
+    return (_OF_SEVERAL.get(verb, verb) if who.startswith("ranks ") else verb) + space + rest
 
 
 _CAUSES: list[tuple[Callable[[Status], bool], Callable[[Status], str]]] = [
@@ -164,7 +181,7 @@ _CAUSES: list[tuple[Callable[[Status], bool], Callable[[Status], str]]] = [
 def line_of(status: Status) -> str:
     """What one rank does, in a line."""
     last = status["last"]
-    at = f"{last['verb']} of {last['unit']} (step {last['step']})" if last else "nothing yet"
+    at = _at(last) if last else "nothing yet"
     if status["gone"] is not None:
         quoted = f"; raised {headline(status['raised'])}" if status["raised"] else ""
         return f"is gone: {status['gone']}{quoted}; last: {at}"
@@ -174,7 +191,7 @@ def line_of(status: Status) -> str:
         return f"is stopped ({signal.SIGSTOP.name}); last: {at}"
     if status["waited"] is not None:
         what = status["waits_for"]
-        return f"waits for {what['verb']} of {what['unit']} (step {what['step']})" if what else "waits for other ranks"
+        return f"waits for {_at(what)}" if what else "waits for other ranks"
     if status["raised"] is not None:
         return f"raised {headline(status['raised'])}; last: {at}"
     return f"{_elsewhere(status)}; last: {at}"
@@ -211,7 +228,7 @@ def words(statuses: Sequence[Status]) -> str:
     lines = [f"Ranks are stuck: {conclusion(statuses)}"]
     told = grouped([(status["rank"], line_of(status)) for status in statuses])
     width = max(len(who) for who, _ in told)
-    lines += [f"  {who:<{width}}  {what}" for who, what in told]
+    lines += [f"  {who:<{width}}  {_agreeing(who, what)}" for who, what in told]
     lines.append(f"  longest wait: {waited:.1f} s")
     difference = first_difference(statuses)
     if difference:
