@@ -21,7 +21,7 @@ from fullshard.insight.doctor import doctor
 HERE = Path(__file__).parent
 LIMIT = 4.0
 """Seconds that a rank may wait for another."""
-IN_TIME = 40.0
+IN_TIME = 60.0
 """Seconds within which all ranks that live have raised, once one went wrong, on a busy machine."""
 PATIENCE = 120.0
 """Seconds within which they have ended, with what starting takes."""
