@@ -53,6 +53,20 @@ class Sometimes(Around):
         return self.inner(x) if self.number % 2 else x * 2
 
 
+class OnSomeRanks(Around):
+    """Runs what it holds as `number` and `rank` say: on other ranks than its peers, at times on none."""
+
+    number = rank = 0
+
+    def __init__(self, inner: nn.Module, pattern: int) -> None:
+        super().__init__(inner)
+        self.pattern = pattern
+
+    def forward(self, x: Tensor) -> Tensor:
+        runs = random.Random(f"some {self.pattern} {self.rank} {self.number}").random() < 0.6
+        return x + self.inner(x) if runs else x * 1.5
+
+
 class Either(nn.Module):
     """Two weights, of which a rank uses one, the other or both, as `number` and `rank` say: other than its peers.
 
@@ -173,6 +187,7 @@ class WithOwn(Around):
 
 
 WIDE = ("packed", "packed", "in place", "either")
+PARTS = ("on some ranks",) * 4
 
 
 def tree(draw: random.Random, width: int, depth: int, more: tuple[str, ...] = ()) -> nn.Module:
@@ -186,6 +201,8 @@ def tree(draw: random.Random, width: int, depth: int, more: tuple[str, ...] = ()
             return Packed(inner, draw.choice(["dict", "tuple", "dataclass", "keywords"]))
         case "in place":
             return StartsInPlace(inner, width, draw.choice(["add_", "relu_", "tanh_", "sigmoid_"]))
+        case "on some ranks":
+            return OnSomeRanks(inner, draw.randint(0, 15))
         case "either":
             return nn.Sequential(Either(width, draw.randint(0, 15)), inner)
         case "sequence":
@@ -205,13 +222,16 @@ def tree(draw: random.Random, width: int, depth: int, more: tuple[str, ...] = ()
 
 
 class Model(nn.Module):
-    """A random tree between two linear layers, `[n, INPUTS]` to `[n, 1]`; `more`, `wide`: with what was added later."""
+    """A random tree between two linear layers, `[n, INPUTS]` to `[n, 1]`; `more`, `wide`: with what was added later.
 
-    def __init__(self, draw: random.Random, more: bool = False, wide: bool = False) -> None:
+    `parts`: whether some ranks leave out parts that others run.
+    """
+
+    def __init__(self, draw: random.Random, more: bool = False, wide: bool = False, parts: bool = False) -> None:
         super().__init__()
         width = draw.choice([2, 3, 5, 8, 13])
         self.first, self.last = nn.Linear(INPUTS, width), nn.Linear(width, 1)
-        self.body = tree(draw, width, draw.randint(1, 3 if wide else 4), WIDE if wide else ())
+        self.body = tree(draw, width, draw.randint(1, 3 if wide else 4), (WIDE if wide else ()) + PARTS * parts)
         linears = [module for module in self.body.modules() if isinstance(module, nn.Linear)]
         same = [module for module in linears if module.weight.shape == (width, width)]
         if len(same) > 1 and draw.random() < 0.3:
@@ -232,7 +252,7 @@ class Model(nn.Module):
 def say_who(model: nn.Module, number: int, rank: int) -> None:
     """Tell the modules that ask which micro-batch this is, and of which rank."""
     for module in model.modules():
-        if isinstance(module, (Sometimes, Either)):
+        if isinstance(module, (Sometimes, Either, OnSomeRanks)):
             module.number = number
-        if isinstance(module, Either):
+        if isinstance(module, (Either, OnSomeRanks)):
             module.rank = rank

@@ -138,9 +138,9 @@ def check_all(seeds: range, front: Any, more: bool = False) -> None:
             raise
 
 
-def wide_command(seed: int, world: int, one: bool = False) -> str:
+def wide_command(seed: int, world: int) -> str:
     """The shell command that repeats a wide seed."""
-    return f"python tests/random_runs.py --wide --seed {seed} --world {world}" + " --one" * one
+    return f"python tests/random_runs.py --wide --seed {seed} --world {world}"
 
 
 def check_each(seeds: range, more: bool) -> None:
@@ -149,29 +149,29 @@ def check_each(seeds: range, more: bool) -> None:
         check_all(range(seed, seed + 1), FRONTS[seed % len(FRONTS)], more)
 
 
-def check_all_wide(seeds: range, one: bool = False) -> None:
+def check_all_wide(seeds: range) -> None:
     for seed in seeds:
-        repeat = wide_command(seed, dist.get_world_size(), one)
+        repeat = wide_command(seed, dist.get_world_size())
         print(repeat, flush=True)
         try:
-            check_wide(seed, one)
+            check_wide(seed)
         except BaseException as error:
             error.add_note(f"repeat with: {repeat}")
             raise
 
 
-def run_wide(pools: RankPools, seeds: range, world: int, one: bool, chunk: int) -> list[str]:
+def run_wide(pools: RankPools, seeds: range, world: int, chunk: int) -> list[str]:
     """Wide seeds, several to a task; of a task that fails each seed alone. The commands that repeat what failed."""
     failed = []
     for start in range(seeds.start, seeds.stop, chunk):
         some = range(start, min(start + chunk, seeds.stop))
         try:
-            pools.run(check_all_wide, some, one, world=world, timeout=10 * len(some) + 20)
+            pools.run(check_all_wide, some, world=world, timeout=10 * len(some) + 20)
         except Exception as error:
             if len(some) > 1:
-                failed += run_wide(pools, some, world, one, max(1, chunk // 5))
+                failed += run_wide(pools, some, world, max(1, chunk // 5))
                 continue
-            failed.append(wide_command(start, world, one))
+            failed.append(wide_command(start, world))
             notes = "\n".join(getattr(error, "__notes__", []))[-3000:]
             print(f"{failed[-1]}\n  {type(error).__name__}: {str(error)[:400]}\n{notes}", flush=True)
     return failed
@@ -187,14 +187,13 @@ def main() -> None:
     parser.add_argument("--front", choices=names, default=None, help="one layout or wrapper; all if left out")
     parser.add_argument("--more", action="store_true", help="with the models and events of MORE")
     parser.add_argument("--wide", action="store_true", help="random_wide.py; a seed stands for its front-end")
-    parser.add_argument("--one", action="store_true", help="with --wide: an error on one rank, too")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     given = parser.parse_args()
     pools = RankPools(Path(tempfile.mkdtemp(prefix="ranks-")))
     failed = []
     try:
         if given.wide:
-            failed = run_wide(pools, range(given.seed, given.seed + given.count), given.world, given.one, chunk=25)
+            failed = run_wide(pools, range(given.seed, given.seed + given.count), given.world, chunk=25)
         for front in () if given.wide else [names[given.front]] if given.front else FRONTS:
             for seed in range(given.seed, given.seed + given.count):
                 try:

@@ -28,6 +28,7 @@ from random_models import INPUTS, Model, say_who
 FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
 EVENTS = ("no sync", "evaluate", "error on all", "skip", "clip", "unshard")
 LR = 0.25
+PARTS = {"unused": "zeros", "check": "every"}  # units run in any order, and number
 
 
 @dataclass
@@ -35,13 +36,11 @@ class Wide:
     """What a seed stands for.
 
     Attributes:
-        one: one rank alone raises in a forward after the last gather, and all ranks agree to go on. Nothing promises
-            yet that they can: asked for by `--one`.
-        unused: for `unused=`, once units may be skipped on some ranks: None is the default, and nothing is skipped.
+        one: one rank alone raises in a forward after the last gather, and all ranks agree to go on.
+        parts: some ranks leave out units that others run (`unused="zeros"`).
     """
 
     seed: int
-    one: bool = False
     draw: random.Random = field(init=False)
     front: Any = field(init=False)
     low: torch.dtype | None = field(init=False)
@@ -49,7 +48,8 @@ class Wide:
     reduction: str = field(init=False)
     micro_batches: int = field(init=False)
     chosen: set[str] = field(init=False)
-    unused: str | None = None
+    one: bool = field(init=False)
+    parts: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.draw = draw = random.Random(f"wide {self.seed}")
@@ -59,6 +59,8 @@ class Wide:
         self.reduction = draw.choice(["mean", "mean", "mean", "sum", "tokens"])
         self.micro_batches = draw.choice([1, 1, 2])
         self.chosen = {name for name in EVENTS if draw.random() < 0.3}
+        self.parts = draw.random() < 0.3
+        self.one = not self.parts and draw.random() < 0.4  # ranks that share an order talk until a pass is over
 
     @property
     def wrapper(self) -> bool:
@@ -82,6 +84,7 @@ class Wide:
         if not self.wrapper:
             options = {"layout": self.front, "prefetch": draw.choice([0, 1, 2]), "mesh": mesh}
             options |= {"reduction": self.reduction, "mp_policy": MixedPrecisionPolicy(self.low, self.reduced)}
+            options |= PARTS if self.parts else {}
             for name in units:
                 after = draw.choice([True, False, None])
                 fullshard.fully_shard(model.get_submodule(name), reshard_after_forward=after, **options)
@@ -89,6 +92,7 @@ class Wide:
         strategies = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] if hybrid else ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
         options = {"use_orig_params": self.front == "wrapper orig", "device_mesh": mesh, "reduction": self.reduction}
         options |= {"sharding_strategy": ShardingStrategy[draw.choice(strategies)]}
+        options |= PARTS if self.parts else {}
         if self.low:
             options |= {"mixed_precision": MixedPrecision(self.low, self.reduced, cast_root_forward_inputs=True)}
         for name in units:
@@ -138,12 +142,12 @@ class Reference:
                 low.grad = None
 
 
-def check_wide(seed: int, one: bool = False) -> None:
+def check_wide(seed: int) -> None:
     """Two steps of the seed's model, sharded, against one process."""
-    wide = Wide(seed, one)
+    wide = Wide(seed)
     draw = wide.draw
     torch.manual_seed(seed)
-    model: nn.Module = Model(draw, more=True, wide=True)
+    model: nn.Module = Model(draw, more=True, wide=True, parts=wide.parts)
     model = model.float() if wide.low else model.double()
     if draw.random() < 0.3 and wide.front != "wrapper flat":
         for parameter in model.body.parameters():
@@ -195,7 +199,7 @@ def events_before(wide: Wide, model: nn.Module, last: nn.Module, step: int) -> N
         evaluate(model, x)
     if "skip" in wide.chosen:
         wide.loss(model, x)
-    if "error on all" in wide.chosen and step == 0:
+    if "error on all" in wide.chosen and step == 0 and not wide.parts:
         with failing(last, in_backward=False):
             wide.loss(model, x)
     # After the last gather, and once the order is known: along the first pass every step of it is compared. Ranks agree

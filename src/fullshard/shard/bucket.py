@@ -26,6 +26,7 @@ from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_o
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access
+from ..watcher import RANK
 from .offload import Home
 
 
@@ -132,6 +133,7 @@ class Bucket:
         """
         local = local.to(self.axes.device)
         whole = local.new_empty(self.layout.gathered_numel)
+        RANK.talks("whole values")
         comm.gather(self.axes.shard.apart, whole, local).wait()
         return whole
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...comm import reduce_value
 from ...errors import ConfigError, NotSupportedError, UsageError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...runtime import Runner, runner_of
@@ -135,7 +136,7 @@ class _Whole:
             have = [self._local_grad(member) is not None for member in bucket.members]
             flags = torch.tensor(have, dtype=torch.int32, device=bucket.axes.device)
             if split:
-                torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=axis.group)
+                reduce_value(flags, torch.distributed.ReduceOp.MAX, axis.group)
             self.with_grad = [bool(flag) for flag in flags.tolist()]
             local = torch.zeros_like(bucket.shard)
             for member in bucket.members:
