@@ -270,12 +270,12 @@ class Root:
             )
 
     def break_forward(self, error: BaseException) -> None:
-        """The pass was broken off by an exception: what was seen of its order counts for nothing.
+        """The pass was broken off by an exception.
 
         Maybe on this rank alone, after its last gather: it goes on holding what the others hold.
         """
         self.guide.stop()
-        self.orders.forward.restart()
+        self.orders.forward.lose()
         self.position.lose()
         for one in self.units if not isinstance(error, DivergenceError) else ():
             if one.unit.state is State.GATHERING and not one.reshards(self.pass_grad):

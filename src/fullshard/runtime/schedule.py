@@ -67,6 +67,13 @@ class Order:
             self._seen.clear()
         self.restart()
 
+    def lose(self) -> None:
+        """The pass was broken off, maybe on this rank alone: an order that is new by then is what other ranks go by."""
+        if self._known and not self._follows:
+            self.finish()
+        else:
+            self.restart()
+
     def restart(self) -> None:
         """Forget a pass that was broken off."""
         self._seen.clear()
