@@ -81,14 +81,8 @@ class Position:
             DivergenceError: other ranks are about to issue another one; or the watcher found the ranks stuck.
         """
         running, token = self._course.running, index * _CODES + verb
-        asks = self.check == "every"
-        if running is not None:  # as `Course.next`, without its calls: three times for each unit and step
-            seen, known = running.seen, running.known
-            if running.follows and (len(seen) >= len(known) or known[len(seen)] != token):
-                running.follows = False
-            seen.append(token)
-            asks |= not running.follows and self.compares
-        if asks:
+        known = running is None or running.goes_on_with(token)
+        if (not known and self.compares) or self.check == "every":
             self._compare(verb, index)
         self._reduced |= verb == REDUCE
         self.fingerprint = (self.fingerprint * 1_000_003 + token + 1) % _PRIME
