@@ -23,7 +23,7 @@ FLOORS = {
     "agreement": 8,
     "runtime": 9,
     "checkpoint": 10, "optim": 10,
-    "api": 11,
+    "api": 11, "store": 11,
     "insight": 12,
     "cli": 13, "integrations": 13,
     "wrap": 14, "comm_hooks": 14, "state_dict": 14,

@@ -1,0 +1,1 @@
+"""Formats of other libraries, each a `Source`, a `Sink`, or both."""

@@ -1,0 +1,108 @@
+"""Checkpoints tensor by tensor, whatever their format: what conversion, export and inspection read and write.
+
+    Source   names, shapes and dtypes first; then any rectangle of any tensor
+    Sink     all names, shapes and dtypes first; then one whole tensor after the other, in that order
+
+    model.layers.0.weight                             a parameter or buffer
+    optimizer.state.layers.0.weight.exp_avg           optimizer state of a parameter
+    values["optimizer"]["param_groups"], ...          whatever is not a tensor
+
+Everything here runs in one process, without process groups, and holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MODEL = "model."
+"""What the names of parameters and buffers begin with."""
+OPTIMIZER = "optimizer.state."
+"""What the names of optimizer state begin with: then the parameter's name, a dot, and the key."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a checkpoint says of one tensor before it is read.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Source(ABC):
+    """A checkpoint that can be read. Close it, or use it in a `with`.
+
+    Attributes:
+        entries: by name, in the order in which reading is fastest.
+        values: what is not a tensor: nested dicts and lists of plain Python values.
+        ties: other names of an entry, by name: `{"model.head.weight": "model.embedding.weight"}`.
+    """
+
+    entries: Mapping[str, Entry]
+    values: Mapping[str, Any]
+    ties: Mapping[str, str]
+
+    @abstractmethod
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor in host memory, to be read only: it may share memory with the file.
+
+        Args:
+            name: of an entry.
+            offsets, sizes: the rectangle to read, an index and an extent for every dim; None: the whole tensor.
+
+        Raises:
+            CheckpointError: the file is damaged there.
+        """
+
+    def close(self) -> None:
+        """Let files go."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Sink(ABC):
+    """A checkpoint that is being written. Nothing is where it shall be before `finish` returns.
+
+    Made with the path and all entries; used in a `with`, which calls `abort` if `finish` was not reached.
+    """
+
+    @abstractmethod
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one whole tensor. Once for every entry, in their order."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Everything was written: put it in its place, in one step."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what was written so far. After `finish`, nothing."""
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
