@@ -45,9 +45,12 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.load import Loaded, load
+from .store.save import save
+from .version import VERSION
 from .watcher import watch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BackwardPrefetch",
@@ -68,6 +71,7 @@ __all__ = [
     "FullshardError",
     "FullyShardedDataParallel",
     "LayoutError",
+    "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryUse",
@@ -95,6 +99,7 @@ __all__ = [
     "describe",
     "fully_shard",
     "join",
+    "load",
     "load_optimizer_state_dict",
     "memory_use",
     "nonfinite_gradients",
@@ -102,6 +107,7 @@ __all__ = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "save",
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",
