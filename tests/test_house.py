@@ -95,6 +95,9 @@ EXPORTS = [
     "save",
     "load",
     "Loaded",
+    "Folder",
+    "Saving",
+    "DamagedCheckpointError",
 ]
 
 

@@ -34,7 +34,15 @@ from .api.wrapper.settings import (
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from .comm.protocol import Comm, NullComm, RecordingComm
 from .comm.torch_comm import TorchComm
-from .errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DivergenceError,
+    FullshardError,
+    LayoutError,
+    PhaseError,
+)
 from .events import Event, record_events
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
@@ -45,8 +53,9 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.folder import Folder
 from .store.load import Loaded, load
-from .store.save import save
+from .store.save import Saving, save
 from .version import VERSION
 from .watcher import watch
 
@@ -60,12 +69,14 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DivergenceError",
     "Event",
     "FSDPModule",
     "FlatParameter",
     "FlatShard",
+    "Folder",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
@@ -85,6 +96,7 @@ __all__ = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "Saving",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from . import manifest
 from .storage import LocalStorage, Storage
 from .write import LocalWriter
@@ -200,6 +200,19 @@ class Folder:
             yield fd
         finally:
             os.close(fd)
+
+
+def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
+    """The folder at a path.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    if isinstance(path, Folder):
+        return path
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError("Checkpoints are kept in a folder.", expected="a path", got=repr(path))
+    return Folder(path)
 
 
 def _order(name: str) -> tuple[int, int] | None:

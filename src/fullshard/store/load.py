@@ -15,16 +15,15 @@ from torch import nn
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from .contents import Contents, contents_of
-from .entries import STATE, Generators, Stateful, of_rank
-from .folder import Folder
+from .entries import RNG, STATE, Generators, Stateful, of_rank
+from .folder import Folder, folder_at
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
 from .reader import Reader
+from .save import settle_background
 from .source import MODEL
 from .tree import from_json, to_json
-
-RNG = "rng"
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class _State:
 
 
 def load(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Folder,
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
@@ -255,7 +254,8 @@ def load(
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
     candidates: list[str] = []
-    where = Folder(folder)
+    where = folder_at(folder)
+    settle_background(ranks)
     with ranks.step("looking for a checkpoint"):
         if ranks.is_first:
             candidates = _candidates(where, step, fall_back)
