@@ -16,11 +16,12 @@ from torch import nn
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from .contents import Contents, contents_of
 from .entries import RNG, STATE, Generators, Stateful, of_rank
-from .folder import Folder, folder_at
+from .folder import Folder
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
 from .reader import Reader
+from .remote import folder_at
 from .save import settle_background
 from .source import MODEL
 from .tree import from_json, to_json

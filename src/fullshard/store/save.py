@@ -16,10 +16,11 @@ from torch import nn
 from ..errors import CheckpointError, ConfigError
 from .background import WRITER
 from .entries import RNG, Generators
-from .folder import Folder, folder_at
+from .folder import Folder
 from .job import Written, end, write
 from .planning import Planned, Request, planned
 from .ranks import Ranks
+from .remote import folder_at
 from .source import MODEL
 
 

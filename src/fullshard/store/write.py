@@ -176,7 +176,7 @@ class PieceWriter:
             here: Any = self
             with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
                 stream = Hashed(below, self.progress)
-                results = [_write(stream, planner.resolve_data(item), item, name) for item in plan.items]
+                results = [write_record(stream, planner.resolve_data(item), item, name) for item in plan.items]
                 stream.sync()
             self.facts[name] = stream.facts()
         done: Future[list[WriteResult]] = Future()
@@ -203,13 +203,14 @@ class LocalWriter(PieceWriter, FileSystemWriter):
     """DCP's writer to a folder, with `PieceWriter`'s way of writing."""
 
 
-def _write(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult:
+def write_record(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult:
+    """Write a tensor, or the bytes in a buffer, or a value; where it lies in file `name`."""
     begin = stream.tell()
-    if isinstance(data, torch.Tensor):
-        with _without_crc():
-            torch.save(_alone(data), cast(IO[bytes], stream))
-    else:
+    if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
+    else:
+        with _without_crc():
+            torch.save(_alone(data) if isinstance(data, torch.Tensor) else data, cast(IO[bytes], stream))
     length = stream.tell() - begin
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, begin, length))
 
