@@ -53,9 +53,10 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.background import Saving
 from .store.folder import Folder
 from .store.load import Loaded, load
-from .store.save import Saving, save
+from .store.save import save
 from .version import VERSION
 from .watcher import watch
 

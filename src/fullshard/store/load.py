@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
+from .background import settle_background
 from .contents import Contents, contents_of
 from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
@@ -22,7 +23,6 @@ from .ranks import Ranks
 from .read import Files
 from .reader import Reader
 from .remote import folder_at
-from .save import settle_background
 from .source import MODEL
 from .tree import from_json, to_json
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ...errors import CheckpointError
 from ..folder import Folder, sync_folder, write_synced
+from ..hashed import Hashed
 from ..manifest import NAME as MANIFEST
 from ..manifest import Manifest, versions
 from ..piece import Piece, whole_piece
@@ -23,7 +24,7 @@ from ..read import Files, copies_for
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
 from ..storage import LocalStorage
 from ..tree import from_json, to_json
-from ..write import Hashed, LocalWriter, metadata_of, value_items, write_items, write_record
+from ..write import LocalWriter, metadata_of, value_items, write_items, write_record
 
 
 class DcpSource(Source):
