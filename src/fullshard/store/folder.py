@@ -65,11 +65,13 @@ class Folder:
         return None if found is None else found[0]
 
     def names(self) -> list[str]:
-        """The checkpoints that have a manifest, oldest step first."""
-        if not self.path.is_dir():
-            return []
-        found = [(key, p.name) for p in self.path.iterdir() if (key := step_and_turn(p.name)) is not None]
-        return [name for _, name in sorted(found) if (self.path / name / manifest.NAME).is_file()]
+        """The checkpoints that have a manifest, in the order in which they were saved."""
+        found = []
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            key = step_and_turn(path.name)
+            if key is not None and (path / manifest.NAME).is_file():
+                found.append(((path / manifest.NAME).stat().st_mtime_ns, key, path.name))
+        return [name for _, _, name in sorted(found)]
 
     def latest(self) -> str | None:
         """The name in `latest`; None if there is none.

@@ -35,7 +35,8 @@ class Loaded:
         path: the checkpoint.
         step: at which it was saved; 0 if it does not say.
         world: on how many ranks; 0 if it does not say.
-        state: plain values that were given to `save(state=...)`, by name.
+        state: plain values that were given to `save(state=...)`, by name; of those that differed between ranks this
+            rank's, if there are as many ranks now, else none.
         of_ranks: values that differed between the ranks which saved: for each name a list, one of each rank.
         untouched: names of tensors in the checkpoint that nothing here asked for.
     """
@@ -135,6 +136,8 @@ class _State:
                 plain[key] = from_json(self.common[key], self.reader.tensor, key)
             else:
                 of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
+                if len(self.own) == self.ranks.size:
+                    plain[key] = of_ranks[key][self.ranks.rank]
         return plain, of_ranks
 
     def _of(self, rank: int, key: str) -> Any:

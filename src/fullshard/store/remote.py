@@ -58,6 +58,7 @@ class RemoteFolder(Folder):
         return any(fs.isfile(f"{path}/{name}") for name in (manifest.NAME, ".metadata"))
 
     def names(self) -> list[str]:
+        """As `Folder.names`, but by their steps: not all stores tell when something was written."""
         fs, path = self._here()
         if not fs.isdir(path):
             return []
