@@ -30,6 +30,8 @@ from .piece import Piece
 from .source import Entry
 from .storage import Storage
 
+_EDGE = 1024
+"""Bytes at a record's beginning and end that say everything but its elements."""
 _MOST_BYTES = 2**16
 """Of what a record says of its tensor."""
 _HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive: mark, then lengths of its name and its extra field
@@ -114,6 +116,7 @@ class Files:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._verified: set[tuple[str, int]] = set()
+        self._scratch = memoryview(bytearray())  # of at most one block
         self._records: dict[tuple[str, int], _Record] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes
@@ -160,7 +163,11 @@ class Files:
             if (name, block) in self._verified:
                 continue
             at = block * BLOCK
-            data = self.storage.read(name, at, min(BLOCK, facts.nbytes - at))
+            length = min(BLOCK, facts.nbytes - at)
+            if len(self._scratch) < length:
+                self._scratch = memoryview(bytearray(length))
+            data = self._scratch[:length]
+            self.storage.read_into(name, at, data)
             if hashlib.sha256(data).hexdigest() != facts.sha256[block]:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is damaged: it is not what was written.",
@@ -254,6 +261,17 @@ class _Window(io.RawIOBase):
     def __init__(self, storage: Storage, stored: Stored) -> None:
         self.storage, self.file, self.begin, self.nbytes = storage, stored.file, stored.begin, stored.nbytes
         self._at = 0
+        edge = min(_EDGE, self.nbytes)
+        self._head = storage.read(self.file, self.begin, edge)
+        self._tail = storage.read(self.file, self.begin + self.nbytes - edge, edge)
+
+    def bytes_at(self, begin: int, nbytes: int) -> bytes:
+        """Some of its bytes; those of its edges without asking the disk again."""
+        if begin + nbytes <= len(self._head):
+            return self._head[begin : begin + nbytes]
+        if begin >= (first := self.nbytes - len(self._tail)):
+            return self._tail[begin - first : begin - first + nbytes]
+        return self.storage.read(self.file, self.begin + begin, nbytes)
 
     def readable(self) -> bool:
         return True
@@ -270,7 +288,7 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self.nbytes - self._at)
-        data = self.storage.read(self.file, self.begin + self._at, left if size < 0 else min(size, left))
+        data = self.bytes_at(self._at, left if size < 0 else min(size, left))
         self._at += len(data)
         return data
 
@@ -323,7 +341,7 @@ def _begin(window: _Window, info: zipfile.ZipInfo) -> int:
     Raises:
         ValueError: the record says so, and cannot.
     """
-    header = window.storage.read(window.file, window.begin + info.header_offset, _HEADER.size)
+    header = window.bytes_at(info.header_offset, _HEADER.size)
     mark, name, extra = _HEADER.unpack(header)
     begin: int = info.header_offset + _HEADER.size + name + extra
     if mark != b"PK\3\4" or begin + info.compress_size > window.nbytes:
@@ -335,7 +353,7 @@ def _member(window: _Window, info: zipfile.ZipInfo) -> bytes:
     """A small member's bytes. (`ZipFile.read` would compare its crc32, which is left out: files are hashed.)"""
     if info.compress_type or info.file_size > _MOST_BYTES or info.file_size != info.compress_size:
         raise ValueError(f"{info.filename} is compressed, or of {info.file_size} bytes")
-    return window.storage.read(window.file, window.begin + _begin(window, info), info.file_size)
+    return window.bytes_at(_begin(window, info), info.file_size)
 
 
 def _bad(stored: Stored, got: str) -> DamagedCheckpointError:

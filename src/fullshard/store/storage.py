@@ -55,7 +55,7 @@ class LocalStorage:
             if name not in self._open:
                 self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fd = self._open[name]
-            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self.called(name))
+            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self, name)
         except OSError as error:
             raise DamagedCheckpointError(
                 "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
@@ -96,7 +96,7 @@ class RemoteStorage:
                 self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
             file = self._open[name]
             file.seek(begin)
-            _fill(lambda rest, _: file.readinto(rest), target, self.called(name))
+            _fill(lambda rest, _: file.readinto(rest), target, self, name)
         except OSError as error:
             raise DamagedCheckpointError(
                 "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
@@ -142,12 +142,14 @@ def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: str) -> None:
+def _fill(read: Callable[[memoryview, int], int], target: memoryview, storage: Storage, name: str) -> None:
     done = 0
     while done < len(target):
         got = read(target[done:], done)
         if not got:
             raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
+                "A file of a checkpoint is truncated.",
+                expected=f"{len(target) - done} bytes more",
+                got=storage.called(name),
             )
         done += got
