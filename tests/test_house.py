@@ -77,6 +77,7 @@ EXPORTS = [
     "UnshardHandle",
     "clip_grad_norm_",
     "describe",
+    "full_parameters",
     "fully_shard",
     "load_optimizer_state_dict",
     "memory_use",

@@ -45,6 +45,7 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.full_parameters import full_parameters
 from .watcher import watch
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "describe",
+    "full_parameters",
     "fully_shard",
     "join",
     "load_optimizer_state_dict",
