@@ -14,7 +14,7 @@ SOURCE = Path(fullshard.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 FLOORS = {
-    "errors": 1, "events": 1, "names": 1, "containers": 1, "dtypes": 1, "policies": 2,
+    "errors": 1, "events": 1, "names": 1, "containers": 1, "dtypes": 1, "version": 1, "policies": 2,
     "torch_private": 3, "layout": 3, "watcher": 3,
     "mesh": 4,
     "comm": 5,
@@ -80,6 +80,8 @@ EXPORTS = [
     "full_parameters",
     "fully_shard",
     "load_optimizer_state_dict",
+    "load_safetensors",
+    "save_safetensors",
     "memory_use",
     "nonfinite_gradients",
     "optimizer_state_dict",
@@ -93,6 +95,9 @@ EXPORTS = [
     "watch",
     "wrap",
     "join",
+    "save",
+    "load",
+    "Loaded",
 ]
 
 

@@ -46,9 +46,13 @@ from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .store.full_parameters import full_parameters
+from .store.hugging_face import load_safetensors, save_safetensors
+from .store.load import Loaded, load
+from .store.save import save
+from .version import VERSION
 from .watcher import watch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BackwardPrefetch",
@@ -69,6 +73,7 @@ __all__ = [
     "FullshardError",
     "FullyShardedDataParallel",
     "LayoutError",
+    "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryUse",
@@ -97,13 +102,17 @@ __all__ = [
     "full_parameters",
     "fully_shard",
     "join",
+    "load",
     "load_optimizer_state_dict",
+    "load_safetensors",
     "memory_use",
     "nonfinite_gradients",
     "optimizer_state_dict",
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "save",
+    "save_safetensors",
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",

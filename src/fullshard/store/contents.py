@@ -130,7 +130,7 @@ def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> li
 
 
 def _check_values(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise CheckpointError(
             "A tensor of the model has no values: it is on the meta device, or not initialised.",
             parameter=name.removeprefix(MODEL),

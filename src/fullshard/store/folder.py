@@ -45,7 +45,24 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
 
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def at(self, name: str) -> Path:
+        """Where one checkpoint is; the folder itself for ""."""
+        return self.path / name
+
     # Reading.
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether this is no folder of checkpoints, but one itself."""
+        return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
+
+    def step_of(self, name: str) -> int | None:
+        """The step in a checkpoint's name."""
+        found = _order(name)
+        return None if found is None else found[0]
 
     def names(self) -> list[str]:
         """The checkpoints that have a manifest, oldest step first."""
@@ -137,7 +154,7 @@ class Folder:
             return []
         removed = []
         for name in self.names()[:-keep_last]:
-            step = step_of(name)
+            step = self.step_of(name)
             if name == self.latest() or (keep_every is not None and step is not None and step % keep_every == 0):
                 continue
             doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
@@ -190,17 +207,11 @@ def _order(name: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2] or 1))
 
 
-def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name."""
-    found = _order(name)
-    return None if found is None else found[0]
-
-
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and wait until it is on the disk."""
     with path.open("wb", buffering=0) as file:
         view = memoryview(data)
-        while len(view):
+        while view:
             view = view[file.write(view) :]
         os.fsync(file.fileno())
 

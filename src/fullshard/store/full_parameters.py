@@ -25,7 +25,7 @@ def full_parameters(
     bucket_bytes: int = BUCKET_BYTES,
     merge_lora: bool = False,
     buffers: bool = False,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of a sharded model, whole, one after the other, on every rank. Collective.
 
@@ -54,7 +54,7 @@ def full_parameters(
             the active adapters, and names are those of the base model, as `merge_and_unload()` leaves them. What is
             added is added in the dtype of weights and adapters, whichever is wider, then cast to `dtype`.
         buffers: give persistent buffers, too, after the parameters: this rank's.
-        group: the ranks that hold the model; None: all of the default group.
+        process_group: the ranks that hold the model; None: all.
 
     Yields:
         Name and tensor.
@@ -67,7 +67,7 @@ def full_parameters(
     check_dtype(dtype)
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ConfigError("bucket_bytes must be a positive number of bytes.", got=repr(bucket_bytes))
-    return _given(model, dtype, bucket_bytes, merge_lora, buffers, Ranks(group))
+    return _given(model, dtype, bucket_bytes, merge_lora, buffers, Ranks(process_group))
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

@@ -112,20 +112,26 @@ class Adapted:
     Attributes:
         prefix: what the base model's names begin with.
         own: prefixes of adapters' weights, which the base model does not have.
-        renamed: prefixes that the base model has otherwise.
+        copies: prefixes of a module that an adapter replaces and of what replaces it, and what the base model has.
+        unused: of these, the prefixes of those that the model does not run.
         layers: LoRA's layers, by path.
     """
 
     prefix: str = ""
     own: list[str] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
     layers: dict[str, Any] = field(default_factory=dict)
 
-    def base_name(self, name: str) -> str | None:
-        """What the base model calls a tensor; None: it has none of it."""
-        if any(name.startswith(own) for own in self.own):
+    def base_name(self, name: str, unused: bool = False) -> str | None:
+        """What the base model calls a tensor; None: it has none of it.
+
+        Args:
+            unused: also of modules that the model does not run, as an adapter replaces them.
+        """
+        if any(name.startswith(own) for own in (self.own if unused else (*self.own, *self.unused))):
             return None
-        for old, new in self.renamed.items():
+        for old, new in self.copies.items():
             if name.startswith(old):
                 name = new + name[len(old) :]
         name = name.replace(_BASE, ".")
@@ -153,7 +159,7 @@ def adapted(model: nn.Module) -> Adapted:
             found.own += [f"{path}.{name}." for name in getattr(module, "adapter_layer_names", ())]
         elif isinstance(getattr(module, "adapter_layer_names", None), tuple):
             raise _unmergeable(path, f"an adapter of class {type(module).__name__}")
-    if not found.layers and not found.own:
+    if not found.layers and not found.copies:
         raise ConfigError(
             "merge_lora: the model has no LoRA adapter.",
             got=type(model).__name__,
@@ -170,10 +176,10 @@ def _add_saved_module(found: Adapted, path: str, module: Any) -> None:
     active = [name for name in module.active_adapters if name in module.modules_to_save]
     if len(active) > 1:
         raise _unmergeable(path, f"several adapters that replace it: {', '.join(active)}")
-    replaced = f"{path}.modules_to_save.{active[0]}." if active else f"{path}.original_module."
-    others = [f"{path}.modules_to_save.{name}." for name in module.modules_to_save]
-    found.own += [name for name in (*others, f"{path}.original_module.") if name != replaced]
-    found.renamed[replaced] = f"{path}."
+    used = f"{path}.modules_to_save.{active[0]}." if active else f"{path}.original_module."
+    every = [f"{path}.original_module.", *(f"{path}.modules_to_save.{name}." for name in module.modules_to_save)]
+    found.copies |= dict.fromkeys(every, f"{path}.")
+    found.unused += [name for name in every if name != used]
 
 
 def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None, buffers: bool) -> list[Given]:
@@ -193,7 +199,7 @@ def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None,
     for row in table.parameters:
         name = facts.base_name(row.name)
         if name is None:
-            if not any(row.name.startswith(own) for own in facts.own):
+            if not any(row.name.startswith(own) for own in (*facts.own, *facts.unused)):
                 raise _unmergeable(row.name, "a parameter of no part of the base model")
             continue
         added = tuple(deltas.pop(row.name, ()))
@@ -207,9 +213,7 @@ def merged_parameters(model: nn.Module, table: Table, dtype: torch.dtype | None,
     return found
 
 
-def _add_deltas(
-    deltas: dict[str, list[Delta]], rows: Mapping[str, Named], path: str, layer: Any, adapter: str
-) -> None:
+def _add_deltas(deltas: dict[str, list[Delta]], rows: Mapping[str, Named], path: str, layer: Any, adapter: str) -> None:
     """What one adapter adds to one layer's weight and bias."""
     linear, embedding = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_embedding_A.{adapter}"
     if linear not in rows and embedding not in rows:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..version import VERSION as FULLSHARD
 from .source import Entry
 from .tree import dtype_name, dtype_named
 
@@ -164,6 +165,6 @@ def inside(name: Any) -> str:
     return path.parts[0]
 
 
-def versions(fullshard: str) -> dict[str, str]:
-    """What wrote a checkpoint."""
-    return {"fullshard": fullshard, "torch": str(torch.__version__)}
+def versions() -> dict[str, str]:
+    """What writes a checkpoint."""
+    return {"fullshard": FULLSHARD, "torch": str(torch.__version__)}

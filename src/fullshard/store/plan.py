@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ..errors import CheckpointError, DivergenceError
 from .contents import Contents, Scalar

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
-from ..errors import CheckpointError, FullshardError
+from ..errors import CheckpointError, DamagedCheckpointError, FullshardError
 from ..mesh import lines_of
 from ..watcher import RANK
 
@@ -65,11 +65,13 @@ class Ranks:
         failures = torch.tensor([int(error is not None)])
         if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, "a checkpoint")):
             return
-        texts = self.all(None if error is None else f"{type(error).__name__}: {error}")
-        if isinstance(error, FullshardError):
+        damaged = isinstance(error, DamagedCheckpointError)
+        told = self.all(None if error is None else (damaged, f"{type(error).__name__}: {error}"))
+        failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+        if isinstance(error, FullshardError) and not (damaged and any(not one[1] for one in failed)):
             raise error
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise _failed(what, rank, text) from error
+        rank, damaged, text = next((one for one in failed if not one[1]), failed[0])
+        raise _failed(what, rank, text, damaged) from error
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. For small ones."""
@@ -116,6 +118,7 @@ class Ranks:
             raise RANK.explain(failed) from failed
 
 
-def _failed(what: str, rank: int, error: object) -> CheckpointError:
+def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
-    return CheckpointError(f"{what} failed on rank {rank}.", rank=rank, got=text)
+    kind = DamagedCheckpointError if damaged else CheckpointError
+    return kind(f"{what} failed on rank {rank}.", rank=rank, got=text)

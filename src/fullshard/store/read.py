@@ -29,6 +29,8 @@ from .piece import Piece
 from .source import Entry
 from .storage import Storage
 
+_MOST_BYTES = 2**16
+"""Of what a record says of its tensor."""
 _HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive: mark, then lengths of its name and its extra field
 
 
@@ -276,28 +278,46 @@ class _Shape(pickle.Unpickler):
 
 def _parse(window: _Window, stored: Stored, entry: Entry) -> _Record:
     try:
-        with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(window) as archive:
             files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            data = files["data/0"]
-            told = _Shape(io.BytesIO(archive.read(files["data.pkl"]))).load()
-            order = archive.read(files["byteorder"]).decode() if "byteorder" in files else "little"
+        data = files["data/0"]
+        told = _Shape(io.BytesIO(_member(window, files["data.pkl"]))).load()
+        order = _member(window, files["byteorder"]) if "byteorder" in files else b"little"
+        (dtype, numel), offset, size, stride = told
+        begin = _begin(window, data)
     except pickle.UnpicklingError:
         return _Record(None)  # not a plain tensor: torch's own reader, which executes nothing, says what it is
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError, struct.error) as error:
         raise _bad(stored, f"{type(error).__name__}: {error}") from error
-    (dtype, numel), offset, size, stride = told
     if dtype != entry.dtype or size != stored.sizes:
         raise _bad(stored, f"a tensor of {dtype} and shape {size}, not {entry.dtype} and {stored.sizes}")
     plain = stride == dense_strides(size, tuple(range(len(size)))) or math.prod(size) <= 1
-    if not plain or offset or data.compress_type or order != "little" or data.file_size != numel * dtype.itemsize:
+    if not plain or offset or data.compress_type or order != b"little" or data.file_size != numel * dtype.itemsize:
         return _Record(None)
     if numel < math.prod(size):
         raise _bad(stored, f"{numel} elements")
-    mark, name, extra = _HEADER.unpack(window.storage.read(window.file, window.begin + data.header_offset, 30))
-    begin = data.header_offset + 30 + name + extra
-    if mark != b"PK\3\4" or begin + data.file_size > window.nbytes:
-        raise _bad(stored, "elements beyond its end")
     return _Record(window.begin + begin)
+
+
+def _begin(window: _Window, info: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin in the record.
+
+    Raises:
+        ValueError: the record says so, and cannot.
+    """
+    header = window.storage.read(window.file, window.begin + info.header_offset, _HEADER.size)
+    mark, name, extra = _HEADER.unpack(header)
+    begin: int = info.header_offset + _HEADER.size + name + extra
+    if mark != b"PK\3\4" or begin + info.compress_size > window.nbytes:
+        raise ValueError(f"{info.filename} lies beyond the record's end")
+    return begin
+
+
+def _member(window: _Window, info: zipfile.ZipInfo) -> bytes:
+    """A small member's bytes. (`ZipFile.read` would compare its crc32, which is left out: files are hashed.)"""
+    if info.compress_type or info.file_size > _MOST_BYTES or info.file_size != info.compress_size:
+        raise ValueError(f"{info.filename} is compressed, or of {info.file_size} bytes")
+    return window.storage.read(window.file, window.begin + _begin(window, info), info.file_size)
 
 
 def _bad(stored: Stored, got: str) -> DamagedCheckpointError:
@@ -326,7 +346,8 @@ def _loaded(data: bytes, stored: Stored, entry: Entry | None) -> Any:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().view(1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    whole: Any = flat.view(torch.uint8).numpy()
+    return memoryview(whole)
 
 
 def pieces_as_asked(entries: dict[str, Entry], names: Sequence[str]) -> list[Piece]:

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
+from ..torch_private.dcp_files import StoragePrefix
 from .contents import Contents, contents_of
 from .entries import Entries, Generators, entries_of
 from .folder import Folder
@@ -27,7 +28,6 @@ from .ranks import Ranks
 from .source import MODEL, OPTIMIZER, Entry
 from .tree import to_json
 from .write import metadata_of, value_items, write_items
-from ..torch_private.dcp_files import StoragePrefix
 
 GROUPS = "optimizer.param_groups"
 
@@ -123,8 +123,6 @@ def _ending(
     plans: list[SavePlan],
     added: list[Piece],
 ) -> Ending:
-    from .. import __version__
-
     names = {row.name: row for row in contents.table.parameters}
     paths = {name: _path(name, names) for plan in plans for name in {item.index.fqn for item in plan.items}}
     paths |= {name: _path(name, names) for name in contents.ties}
@@ -140,8 +138,10 @@ def _ending(
         },
         ranks=owned if any(owned) else [],
         files={},
-        layouts={unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in contents.table.units},
-        writer=versions(__version__),
+        layouts={
+            unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in contents.table.units
+        },
+        writer=versions(),
     )
     return Ending(metadata_of(plans, paths), manifest, request.keep_last, request.keep_every)
 
@@ -180,8 +180,14 @@ def save(
 ) -> Path:
     """Save"""
     ranks = Ranks(process_group)
-    request = Request(model, [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers), step,
-                      {**(state or {}), **({"rng": Generators()} if rng else {})}, keep_last, keep_every)
+    request = Request(
+        model,
+        [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers),
+        step,
+        {**(state or {}), **({"rng": Generators()} if rng else {})},
+        keep_last,
+        keep_every,
+    )
     where = Folder(folder)
     with ExitStack() as held:
         with ranks.step("locking the folder"):

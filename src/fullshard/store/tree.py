@@ -17,7 +17,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,29 +37,39 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         CheckpointError: a value of a class that is not plain.
     """
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, np.bool_):
-        return bool(value)
+    simple = _simple(value)
+    if simple is not _OTHER:
+        return simple
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _tensor_out(value, path, tensors)
     if isinstance(value, Mapping):
         return _dict_out(value, path, tensors)
     for kind, tag in _SEQUENCES.items():
         if type(value) is kind:
-            items = sorted(value, key=repr) if kind in (set, frozenset) else value
+            items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
             made = [to_json(item, f"{path}.{i}", tensors) for i, item in enumerate(items)]
             return made if tag is None else {tag: made}
     for known, tag, write, _ in _ATOMS:
         if isinstance(value, known):
             return {tag: write(value)}
-    if isinstance(value, (tuple, list)):  # of a class of their own: named tuples and the like
-        raise _refused(value, path, "a plain tuple or list")
-    raise _refused(value, path, "numbers, text, tensors, and tuples, lists, sets and dicts of them")
+    raise _refused(value, path, "numbers, text, tensors, and plain tuples, lists, sets and dicts of them")
+
+
+_OTHER = object()
+
+
+def _simple(value: Any) -> Any:
+    """What JSON has a type for; `_OTHER` if it has none."""
+    found: Any = _OTHER
+    if value is None or isinstance(value, (bool, str)):
+        found = value
+    elif isinstance(value, np.bool_):
+        found = bool(value)
+    elif isinstance(value, (int, np.integer)):
+        found = int(value)
+    elif isinstance(value, (float, np.floating)):
+        found = float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    return found
 
 
 def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

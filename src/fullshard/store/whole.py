@@ -57,6 +57,15 @@ class Wanted:
         return self.dtype if self.dtype is not None and self.own_dtype.is_floating_point else self.own_dtype
 
     @property
+    def is_odd(self) -> bool:
+        """Whether it is of a tensor subclass, which no plain tensor stands for."""
+        row = self.tensor
+        if isinstance(row, torch.Tensor) or row.bucket is None:
+            found = row if isinstance(row, torch.Tensor) else row.parameter
+            return hasattr(found, "__tensor_flatten__") and not hasattr(found, "full_tensor")
+        return not row.bucket.form.plain
+
+    @property
     def nbytes(self) -> int:
         """Of the whole."""
         return torch.Size(self.shape).numel() * self.given_dtype.itemsize
@@ -83,7 +92,7 @@ def table_of(model: nn.Module) -> Table:
         unit.refresh()
     tensors = {row.name: row.parameter if row.bucket is None else row.bucket.shard for row in table.parameters}
     for name, tensor in {**tensors, **table.buffers}.items():
-        if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise CheckpointError(
                 "A tensor of the model has no values: it is on the meta device, or not initialised.",
                 parameter=name,

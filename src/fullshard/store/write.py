@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -207,7 +207,7 @@ def _write(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult
     begin = stream.tell()
     if isinstance(data, torch.Tensor):
         with _without_crc():
-            torch.save(_alone(data), stream)
+            torch.save(_alone(data), cast(IO[bytes], stream))
     else:
         stream.write(data.getbuffer())
     length = stream.tell() - begin

@@ -27,7 +27,7 @@ NAMED_IN_METADATA: dict[tuple[str, str], Any] = {
     },
     (filesystem.__name__, "_StorageInfo"): StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
 }
@@ -46,4 +46,3 @@ def fsspec_reader(path: str) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(path)
-

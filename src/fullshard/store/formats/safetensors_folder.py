@@ -73,11 +73,11 @@ class SafetensorsSource(Source):
         if names is not None and held != names:
             name = min(held ^ names)
             said = "in this file" if name in names else "in another file, or in none"
-            raise _disagree(file.path, name, f"{said}, as the index says", "it is there" if name in held else "it is not")
+            raise _disagree(
+                file.path, name, f"{said}, as the index says", "it is there" if name in held else "it is not"
+            )
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         entry = self.entries[name]
         key = name.removeprefix(MODEL)
         whole = self._where[key].tensor(key, entry)
@@ -315,7 +315,7 @@ class _Planned:
         file = self._opened(folder)
         octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.seek(self.begins[name])
-        file.write(memoryview(octets.numpy()))
+        file.write(octets.numpy().data)
         self._left -= 1
         if not self._left:
             self.close(folder)
