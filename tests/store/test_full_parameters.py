@@ -59,12 +59,18 @@ def test_whole_values_in_the_models_order(run_ranks, way, name):
 
 
 def of_parallel() -> None:
-    want = dict(Model(hidden=9).named_parameters())
-    got = dict(fullshard.full_parameters(parallel_model(fullshard, (2, 2), hidden=9), bucket_bytes=300))
-    assert list(got) == list(want) and all(torch.equal(got[key], want[key]) for key in want)
+    example = EXAMPLES["odd_mlp"]
+    for model, plain in (
+        (parallel_model(fullshard, (2, 2), hidden=9), Model(hidden=9)),
+        (shard(example.make(), "rows", example.units, hybrid=True), example.make()),
+        (torch.compile(shard(example.make(), "flat", example.units)), example.make()),
+    ):
+        got, want = dict(fullshard.full_parameters(model, bucket_bytes=300)), dict(plain.named_parameters())
+        assert list(got) == list(want) and all(torch.equal(got[key], want[key]) for key in want)
 
 
-def test_tensor_parallel_parameters_are_whole(run_ranks):
+def test_other_meshes_and_compiled_models(run_ranks):
+    """Tensor parallelism, replicas, and names without what `torch.compile` puts in."""
     run_ranks(of_parallel, world=4)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from ..checkpoint.names import Table
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_name
+from .lora import is_peft_model
 
 STEM = "adapter_model"
 CONFIG = "adapter_config.json"
@@ -51,7 +52,7 @@ class Adapter:
                 remedy="pip install fullshard[hf]",
             ) from error
         self._names_of = peft.get_peft_model_state_dict
-        found = [(path, m) for path, m in model.named_modules() if "peft_config" in m.__dict__ and _is_peft(m)]
+        found = [(path, m) for path, m in model.named_modules() if is_peft_model(m)]
         if not found:
             raise ConfigError(
                 "The model has no adapter of PEFT's.",
@@ -106,8 +107,6 @@ class Adapter:
         config = copy.deepcopy(self.config)
         config.inference_mode = True
         base = self.model.get_base_model()
-        if config.base_model_name_or_path is None:
-            config.base_model_name_or_path = getattr(base, "name_or_path", None)
         kind = plain_class(base)
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
@@ -142,10 +141,6 @@ class Adapter:
 def table_name(name: str) -> str:
     """A parameter's name without what wrapping and compiling put in."""
     return clean_name(name).replace("_orig_mod.", "")
-
-
-def _is_peft(module: nn.Module) -> bool:
-    return hasattr(type(module), "get_base_model") and hasattr(type(module), "active_adapters")
 
 
 def plain_class(module: nn.Module) -> type:

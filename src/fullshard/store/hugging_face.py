@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError
 from .adapters import STEM, Adapter, plain_class, table_name
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
-from .lora import Given, adapted
+from .lora import Given, adapted, is_peft_model
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
@@ -149,8 +149,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, mer
     prefix = adapted(model).prefix if merged else ""
     for path, module in model.named_modules():
         config = module.__dict__.get("config")
-        is_peft = "peft_config" in module.__dict__ and hasattr(module, "get_base_model")
-        if config is None or is_peft or not hasattr(config, "save_pretrained"):
+        if config is None or is_peft_model(module) or not hasattr(config, "save_pretrained"):
             continue
         path = table_name(f"{path}.") if path else ""
         if path != prefix:

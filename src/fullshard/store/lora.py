@@ -147,7 +147,7 @@ def adapted(model: nn.Module) -> Adapted:
     found = Adapted()
     modules = {_path(path): module for path, module in model.named_modules()}
     for path, module in modules.items():
-        if "peft_config" in module.__dict__ and hasattr(module, "get_base_model") and not found.prefix:
+        if is_peft_model(module) and not found.prefix:
             start = f"{path}." if path else ""
             inside = any(name.startswith(f"{start}base_model.model.") for name in modules)
             found.prefix = f"{start}base_model.model." if inside else f"{start}base_model."
@@ -166,6 +166,11 @@ def adapted(model: nn.Module) -> Adapted:
             remedy="leave merge_lora away, or adapt the model by peft.get_peft_model before it is sharded",
         )
     return found
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether PEFT made it around a model, which it has as `base_model`."""
+    return hasattr(type(module), "get_base_model") and hasattr(type(module), "active_adapters")
 
 
 def _path(path: str) -> str:

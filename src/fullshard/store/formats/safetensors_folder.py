@@ -248,6 +248,7 @@ class SafetensorsSink(Sink):
             self.folder.mkdir(parents=True)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
+            self.abort()
             raise _cannot(self._path, error) from error
         if free < total:
             self.abort()

@@ -48,6 +48,7 @@ MOST_BYTES = 100_000_000
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _LARGEST = 2**63 - 1  # what torch counts in
+_MOST_DIMS = 64  # of torch's tensors
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _is_size(value: Any) -> bool:
 
 def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
     shape, kind = facts.get("shape"), facts.get("dtype")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
         raise _damaged(called, f"{name!r} with a shape", repr(shape)[:100])
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(
