@@ -1,28 +1,19 @@
-"""Checkpoints of examples/pretrain.py: whole or absent, and loadable on any number of ranks.
+"""Checkpoints of examples/pretrain.py: `fullshard.save` and `fullshard.load`, and what the run has to remember besides.
 
-    OUT/checkpoint/         the newest whole checkpoint
-        __0_0.distcp, ...   what each rank owned of parameters and AdamW state (torch.distributed.checkpoint)
-        .metadata           which file holds which part of which tensor
-        record.json         the Record below
-    OUT/checkpoint.saving/  being written; never read
-    OUT/checkpoint.old/     the one before, for the instant in which the new one takes its place
+    OUT/checkpoints/step-000000200/    the newest, and the one before it
+    OUT/checkpoints/latest             which is the newest
 
-A kill at any moment leaves `checkpoint` or `checkpoint.old` whole. All ranks must see the same folder: on
-several machines, one on a shared file system.
+A kill at any moment leaves the newest whole. All ranks must see the same folder: on several machines, a shared one.
 """
 
-import json
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fullshard import load_optimizer_state_dict, optimizer_state_dict
+import fullshard
 
 
 class CheckpointUnusable(Exception):
@@ -54,56 +45,34 @@ class Record:
         self.losses.append(loss)
 
 
-def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and optimizer state as sharded tensors; nothing is gathered to make it."""
-    return {"model": model.state_dict(), "optimizer": optimizer_state_dict(model, optimizer)}
-
-
 def save(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, record: Record) -> None:
-    """Every rank writes what it owns beside the last checkpoint; then rank 0 swaps the two."""
-    newest, saving, old = out / "checkpoint", out / "checkpoint.saving", out / "checkpoint.old"
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(saving, ignore_errors=True)
-        saving.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=saving)  # returns when all ranks have written
-    if first:
-        (saving / "record.json").write_text(json.dumps(asdict(record)))
-        if newest.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            newest.rename(old)
-        saving.rename(newest)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    """Every rank writes what it owns; the two newest are kept."""
+    state = {"record": asdict(record)}
+    fullshard.save(out / "checkpoints", model, optimizer, step=record.step, state=state, rng=False, keep_last=2)
 
 
-def find(out: Path) -> Path | None:
-    """The newest whole checkpoint under `out`, if there is one."""
-    return next((path for path in (out / "checkpoint", out / "checkpoint.old") if path.exists()), None)
+def resume(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, new: Record) -> Record | None:
+    """Go on from the newest checkpoint, however many ranks wrote it; None if there is none.
 
-
-def read_record(path: Path, expected: Record) -> Record:
-    """The record in a checkpoint. Raises CheckpointUnusable unless model, seed and text are `expected`'s."""
+    Raises:
+        CheckpointUnusable: it cannot be read, or is not of `new`'s model, seed and text.
+    """
+    if not fullshard.Folder(out / "checkpoints").names():
+        return None
     try:
-        record = Record(**json.loads((path / "record.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointUnusable(f"cannot read {path / 'record.json'}: {error}") from error
-    for name in ("model", "seed", "fingerprint"):
-        found, wanted = getattr(record, name), getattr(expected, name)
-        if found != wanted:
-            what = {"fingerprint": "training text"}.get(name, name)
-            raise CheckpointUnusable(f"{path} was made with another {what}: {found}, not {wanted}")
+        loaded = fullshard.load(out / "checkpoints", model, optimizer, fall_back=True)
+    except fullshard.CheckpointError as error:
+        raise CheckpointUnusable(" ".join(str(error).split())) from error
+    record = Record(**loaded.state["record"])
+    check_same_run(loaded.path, record, new)
     return record
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read this rank's part of parameters and optimizer state in place, however many ranks wrote them."""
-    state = sharded_state(model, optimizer)
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.api.CheckpointException as error:
-        reasons = {str(reason).splitlines()[0] for reason, _ in error.failures.values()}
-        raise CheckpointUnusable(f"cannot read {path}: {'; '.join(sorted(reasons))}") from error
-    model.load_state_dict(state["model"])
-    load_optimizer_state_dict(model, optimizer, state["optimizer"])
+def check_same_run(path: Any, found: Record, wanted: Record) -> None:
+    """Raise CheckpointUnusable unless model, seed and text are the same."""
+    for name in ("model", "seed", "fingerprint"):
+        if getattr(found, name) != getattr(wanted, name):
+            what = {"fingerprint": "training text"}.get(name, name)
+            raise CheckpointUnusable(
+                f"{path} was made with another {what}: {getattr(found, name)}, not {getattr(wanted, name)}"
+            )

@@ -13,7 +13,7 @@ Run it again and it goes on from its checkpoint, on any number of ranks. Press C
 """
 
 # What is Fullshard's here: `build` shards the model and views it for the optimizer, `train_step` clips,
-# `train` measures memory, and checkpoint.py takes the state dicts. The rest is plain PyTorch.
+# `train` measures memory, and checkpoint.py saves and loads. The rest is plain PyTorch.
 
 import argparse
 import math
@@ -24,7 +24,7 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from checkpoint import CheckpointUnusable, Record, find, load, read_record, save
+from checkpoint import CheckpointUnusable, Record, resume, save
 from corpus import Corpus, CorpusError, held_out_offsets, read_corpus, rows_of_rank, training_offsets, windows
 from launch import (
     RANK,
@@ -189,6 +189,7 @@ def train(
             save_now = last or interrupted or record.step % options.save_every == 0
             if save_now:
                 record.memory = memory_of_ranks(model, optimizer, device)
+                (record.seconds,) = mean_over_ranks(record.seconds, device=device)  # a record of all ranks
             optimizer.zero_grad()
             if record.step % options.validate_every == 0 and not last:
                 held_out_loss = validate(model, corpus, rounds=4, options=options, device=device)
@@ -258,19 +259,19 @@ def main() -> None:
     say(f"GPT of {count:,} parameters, {options.dtype}, on {WORLD} x {device.type} ({dist.get_backend()})")
     say(f"Text: {corpus.description}")
     record = Record(model=asdict(model.config), seed=options.seed, fingerprint=corpus.fingerprint)
-    checkpoint = None if options.fresh else find(options.out)
-    if checkpoint:
-        try:
-            record = read_record(checkpoint, record)
-            load(checkpoint, model, optimizer)
-        except CheckpointUnusable as error:
-            fail(f"{error}; --fresh starts over, --out chooses another folder")
-        say(f"Resuming from {checkpoint}, after step {record.step:,} of {max(options.steps, record.step):,}")
+    checkpoints = options.out / "checkpoints"
+    try:
+        found = None if options.fresh else resume(options.out, model, optimizer, record)
+    except CheckpointUnusable as error:
+        fail(f"{error}; --fresh starts over, --out chooses another folder")
+    if found is not None:
+        record = found
+        say(f"Resuming from {checkpoints}, after step {record.step:,} of {max(options.steps, record.step):,}")
 
     if record.step >= options.steps:
         say("This run was finished before: validating and generating again, without training.")
     elif not train(model, optimizer, corpus, record, options=options, device=device):
-        say(f"Interrupted after step {record.step:,} of {options.steps:,}, and saved in {options.out / 'checkpoint'}.")
+        say(f"Interrupted after step {record.step:,} of {options.steps:,}, and saved in {checkpoints}.")
         say("The same command goes on from there. (torchrun may follow with a traceback of its own; all is well.)")
         dist.destroy_process_group()
         return
@@ -282,7 +283,7 @@ def main() -> None:
     if options.sample:
         say(f"\n{' sample ':-^80}\n{generate(model, options, device)}\n{'-' * 80}\n")
     draw(options, record)
-    say(f"checkpoint      {options.out / 'checkpoint'}\n")
+    say(f"checkpoints     {checkpoints}\n")
     summarize(record, loss)
     say(f"To go on: --steps {2 * record.step}. To start over: --fresh.")
     dist.destroy_process_group()

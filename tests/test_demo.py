@@ -104,31 +104,32 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth(demo: Any) -> None:
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
-def test_the_checkpoint_before_serves_while_a_new_one_takes_its_place(demo: Any, tmp_path: Path) -> None:
-    assert demo.checkpoint.find(tmp_path) is None
-    (tmp_path / "checkpoint.saving").mkdir()
-    assert demo.checkpoint.find(tmp_path) is None
-    (tmp_path / "checkpoint.old").mkdir()
-    assert demo.checkpoint.find(tmp_path) == tmp_path / "checkpoint.old"
-    (tmp_path / "checkpoint").mkdir()
-    assert demo.checkpoint.find(tmp_path) == tmp_path / "checkpoint"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"model": {"width": 8}}, "another model"), ({"seed": 1}, "another seed"), ({"fingerprint": 2}, "training text")],
 )
-def test_a_checkpoint_of_another_run_is_refused(demo: Any, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(demo: Any, change: dict[str, Any], words: str) -> None:
     record = {"model": {"width": 16}, "seed": 0, "fingerprint": 1}
-    (tmp_path / "record.json").write_text(json.dumps(record | change))
+    found, wanted = demo.checkpoint.Record(**(record | change)), demo.checkpoint.Record(**record)
     with pytest.raises(demo.checkpoint.CheckpointUnusable, match=words):
-        demo.checkpoint.read_record(tmp_path, demo.checkpoint.Record(**record))
+        demo.checkpoint.check_same_run("here", found, wanted)
 
 
-def test_a_damaged_record_is_refused(demo: Any, tmp_path: Path) -> None:
-    (tmp_path / "record.json").write_text('{"model": ')
-    with pytest.raises(demo.checkpoint.CheckpointUnusable, match="cannot read"):
-        demo.checkpoint.read_record(tmp_path, demo.checkpoint.Record({}, 0, 0))
+def test_a_damaged_checkpoint_is_passed_over_and_one_alone_refused(demo: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    new = demo.checkpoint.Record({}, 0, 0)
+    assert demo.checkpoint.resume(tmp_path, model, optimizer, new) is None
+    for step in (1, 2):
+        demo.checkpoint.save(tmp_path, model, optimizer, demo.checkpoint.Record({}, 0, 0, step=step))
+    for step in (2, 1):
+        with (tmp_path / "checkpoints" / f"step-00000000{step}" / "__0_0.distcp").open("r+b") as file:
+            file.truncate(100)
+        if step == 2:
+            with pytest.warns(UserWarning, match="truncated"):
+                assert demo.checkpoint.resume(tmp_path, model, optimizer, new).step == 1
+    with pytest.raises(demo.checkpoint.CheckpointUnusable, match="truncated"), pytest.warns(UserWarning):
+        demo.checkpoint.resume(tmp_path, model, optimizer, new)
 
 
 def test_sizes_are_readable(demo: Any) -> None:
@@ -152,14 +153,15 @@ def run(arguments: list[str], variables: dict[str, str] | None = None, expected_
 
 
 def losses(out: Path) -> list[float]:
-    return json.loads((out / "checkpoint" / "record.json").read_text())["losses"]
+    newest = out / "checkpoints" / (out / "checkpoints" / "latest").read_text().strip()
+    return json.loads((newest / "manifest.json").read_text())["manifest"]["values"]["state"]["record"]["losses"]
 
 
 def test_demo_on_two_ranks_goes_on_on_one(tmp_path: Path, text: Path) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     said = run(command(two, text, "--steps", "6", "--save-every", "4", ranks=2))
     assert "on 2 x cpu (gloo)" in said and "step     6/6" in said and "Validation loss:" in said
-    assert sorted(path.name for path in two.iterdir()) == ["checkpoint", "loss.png", "memory.png"]
+    assert sorted(path.name for path in two.iterdir()) == ["checkpoints", "loss.png", "memory.png"]
     run(command(one, text, "--steps", "6"))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
 

@@ -98,6 +98,9 @@ EXPORTS = [
     "save",
     "load",
     "Loaded",
+    "Folder",
+    "Saving",
+    "DamagedCheckpointError",
 ]
 
 

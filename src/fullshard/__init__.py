@@ -34,7 +34,15 @@ from .api.wrapper.settings import (
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from .comm.protocol import Comm, NullComm, RecordingComm
 from .comm.torch_comm import TorchComm
-from .errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DivergenceError,
+    FullshardError,
+    LayoutError,
+    PhaseError,
+)
 from .events import Event, record_events
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
@@ -45,6 +53,8 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.background import Saving
+from .store.folder import Folder
 from .store.full_parameters import full_parameters
 from .store.hugging_face import load_safetensors, save_safetensors
 from .store.load import Loaded, load
@@ -62,12 +72,14 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DivergenceError",
     "Event",
     "FSDPModule",
     "FlatParameter",
     "FlatShard",
+    "Folder",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
@@ -87,6 +99,7 @@ __all__ = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "Saving",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",

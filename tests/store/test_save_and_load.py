@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from awkward import load_and_compare, train_and_save
+from awkward import STEPS, load_and_compare, make, train, train_and_save, whole
+from torch import Tensor
 
+import fullshard
 from ways import WAYS
 
 PAIRS = [  # saved in one way, loaded in another, on so many ranks; each way once on either side at least
@@ -47,3 +49,35 @@ def test_replicas_share_the_writing_and_other_meshes_load(run_ranks: Any, tmp_pa
     for way, world in (("flat", 2), ("rows", 3)):
         for problems, _ in run_ranks(load_and_compare, way, tmp_path, want, {}, rng=False, world=world):
             assert not problems
+
+
+def save_behind(way: str, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Saves in the background, trains on meanwhile, saves again; what all was at the first save."""
+    model, optimizer = make(way)
+    train(model, optimizer, range(STEPS))
+    first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
+    then = whole(model, optimizer)
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
+    assert first.done and first.wait() == folder / "step-000000002"
+    assert second.wait() == folder / "step-000000004" and second.done
+    return then, fullshard.Folder(folder).names()
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_what_is_saved_in_the_background_is_what_was_there(run_ranks: Any, tmp_path: Path, way: str) -> None:
+    (want, names), _ = run_ranks(save_behind, way, tmp_path, timeout=120)
+    assert names == ["step-000000002", "step-000000004"]
+    for problems, _ in run_ranks(load_and_compare, way, tmp_path / names[0], want):
+        assert not problems
+
+
+def test_an_address_of_fsspec_serves_as_a_folder(run_ranks: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    for _ in range(2):
+        (want, _), _ = run_ranks(train_and_save, "flat", url, keep_last=2)
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["latest", "step-000000002", "step-000000002.2"]
+    assert not (tmp_path / names[1] / "saving").exists()
+    for problems, _ in run_ranks(load_and_compare, "rows", url, want, {}, rng=False, world=3):
+        assert not problems

@@ -19,6 +19,8 @@ from .piece import Piece, value_pieces, whole_piece
 from .ranks import Ranks
 from .tree import to_json
 
+RNG = "rng"
+"""The name of the random generators' state."""
 STATE = "state."
 """What the names of tensors in users' values begin with."""
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
+from .background import settle_background
 from .contents import Contents, contents_of
-from .entries import STATE, Generators, Stateful, of_rank
+from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
 from .reader import Reader
+from .remote import folder_at
 from .source import MODEL
 from .tree import from_json, to_json
-
-RNG = "rng"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Loaded:
         path: the checkpoint.
         step: at which it was saved; 0 if it does not say.
         world: on how many ranks; 0 if it does not say.
-        state: plain values that were given to `save(state=...)`, by name.
+        state: plain values that were given to `save(state=...)`, by name; of those that differed between ranks this
+            rank's, if there are as many ranks now, else none.
         of_ranks: values that differed between the ranks which saved: for each name a list, one of each rank.
         untouched: names of tensors in the checkpoint that nothing here asked for.
     """
@@ -135,6 +136,8 @@ class _State:
                 plain[key] = from_json(self.common[key], self.reader.tensor, key)
             else:
                 of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
+                if len(self.own) == self.ranks.size:
+                    plain[key] = of_ranks[key][self.ranks.rank]
         return plain, of_ranks
 
     def _of(self, rank: int, key: str) -> Any:
@@ -211,7 +214,7 @@ class _State:
 
 
 def load(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Folder,
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
@@ -255,7 +258,8 @@ def load(
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
     candidates: list[str] = []
-    where = Folder(folder)
+    where = folder_at(folder)
+    settle_background(ranks)
     with ranks.step("looking for a checkpoint"):
         if ranks.is_first:
             candidates = _candidates(where, step, fall_back)

@@ -3,171 +3,27 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.planner import SavePlan
 
-from ..errors import CheckpointError
-from ..torch_private.dcp_files import StoragePrefix
-from .contents import Contents, contents_of
-from .entries import Entries, Generators, entries_of
+from ..errors import CheckpointError, ConfigError
+from .background import WRITER, Saving, settle_background, started
+from .entries import RNG, Generators
 from .folder import Folder
-from .job import Ending, Job, Written, end, write
-from .manifest import Manifest, versions
-from .piece import Piece, whole_piece
-from .plan import Settled, Told, settle_plan, tell
+from .job import Written, end, write
+from .planning import Planned, Request, planned
 from .ranks import Ranks
-from .source import MODEL, OPTIMIZER, Entry
-from .tree import to_json
-from .write import metadata_of, value_items, write_items
-
-GROUPS = "optimizer.param_groups"
-
-
-@dataclass
-class Request:
-    """What a user asks to be saved; see `save`."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    step: int
-    state: Mapping[str, Any]
-    keep_last: int | None
-    keep_every: int | None
-
-
-@dataclass
-class Planned:
-    """A save that only has to be written.
-
-    Attributes:
-        job, pieces: this rank's.
-        ending: on the first rank.
-    """
-
-    job: Job
-    pieces: list[Piece]
-    ending: Ending | None
-
-
-def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
-    """Agree on what is written by whom, and make the folder. Collective."""
-    contents: Contents | None = None
-    with ranks.step("reading the model to save"):
-        contents = contents_of(request.model, request.optimizers, ranks.is_first)
-    assert contents is not None
-    extra = {name: module.get_extra_state() for name, module in contents.extra.items()}
-    entries = entries_of({**request.state, **extra}, ranks)
-    pieces = [*contents.pieces, *entries.pieces]
-    mine = SavePlan(write_items(piece for piece in pieces if piece.writes))
-    told: list[Told] = ranks.gather(tell(contents, mine, request.step))
-    owned: list[Any] = ranks.gather(entries.own)
-    name, ending, plans = "", None, []
-    values: dict[str, Any] = {}
-    with ranks.step("planning the save"):
-        if ranks.is_first:
-            settled = settle_plan(told)
-            added, values, groups = _of_first(contents, settled)
-            pieces += added
-            told[0].plan = SavePlan([*told[0].plan.items, *write_items(added), *value_items(values)])
-            plans = [_prefixed(one.plan, rank) for rank, one in enumerate(told)]
-            ending = _ending(request, contents, settled, groups, entries, owned, plans, added)
-            name = folder.begin(request.step)
-    name = ranks.share(name)
-    plan = ranks.scatter(plans)
-    with ranks.step("looking for the folder that the first rank made"):
-        if not folder.sees(name):
-            raise CheckpointError(
-                "This rank does not see the folder that the first rank made.",
-                rank=ranks.rank,
-                expected=f"{name} in {folder}",
-                remedy="save into a folder that all ranks share, on every machine under the same path",
-            )
-    return Planned(Job(folder, name, plan, values), pieces, ending)
-
-
-def _prefixed(plan: SavePlan, rank: int) -> SavePlan:
-    return SavePlan(plan.items, storage_data=StoragePrefix(f"__{rank}_"))
-
-
-def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[str, Any], Any]:
-    """What the first rank writes for all: scalars of optimizer state, and settings of groups, which are also JSON."""
-    tensors: dict[str, torch.Tensor] = dict(settled.scalars)
-    groups = to_json(contents.groups, GROUPS, tensors)
-    values = {
-        f"{GROUPS}.{i}.{key}": value
-        for i, group in enumerate(contents.groups)
-        for key, value in group.items()
-        if not isinstance(value, torch.Tensor)
-    }
-    for parameter, own in settled.plain.items():
-        values |= {f"{OPTIMIZER}{parameter}.{key}": value for key, value in own.items()}
-    return [whole_piece(name, tensor, True) for name, tensor in tensors.items()], values, groups
-
-
-def _ending(
-    request: Request,
-    contents: Contents,
-    settled: Settled,
-    groups: Any,
-    entries: Entries,
-    owned: list[Any],
-    plans: list[SavePlan],
-    added: list[Piece],
-) -> Ending:
-    names = {row.name: row for row in contents.table.parameters}
-    paths = {name: _path(name, names) for plan in plans for name in {item.index.fqn for item in plan.items}}
-    paths |= {name: _path(name, names) for name in contents.ties}
-    manifest = Manifest(
-        step=request.step,
-        world=len(plans),
-        time=time.time(),
-        tensors={**settled.entries, **{p.name: Entry(p.shape, p.dtype) for p in added}},
-        ties=contents.ties,
-        values={
-            "optimizer": {"param_groups": groups, "scalars": to_json(settled.plain, OPTIMIZER, {})},
-            "state": entries.common,
-        },
-        ranks=owned if any(owned) else [],
-        files={},
-        layouts={
-            unit.name or "(root)": ", ".join(b.layout.name for b in unit.buckets) for unit, _ in contents.table.units
-        },
-        writer=versions(),
-    )
-    return Ending(metadata_of(plans, paths), manifest, request.keep_last, request.keep_every)
-
-
-def _path(name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The keys that lead to a name in the nested state dict that PyTorch's programs expect."""
-    if name.startswith(MODEL):
-        return "model", name.removeprefix(MODEL)
-    if name.startswith(OPTIMIZER):
-        rest = name.removeprefix(OPTIMIZER)
-        known = [n for n in _prefixes(rest) if n in parameters]
-        if known:
-            return "optimizer", "state", known[-1], rest.removeprefix(f"{known[-1]}.")
-    if name.startswith(f"{GROUPS}."):
-        number, _, key = name.removeprefix(f"{GROUPS}.").partition(".")
-        return "optimizer", "param_groups", int(number), key
-    return (name,)
-
-
-def _prefixes(name: str) -> Iterable[str]:
-    parts = name.split(".")
-    return (".".join(parts[:i]) for i in range(1, len(parts)))
+from .remote import folder_at
+from .source import MODEL
 
 
 def save(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Folder,
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
@@ -176,37 +32,117 @@ def save(
     rng: bool = True,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    asynchronous: bool = False,
+    if_saving: Literal["wait", "refuse"] = "wait",
+    patience: float = 10.0,
     process_group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Save"""
+) -> Saving:
+    """Write a model, its optimizers and `state` into a new folder in `folder`. Collective.
+
+    Every rank writes the pieces that it owns into one file, from its shard's memory; replicas share the writing.
+    Nothing is gathered; besides the model it takes the memory of one tensor's piece at most, and that only of those
+    that are not contiguous or not in host memory. The files are those of `torch.distributed.checkpoint`, which its
+    tools read.
+    The folder takes its place, and `latest` names it, only when all ranks have written and their files are synced:
+    a save that is broken off, whenever and however, leaves what was there before.
+
+    Args:
+        folder: where checkpoints are kept, on all ranks the same: a path that all machines share, or an address that
+            fsspec knows (`s3://...`), or a `Folder`. The checkpoint is `folder/step-000000100`.
+        model: sharded by either front-end, in any layout, or not at all.
+        optimizers: of its parameters; their state is saved by the parameters' names.
+        step: how many steps were taken: the checkpoint's name, the same on all ranks.
+        state: by name, what else is to be saved: objects with `state_dict` and `load_state_dict` (schedulers, a
+            scaler, a data loader), and plain values (numbers, text, tensors, lists, dicts of them). What differs
+            between ranks is kept of each.
+        rng: keep the state of the random generators of Python, NumPy, torch and the accelerator.
+        keep_last: remove all but as many of the newest checkpoints. None: remove none.
+        keep_every: keep those whose step is a multiple of it, too.
+        asynchronous: return as soon as the pieces are copied to shared memory; a process beside each rank writes them.
+            At most one copy is held. What goes wrong is raised by `Saving.wait`, or by the next save or load.
+        if_saving: while a save goes on in the background: "wait" for it, or "refuse".
+        patience: seconds to wait for another process that saves into the same folder.
+        process_group: the ranks that save; None: all. They must hold the whole model together.
+
+    Returns:
+        The save: `wait()` gives where the checkpoint is.
+
+    Raises:
+        CheckpointError: a rank could not write (the disk is full, ...), does not see the folder, or holds something
+            that cannot be saved; on every rank, with what the first rank that failed says. Nothing is left of it.
+        DivergenceError: ranks save other steps or other models than each other, or one does not come.
+        ConfigError: an argument that cannot be used.
+    """
     ranks = Ranks(process_group)
-    request = Request(
-        model,
-        [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers),
-        step,
-        {**(state or {}), **({"rng": Generators()} if rng else {})},
-        keep_last,
-        keep_every,
-    )
-    where = Folder(folder)
+    where = folder_at(folder)
+    request: Request | None = None
+    with ranks.step("looking at the arguments"):
+        request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
+    assert request is not None
+    if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
+        raise CheckpointError(
+            "A save is still going on in the background.",
+            remedy="save less often, wait() for it, or pass if_saving='wait'",
+        )
+    settle_background(ranks)
     with ExitStack() as held:
+        lock = -1
         with ranks.step("locking the folder"):
             if ranks.is_first:
-                held.enter_context(where.locked(10.0))
+                lock = held.enter_context(where.locked(patience))
                 where.clean()
         found = planned(request, where, ranks)
         try:
-            written = None
-            with ranks.step("writing"):
-                written = write(found.job, found.pieces)
-            everyone: list[Written] = ranks.gather(written)
-            final = ""
-            with ranks.step("finishing"):
-                if ranks.is_first:
-                    assert found.ending is not None
-                    final = end(where, found.job.name, found.ending, everyone)
+            if asynchronous:
+                with ranks.step("copying what is to be saved"):
+                    WRITER.start(found.job, found.pieces, found.ending, ranks.rank, ranks.size, lock)
+                saving = Saving(where, ranks, step)
+                started(saving)
+                return saving
+            return Saving(where, ranks, step, _write_now(found, where, ranks))
         except BaseException:
             if ranks.is_first:
                 where.discard(found.job.name)
             raise
-        return where.path / ranks.share(final)
+
+
+def _write_now(found: Planned, where: Folder, ranks: Ranks) -> str:
+    """Write in this process; the checkpoint's name."""
+    written: Written | None = None
+    with ranks.step("writing"):
+        written = write(found.job, found.pieces)
+    everyone: list[Written] = ranks.gather(written)
+    name = ""
+    with ranks.step("finishing"):
+        if ranks.is_first:
+            assert found.ending is not None
+            name = end(where, found.job.name, found.ending, everyone)
+    final: str = ranks.share(name)
+    return final
+
+
+def _request(
+    model: Any, optimizers: Any, step: Any, state: Any, rng: bool, keep_last: Any, keep_every: Any, if_saving: Any
+) -> Request:
+    """The arguments of `save`, if they can be used.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for what, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not is_count and not (value is None and what != "step"):
+            raise ConfigError(f"save({what}=) is a count.", expected=f"an int of at least {least}", got=repr(value))
+    if if_saving not in ("wait", "refuse"):
+        raise ConfigError("save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving))
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for what, value, kind in (("model", model, nn.Module), *(("optimizers", o, torch.optim.Optimizer) for o in given)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"save({what}=) is of another type.", expected=kind.__name__, got=type(value).__name__)
+    kept = dict(state or {})
+    for name in kept:
+        if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
+            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
+    if rng:
+        kept[RNG] = Generators()
+    return Request(model, given, step, kept, keep_last, keep_every)
