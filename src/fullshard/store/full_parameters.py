@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,6 +143,3 @@ def _tell(ranks: Ranks, name: str, stop: BaseException) -> None:
         )
     with contextlib.suppress(Exception):  # what stopped this rank is what it raises
         ranks.meet(error, "full_parameters")
-
-
-__all__: Any = ["BUCKET_BYTES", "full_parameters"]
