@@ -12,7 +12,8 @@ from torch import nn
 from ..errors import ConfigError, PhaseError
 from .lora import Given, merged_parameters
 from .ranks import Ranks
-from .whole import Wanted, batches, table_of
+from .table import table_of
+from .whole import Wanted, batches
 
 BUCKET_BYTES = 256 * 2**20
 

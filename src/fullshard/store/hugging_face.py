@@ -22,7 +22,8 @@ from .lora import Given, adapted, is_peft_model
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
-from .whole import Wanted, table_of
+from .table import table_of
+from .whole import Wanted
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What may be cast into each other while loading: 8-bit floats have scales of their own."""
