@@ -60,9 +60,7 @@ class Source(ABC):
     ties: Mapping[str, str]
 
     @abstractmethod
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor in host memory, to be read only: it may share memory with the file.
 
         Args:
