@@ -69,7 +69,9 @@ class Archive:
         if record[1] != stored.numel * size:
             got = f"{record[1]:,} bytes"
             expected = f"{stored.numel * size:,} bytes"
-            raise CheckpointError(f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got)
+            raise CheckpointError(
+                f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got
+            )
         if 0 in stored.shape:
             return
         if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
@@ -92,6 +94,10 @@ class Archive:
             start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
         base = self._records[f"data/{stored.key}"][0]
         return self._strided(base, stored.dtype, start, shape, stored.stride)
+
+    def place(self, stored: Stored) -> tuple[int, int]:
+        """Where the record of a tensor begins in the file, and its size, in bytes."""
+        return self._records[f"data/{stored.key}"]
 
     def _strided(
         self, base: int, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
@@ -139,7 +145,9 @@ class Archive:
                 listed = opened.infolist()
             found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-            raise CheckpointError(f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save.") from error
+            raise CheckpointError(
+                f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save."
+            ) from error
         end = 0
         for position, size in sorted(found.values()):
             if position < end:
@@ -153,7 +161,9 @@ class Archive:
 
     def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
         if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
-            raise CheckpointError(f"{self.path}: its records are compressed or encrypted, which torch.save does not do.")
+            raise CheckpointError(
+                f"{self.path}: its records are compressed or encrypted, which torch.save does not do."
+            )
         header = bytearray(LOCAL_HEADER)
         self._fill(one.header_offset, memoryview(header))
         if header[:4] != b"PK\3\4":
