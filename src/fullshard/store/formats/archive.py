@@ -4,8 +4,8 @@
     name/byteorder     "little" or "big"
     name/data/0 ...    elements of storages, not compressed
 
-Every size is checked against the file before memory is taken for it. Records are read into memory of their own, only the
-part that is asked for: nothing is mapped, so that what a process holds is what it reads.
+Every size is checked against the file before memory is taken for it. Records are read into memory of their own, only
+the part that is asked for: nothing is mapped, so that what a process holds is what it reads.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Archive:
     def _strided(
         self, base: int, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """Read the bytes from the first element to the last; some rows at a time where that is far more than is asked."""
+        """Read from the first element to the last; some rows at a time where far more lies there than is asked."""
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
         span = extent(shape, stride)
@@ -118,7 +118,7 @@ class Archive:
                 whole[row : row + some] = part
             return whole
         raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8)
-        self._fill(base + start * dtype.itemsize, memoryview(raw.numpy()))
+        self._fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
         return raw.view(dtype).as_strided(shape, stride)
 
     def _fill(self, position: int, buffer: memoryview) -> None:

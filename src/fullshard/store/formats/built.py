@@ -61,6 +61,22 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """One rank's part of a tensor whose elements several files hold.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+        parts: what this file holds: for each rectangle the offset and size of every dim, and where it is.
+        world: ranks that hold parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], Stored], ...]
+    world: int
+
+
+@dataclass(frozen=True)
 class Storage:
     """A record that tensors are views of; dtype None: bytes, of which the tensor says the dtype."""
 

@@ -13,7 +13,7 @@ values["state"]["epoch"]                        everything else
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError
 from ..source import MODEL, OPTIMIZER
-from .built import Made, Named, Stored
+from .built import Made, Named, Sharded, Stored
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
@@ -40,12 +40,14 @@ class State:
         what: the file, for errors.
         tensors: by name.
         values: what is no tensor.
+        understand: what a class that a library wraps its tensors in stands for; None: it is refused.
     """
 
     what: str
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     count: int = 0
+    understand: Callable[[Made], Any] = lambda made: None
 
     def add_model(self, model: Mapping[Any, Any]) -> None:
         """A model's state dict, flat or nested."""
@@ -90,8 +92,8 @@ class State:
         into[GROUPS] = groups
         if unnamed:
             into["warning"] = (
-                "Parameters of the optimizer's state have numbers in place of names: the file does not say which is which. "
-                "Make the optimizer of model.named_parameters() before saving, and the file has param_names."
+                "Parameters of the optimizer's state have numbers in place of names: the file does not say which is "
+                "which. Make the optimizer of model.named_parameters() before saving, and the file has param_names."
             )
         for key in optimizer.keys() - {"state", GROUPS}:
             plain = self.take(optimizer[key], f"optimizer.{key}")
@@ -111,7 +113,9 @@ class State:
             CheckpointError: it holds a class, or is nested too deeply.
         """
         self.counted(depth)
-        if isinstance(value, Stored):
+        if isinstance(value, Made):
+            value = self.understanding(value, path)
+        if isinstance(value, Stored | Sharded):
             if path in self.tensors:
                 raise CheckpointError(f"{self.what}: two tensors would have the same name.", parameter=path)
             self.tensors[path] = value
@@ -126,9 +130,18 @@ class State:
                 kept = {str(i): item for i, item in enumerate(items) if item is not _NOTHING}
                 return kept or _NOTHING
             return type(value)(items)
-        if isinstance(value, Named | Made):
+        if isinstance(value, Named):
             raise refused(self.what, value.name, path)
         return value
+
+    def understanding(self, made: Made, path: str) -> Any:
+        """What a class stands for."""
+        if made.name == "argparse.Namespace" and isinstance(made.state, dict):
+            return made.state
+        found = self.understand(made)
+        if found is None:
+            raise refused(self.what, made.name, path)
+        return found
 
     def counted(self, depth: int) -> None:
         """One more value, so deep."""
@@ -145,12 +158,13 @@ def refused(what: str, name: str, path: str | None = None) -> CheckpointError:
     )
 
 
-def state_of(root: Any, what: str) -> State:
+def state_of(root: Any, what: str, understand: Callable[[Made], Any] = lambda made: None) -> State:
     """What a file of `torch.save` holds.
 
     Args:
         root: as decoded from its pickle.
         what: the file, for errors.
+        understand: see `State`.
 
     Raises:
         CheckpointError: it is no state dict, or holds classes.
@@ -159,7 +173,7 @@ def state_of(root: Any, what: str) -> State:
         raise refused(what, root.name)
     if not isinstance(root, dict):
         raise CheckpointError(f"{what} holds no state dict.", expected="a dict", got=type(root).__name__.lower())
-    state = State(what)
+    state = State(what, understand=understand)
     model = next((key for key in MODEL_KEYS if isinstance(root.get(key), dict)), None)
     optimizer = next((key for key in OPTIMIZER_KEYS if _is_optimizer(root.get(key))), None)
     if _is_optimizer(root):

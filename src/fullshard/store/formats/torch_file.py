@@ -66,8 +66,8 @@ class TorchFileSource(Source):
 class TorchFileSink(Sink):
     """A file of `torch.save`. A model alone is a plain state dict; with more, a dict with `model`, `optimizer`, ...
 
-    `torch.save` writes the file without the tensors' elements, and those are put in where it left space for them: no more
-    memory is taken than for one tensor.
+    `torch.save` writes the file without the tensors' elements, and those are put in where it left space for them: no
+    more memory is taken than for one tensor.
 
     Args:
         path: of the file; until `finish` it is beside it, with `.saving` at the end.
@@ -117,7 +117,7 @@ class TorchFileSink(Sink):
     def write(self, name: str, tensor: torch.Tensor) -> None:
         assert self._file is not None
         key, position, size = self._places[name]
-        data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if len(data) != size:
             raise CheckpointError(
                 "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data)

@@ -1,8 +1,8 @@
 """Checksums of a zip file's records, put in after the records were written.
 
-PyTorch reserves space without knowing what will be written there, so that the checksums (CRC-32) of those records are 0.
-PyTorch does not look at them; other programs that read zip files do. Layout: PKWARE's APPNOTE, sections 4.3.9 (data
-descriptor), 4.3.12 (central directory), 4.3.14 to 4.3.16 (its end).
+PyTorch reserves space without knowing what will be written there: the checksums (CRC-32) of those records are 0. It
+does not look at them; other programs that read zip files do. Layout: PKWARE's APPNOTE, sections 4.3.9 (data descriptor),
+4.3.12 (central directory), 4.3.14 to 4.3.16 (its end).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def put_sums(file: IO[bytes], sums: Mapping[str, tuple[int, int]]) -> None:
 
     Args:
         file: open for reading and writing.
-        sums: by a record's name, without the archive's own folder: the position in bytes where its data end, and the sum.
+        sums: by a record's name, without the archive's own folder: where its data end, in bytes, and the sum.
     """
     position, entries = _directory(file)
     file.seek(position)
