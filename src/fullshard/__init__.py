@@ -34,7 +34,15 @@ from .api.wrapper.settings import (
 from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from .comm.protocol import Comm, NullComm, RecordingComm
 from .comm.torch_comm import TorchComm
-from .errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DivergenceError,
+    FullshardError,
+    LayoutError,
+    PhaseError,
+)
 from .events import Event, record_events
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
@@ -45,9 +53,13 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.folder import Folder
+from .store.load import Loaded, load
+from .store.save import Saving, save
+from .version import VERSION
 from .watcher import watch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BackwardPrefetch",
@@ -57,17 +69,20 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DivergenceError",
     "Event",
     "FSDPModule",
     "FlatParameter",
     "FlatShard",
+    "Folder",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
     "LayoutError",
+    "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryUse",
@@ -81,6 +96,7 @@ __all__ = [
     "PhaseError",
     "RecordingComm",
     "RowShard",
+    "Saving",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -95,6 +111,7 @@ __all__ = [
     "describe",
     "fully_shard",
     "join",
+    "load",
     "load_optimizer_state_dict",
     "memory_use",
     "nonfinite_gradients",
@@ -102,6 +119,7 @@ __all__ = [
     "optimizer_view",
     "record_events",
     "register_fsdp_forward_method",
+    "save",
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",

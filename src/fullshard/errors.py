@@ -5,6 +5,7 @@
       LayoutError      (ValueError)    a parameter that cannot be laid out as asked
       DivergenceError  (RuntimeError)  ranks disagree
       CheckpointError  (RuntimeError)  a state dict or checkpoint that does not fit the model
+        DamagedCheckpointError           files that are not what was written
         MissingStateError (ValueError too) optimizer state to load that lacks a part
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
         UsageError     (AssertionError, ValueError too) the same, of `FullyShardedDataParallel`'s methods
@@ -73,6 +74,10 @@ class DivergenceError(FullshardError, RuntimeError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A state dict or checkpoint that does not fit the model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint that are missing, truncated, or not what was written: another one may be whole."""
 
 
 class MissingStateError(CheckpointError, ValueError):

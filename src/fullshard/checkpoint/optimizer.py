@@ -215,7 +215,7 @@ def cut_states(
         present = [(row, own) for row, own in found if own]
         unknown = needs_all and one.tensor.requires_grad and any(own is None for _, own in found)
         if present or unknown:
-            _check_complete(found, present)
+            check_complete(found, present)
         state: dict[str, Any] = {}
         for row, own in present:
             for key, value in own.items():
@@ -225,7 +225,7 @@ def cut_states(
     return result
 
 
-def _check_complete(
+def check_complete(
     found: Sequence[tuple[Named, Mapping[str, Any] | None]], present: Sequence[tuple[Named, Mapping[str, Any]]]
 ) -> None:
     """Refuse state of one tensor that lacks a parameter, or a key that another parameter of the tensor has.

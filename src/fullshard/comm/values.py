@@ -13,7 +13,9 @@ from ..watcher import RANK
 from .watched import Watched
 
 
-def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_value(
+    value: torch.Tensor, op: Any, group: dist.ProcessGroup | None, what: str = "values of all ranks"
+) -> torch.Tensor:
     """All-reduce a small tensor in place, by way of the device that `group` serves if it lies elsewhere (offloaded).
 
     Over gloo it goes by the engine's own connections, if they are open: a rank that asks alone is told so.
@@ -22,6 +24,7 @@ def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup | None) 
         value: of a dtype that the group's backend adds.
         op: a `dist.ReduceOp`.
         group: None: the default group.
+        what: it is for, one of the watcher's `TALKS`.
 
     Raises:
         DivergenceError: other ranks do not ask for it, or are gone.
@@ -32,7 +35,7 @@ def reduce_value(value: torch.Tensor, op: Any, group: dist.ProcessGroup | None) 
     moved = value if value.device.type == kind else value.to(kind)
     lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))
     if lines.is_open:
-        RANK.talks("values of all ranks")
+        RANK.talks(what)
         Watched(all_reduce_by(op, moved, lines.apart)).wait()
     else:
         dist.all_reduce(moved, op=op, group=group)

@@ -71,8 +71,9 @@ class Source(ABC):
             CheckpointError: the file is damaged there.
         """
 
+    @abstractmethod
     def close(self) -> None:
-        """Let files go."""
+        """Let files go. More than once does no harm."""
 
     def __enter__(self) -> Source:
         return self

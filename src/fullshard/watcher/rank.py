@@ -36,7 +36,7 @@ _BOOT = (
 )
 TALKS = (
     *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
-    *("values of all ranks", "whole values"),
+    *("values of all ranks", "whole values", "a checkpoint"),
 )
 """What ranks may exchange that is no unit's."""
 SLICE = 0.25

@@ -1,0 +1,229 @@
+"""Saves that go on while training does: a snapshot in shared memory, written by a process beside this one.
+
+    this process                                   the writer beside it (writer_process.py)
+    copies its pieces into the snapshot
+    sends the job (socket)                 ->      writes this rank's file, from the snapshot
+                                                   says so in the folder being written: rank-R.written
+    trains                                         the first rank's: waits for all, and puts the checkpoint in its place
+    `finish`: at the next call             <-      how it ended
+
+The writers of all ranks meet in the folder alone, without connections: they go on if training ends. One process and one
+snapshot are kept for the next save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from .job import Ending, Job
+from .piece import Piece
+
+PAGE = 4096  # bytes: of the header, and what the job and the snapshot are aligned to
+ALIGN = 64  # bytes, of a tensor in the snapshot
+HEADER = struct.Struct("<QQ")  # bytes written so far, bytes to write: at the snapshot's beginning
+MESSAGE = struct.Struct("<QQ")  # length of the job, length of everything
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fullshard.store.writer_process import main; main()"
+)
+
+
+@dataclass
+class Order:
+    """What a writer is told.
+
+    Attributes:
+        job: what to write.
+        pieces: name, shape, offsets, sizes and dtype of each piece, and where in the snapshot it lies, in bytes.
+        rank, world: of the ranks that save.
+        ending: on the first rank.
+        patience: seconds that the first rank's writer waits for another one.
+    """
+
+    job: Job
+    pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, int]]
+    rank: int
+    world: int
+    ending: Ending | None
+    patience: float
+
+
+def note_written(path: Path, rank: int, text: str, failed: bool = False) -> None:
+    """Tell the first rank's writer, by a file, that this rank's has written, or failed."""
+    kind = "failed" if failed else "written"
+    made = path / f"rank-{rank}.{kind}.new"
+    made.write_text(text)
+    made.replace(path / f"rank-{rank}.{kind}")
+
+
+class Writer:
+    """The process beside this one, and the memory that both see.
+
+    Ownership: the snapshot is allocated here, grows with what is saved, is written by `start` alone and read by the
+    process until it answers; both live until this process ends.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._memory = -1  # file descriptor of the snapshot
+        self._mapped: mmap.mmap | None = None
+        self._running: Order | None = None
+        self._answer: dict[str, str] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save was started whose end nobody has asked for yet."""
+        return self._running is not None
+
+    def start(self, job: Job, pieces: Sequence[Piece], ending: Ending | None, rank: int, world: int, lock: int) -> None:
+        """Copy the pieces, and let the process write them.
+
+        Args:
+            lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
+        """
+        mine = [piece for piece in pieces if piece.writes]
+        places, at = [], 0
+        for piece in mine:
+            places.append(at)
+            at += -(-piece.nbytes // ALIGN) * ALIGN
+        told = [(p.name, p.shape, p.offsets, p.sizes, p.dtype, place) for p, place in zip(mine, places, strict=True)]
+        order = Order(job, told, rank, world, ending, 1800.0)
+        text = pickle.dumps(order)
+        begin = data_begin(len(text))
+        memory = self._room(begin + at)
+        memory[: HEADER.size] = HEADER.pack(0, sum(piece.nbytes for piece in mine))
+        memory[PAGE : PAGE + len(text)] = text
+        for piece, place in zip(mine, places, strict=True):
+            if piece.nbytes:
+                view = torch.frombuffer(memory, dtype=torch.uint8, count=piece.nbytes, offset=begin + place)
+                view.view(piece.dtype).view(piece.sizes).copy_(piece.tensor)
+        self._launch()
+        assert self._channel is not None
+        descriptors = [self._memory, *([lock] if lock >= 0 else [])]
+        socket.send_fds(self._channel, [MESSAGE.pack(len(text), begin + at)], descriptors)
+        self._running, self._answer = order, None
+
+    def _room(self, nbytes: int) -> mmap.mmap:
+        """The snapshot, of at least so many bytes."""
+        if self._memory < 0:
+            self._memory = os.memfd_create("fullshard-snapshot", os.MFD_CLOEXEC)
+        if self._mapped is None or len(self._mapped) < nbytes:
+            os.ftruncate(self._memory, nbytes)
+            self._mapped = mmap.mmap(self._memory, nbytes)
+        return self._mapped
+
+    def _launch(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        self._channel = ours
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that the process has written of this rank's, and all there are."""
+        if self._mapped is None or self._running is None:
+            return (0, 0)
+        done, total = HEADER.unpack_from(self._mapped)
+        return min(done, total), total
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether the save has ended; waits so long for it, None for ever."""
+        if self._running is None or self._answer is not None:
+            return True
+        assert self._channel is not None
+        self._channel.settimeout(seconds)
+        try:
+            text = _line(self._channel)
+        except TimeoutError:
+            return False
+        except OSError:
+            text = b""
+        self._answer = json.loads(text) if text else {"error": self._died()}
+        return True
+
+    def _died(self) -> str:
+        assert self._process is not None and self._running is not None
+        code = self._process.wait()
+        self._process = None
+        order = self._running
+        told = f"the process that writes in the background ended with exit code {code}"
+        with contextlib.suppress(OSError):  # the folder may be gone, with the other writers
+            note_written(order.job.folder.at(order.job.name), order.rank, told, failed=True)
+        return told
+
+    def finish(self) -> str | None:
+        """Wait for the end of the save that was started; the checkpoint's name, on the first rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._running is None:
+            return None
+        while not self.poll(1.0):
+            pass
+        answer, self._running = self._answer, None
+        assert answer is not None
+        if "error" in answer:
+            raise CheckpointError(
+                "A save in the background failed; the checkpoints before it are as they were.", got=answer["error"]
+            )
+        return answer.get("name")
+
+    def at_exit(self) -> None:
+        """Let a save end before this process does, and say so if it fails."""
+        if not self.busy:
+            return
+        deadline = time.monotonic() + 600.0
+        while not self.poll(1.0):
+            if time.monotonic() > deadline:
+                return
+        if self._answer is not None and "error" in self._answer:
+            print(f"fullshard: a save in the background failed: {self._answer['error']}", file=sys.stderr)
+
+
+def data_begin(length: int) -> int:
+    """Where tensors begin in a snapshot whose job has this length, in bytes."""
+    return PAGE + -(-length // PAGE) * PAGE
+
+
+def _line(channel: socket.socket) -> bytes:
+    """One line; nothing if the other side has closed."""
+    text = b""
+    while not text.endswith(b"\n"):
+        more = channel.recv(65536)
+        if not more:
+            return b""
+        text += more
+    return text
+
+
+WRITER = Writer()
+"""This process's."""
+atexit.register(WRITER.at_exit)
+
+
+def _after_fork() -> None:
+    """The process and the snapshot are the parent's."""
+    WRITER.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""What this rank holds of a model and its optimizers, by the names that a checkpoint knows it by.
+
+    model.NAME                    parameters and persistent buffers, by their names in the unwrapped model
+    optimizer.state.NAME.KEY      optimizer state of a parameter
+
+The same list serves both ways: a save writes the pieces, a load fills them. Nothing is gathered, and nothing that is
+gathered is looked at: pieces are views of the shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.held import Held, held_by, kinds_of
+from ..checkpoint.names import Named, Table, settle
+from ..checkpoint.optimizer import blank_states
+from ..errors import CheckpointError, ConfigError
+from ..names import clean_name
+from .piece import Piece, member_pieces, value_pieces
+from .source import MODEL, OPTIMIZER
+
+
+@dataclass
+class Scalar:
+    """One value for a whole parameter, such as its step count.
+
+    Attributes:
+        value: a 0-d tensor or a Python value.
+        owns: whether this rank holds any of the parameter: what ranks say that hold none does not count.
+    """
+
+    value: Any
+    owns: bool
+
+
+@dataclass(eq=False)
+class StateOf:
+    """State of one tensor of an optimizer.
+
+    Attributes:
+        optimizer, held: whose.
+        state: the optimizer's own, or what a first step would make if it has none.
+        pieces: what this rank holds of it, by parameter name.
+        scalars: by parameter name and key.
+    """
+
+    optimizer: torch.optim.Optimizer
+    held: Held
+    state: dict[str, Any]
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Contents:
+    """See the module's docstring.
+
+    Attributes:
+        table: the model's parameters and buffers.
+        model: pieces of parameters and buffers.
+        states: of the optimizers' tensors.
+        groups: of all optimizers, in order: settings, and the names of their parameters.
+        ties: other names of tensors, and the one they are kept under; in the checkpoint's names.
+        extra: modules' extra state (`get_extra_state`), by name in the checkpoint.
+    """
+
+    table: Table
+    model: list[Piece] = field(default_factory=list)
+    states: list[StateOf] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All of them."""
+        yield from self.model
+        for one in self.states:
+            for pieces in one.pieces.values():
+                yield from pieces
+
+
+def contents_of(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], first: bool, blank: bool = False
+) -> Contents:
+    """The contents of this rank. No communication.
+
+    Args:
+        first: whether this is the first rank, which writes what all ranks have.
+        blank: give tensors without optimizer state what a first step would make of it, zeroed, to be loaded into.
+
+    Raises:
+        CheckpointError: something that has no values yet, or state that cannot be named.
+        ConfigError: two optimizers of one parameter.
+    """
+    settle(model)
+    table = Table(model)
+    found = Contents(table)
+    for turn, row in enumerate(table.parameters):
+        found.model += _row_pieces(row, MODEL + row.name, row.parameter, turn, first)
+        found.ties |= {MODEL + name: MODEL + row.name for name in row.names[1:]}
+    seen: dict[int, str] = {}
+    for turn, (name, buffer) in enumerate(table.buffers.items()):
+        if id(buffer) in seen:
+            found.ties[MODEL + name] = seen[id(buffer)]
+            continue
+        seen[id(buffer)] = MODEL + name
+        _check_values(MODEL + name, buffer)
+        found.model += value_pieces(MODEL + name, buffer, turn, first)
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found.extra[MODEL + clean_name(f"{path}." if path else "") + "_extra_state"] = module
+    taken: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        _add_optimizer(found, optimizer, number, taken, first, blank)
+    return found
+
+
+def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
+    _check_values(name, value)
+    if row.bucket is None or row.member is None:
+        return list(value_pieces(name, value, turn, first))
+    return list(member_pieces(name, row.bucket, row.member, row.bucket.part(row.bucket.shard, row.member), turn))
+
+
+def _check_values(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise CheckpointError(
+            "A tensor of the model has no values: it is on the meta device, or not initialised.",
+            parameter=name.removeprefix(MODEL),
+            remedy="model.to_empty(device=...) before saving or loading; lazy modules need a forward first",
+        )
+
+
+def _add_optimizer(
+    found: Contents, optimizer: torch.optim.Optimizer, number: int, taken: dict[str, int], first: bool, blank: bool
+) -> None:
+    held = held_by(found.table, optimizer.param_groups)
+    numbers = {row.name: turn for turn, row in enumerate(found.table.parameters)}
+    for name in [row.name for one in held for row in one.rows]:
+        if taken.setdefault(name, number) != number:
+            raise ConfigError(
+                "Two optimizers update one parameter: their state would have one name.",
+                parameter=name,
+                remedy="give each optimizer parameters of its own",
+            )
+    states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
+    lacking = [one for one in held if not states[id(one)]] if blank else []
+    if lacking:
+        made = blank_states(optimizer, [one.tensor for one in lacking])
+        states |= {id(one): made[id(one.tensor)] for one in lacking}
+    for one in held:
+        state = StateOf(optimizer, one, states[id(one)])
+        for row in one.rows:
+            _add_state(state, row, numbers[row.name], first)
+        found.states.append(state)
+    for g, group in enumerate(optimizer.param_groups):
+        settings = {k: copy.copy(v) for k, v in group.items() if k not in ("params", "param_names")}
+        found.groups.append({**settings, "params": [r.name for one in held if one.group == g for r in one.rows]})
+
+
+def _add_state(one: StateOf, row: Named, turn: int, first: bool) -> None:
+    """What this rank holds of the state of one parameter."""
+    kinds = kinds_of(one.held, one.state)[row.name]
+    pieces, scalars = one.pieces.setdefault(row.name, []), one.scalars.setdefault(row.name, {})
+    for key, kind in kinds.items():
+        value, name = one.state[key], f"{OPTIMIZER}{row.name}.{key}"
+        if kind.what == "value":
+            scalars[key] = Scalar(value, kind.owns)
+        elif kind.what == "element" and row.bucket is not None and row.member is not None and row.bucket.form.plain:
+            pieces += member_pieces(name, row.bucket, row.member, one.held.local(row, value), turn)
+        else:
+            pieces += value_pieces(name, value, turn, first)

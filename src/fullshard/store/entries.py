@@ -1,0 +1,125 @@
+"""What is saved besides the model: schedulers, loaders, random generators, the user's own values.
+
+Where all ranks have the same it is kept once; else each rank's is kept, and loads on as many ranks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from .piece import Piece, value_pieces, whole_piece
+from .ranks import Ranks
+from .tree import to_json
+
+RNG = "rng"
+"""The name of the random generators' state."""
+STATE = "state."
+"""What the names of tensors in users' values begin with."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state to be saved: a scheduler, a scaler, a data loader; as DCP's protocol of this name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take what `state_dict` gave."""
+
+
+class Generators:
+    """The random generators of this process: Python's, NumPy's, torch's, and the accelerator's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        version, internal, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        found: dict[str, Any] = {
+            "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+            "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+            "torch": torch.get_rng_state(),
+        }
+        if torch.accelerator.is_available():
+            module = torch.get_device_module(torch.accelerator.current_accelerator())
+            found["accelerator"] = module.get_rng_state()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        version, internal, gauss = state_dict["python"]
+        random.setstate((version, tuple(internal.tolist()), gauss))
+        name, keys, position, has_gauss, cached = state_dict["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(state_dict["torch"])
+        if "accelerator" in state_dict and torch.accelerator.is_available():
+            module = torch.get_device_module(torch.accelerator.current_accelerator())
+            module.set_rng_state(state_dict["accelerator"])
+
+
+@dataclass
+class Entries:
+    """What one rank writes of them.
+
+    Attributes:
+        common: JSON of what all ranks have, by name.
+        own: JSON of what is this rank's, by name.
+        pieces: tensors in them.
+    """
+
+    common: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def entries_of(state: Mapping[str, Any], ranks: Ranks) -> Entries:
+    """The values to save. Collective.
+
+    Raises:
+        CheckpointError: a value that is not plain.
+    """
+    found, made = Entries(), {}
+    with ranks.step("reading the state to save"):
+        for key, value in state.items():
+            tensors: dict[str, torch.Tensor] = {}
+            told = value.state_dict() if isinstance(value, Stateful) else value
+            made[key] = to_json(told, f"{STATE}{key}", tensors), tensors
+    digests = {key: _digest(told, tensors) for key, (told, tensors) in made.items()}
+    everyone = ranks.all(digests)
+    for key, (told, tensors) in made.items():
+        same = all(other.get(key) == digests[key] for other in everyone)
+        (found.common if same else found.own)[key] = told
+        for turn, (name, tensor) in enumerate(tensors.items()):
+            if not _is_whole(tensor):
+                found.pieces += value_pieces(name, tensor, turn, ranks.is_first)
+            elif same:
+                found.pieces.append(whole_piece(name, tensor.detach(), ranks.is_first))
+            else:
+                found.pieces.append(whole_piece(of_rank(ranks.rank, name), tensor.detach(), True))
+    return found
+
+
+def of_rank(rank: int, name: str) -> str:
+    """The name of a tensor that is one rank's."""
+    return f"ranks.{rank}.{name}"
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _digest(told: Any, tensors: dict[str, torch.Tensor]) -> str:
+    """What tells whether ranks have the same: sharded tensors are one tensor of all ranks, and do not count."""
+    found = hashlib.sha256(json.dumps(told).encode())
+    for name, tensor in tensors.items():
+        if _is_whole(tensor):
+            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            flat = tensor.detach().cpu().contiguous().view(-1) if tensor.numel() else None
+            found.update(b"" if flat is None else flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

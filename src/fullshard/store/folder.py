@@ -1,0 +1,238 @@
+"""Where checkpoints are kept: a folder that all ranks see, in which each is whole or not there.
+
+    ROOT/
+      step-000000100/                    a whole checkpoint: DCP's files, .metadata, manifest.json
+      step-000000100.2/                  another one of the same step, made after it
+      step-000000200.saving-1f3a/        being written, or left by a save that was broken off; never read
+      latest                             the name of the newest whole one
+      lock                               locked by the process that writes
+
+Every file is synced, then the folder renamed, then its parent synced, then `latest` replaced (rename(2)): a process
+may be killed, and the machine switched off, between any two of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError
+from . import manifest
+from .storage import LocalStorage, Storage
+from .write import LocalWriter
+
+LATEST = "latest"
+LOCK = "lock"
+_NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
+_LEFT_OVER = re.compile(r"step-\d{9,}(?:\.\d+)?\.(?:saving|deleting)-[0-9a-f]+")
+_POLL = 0.1  # seconds between two looks at a lock
+
+
+class Folder:
+    """See the module's docstring.
+
+    Args:
+        path: ROOT.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def at(self, name: str) -> Path:
+        """Where one checkpoint is; the folder itself for ""."""
+        return self.path / name
+
+    # Reading.
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether this is no folder of checkpoints, but one itself."""
+        return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
+
+    def step_of(self, name: str) -> int | None:
+        """The step in a checkpoint's name."""
+        found = _order(name)
+        return None if found is None else found[0]
+
+    def names(self) -> list[str]:
+        """The checkpoints that have a manifest, oldest step first."""
+        if not self.path.is_dir():
+            return []
+        found = [(key, p.name) for p in self.path.iterdir() if (key := _order(p.name)) is not None]
+        return [name for _, name in sorted(found) if (self.path / name / manifest.NAME).is_file()]
+
+    def latest(self) -> str | None:
+        """The name in `latest`; None if there is none.
+
+        Raises:
+            CheckpointError: `latest` names nothing that is here.
+        """
+        try:
+            text = (self.path / LATEST).read_bytes()[:200].decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        if _order(text) is None or not (self.path / text / manifest.NAME).is_file():
+            raise CheckpointError(
+                "The file 'latest' names no whole checkpoint.",
+                expected="the name of a folder beside it, such as step-000000100",
+                got=repr(text),
+                remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
+            )
+        return text
+
+    def storage(self, name: str) -> Storage:
+        """The files of one checkpoint."""
+        return LocalStorage(self.path / name)
+
+    # Writing.
+
+    def writer(self, name: str) -> Any:
+        """What writes into one that `begin` made: a writer of DCP's, and a `PieceWriter`."""
+        return LocalWriter(self.path / name)
+
+    def sees(self, name: str) -> bool:
+        """Whether this process sees what another one made by `begin`."""
+        return (self.path / name).is_dir()
+
+    def begin(self, step: int) -> str:
+        """Make a folder to write into; returns its name."""
+        name = f"step-{step:09d}"
+        again = 1
+        while (self.path / name).exists():
+            again += 1
+            name = f"step-{step:09d}.{again}"
+        name = f"{name}.saving-{secrets.token_hex(4)}"
+        (self.path / name).mkdir(parents=True)
+        return name
+
+    def publish(self, name: str, files: dict[str, bytes]) -> str:
+        """Write the last files into what `begin` made, put it in its place, and let `latest` name it; its final name.
+
+        Args:
+            files: contents by name, written in this order.
+        """
+        here = self.path / name
+        for file, data in files.items():
+            write_synced(here / file, data)
+        _sync(here)
+        final = name.rpartition(".saving-")[0]
+        here.rename(self.path / final)
+        _sync(self.path)
+        write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
+        (self.path / f"{LATEST}.new").replace(self.path / LATEST)
+        _sync(self.path)
+        return final
+
+    def discard(self, name: str) -> None:
+        """Remove what `begin` made."""
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what broken-off saves left. Only while the lock is held."""
+        for path in self.path.iterdir():
+            if _LEFT_OVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def prune(self, keep_last: int | None, keep_every: int | None) -> list[str]:
+        """Remove old checkpoints; returns their names.
+
+        Args:
+            keep_last: keep as many of the newest; None: all.
+            keep_every: keep all whose step is a multiple of it, too.
+        """
+        if keep_last is None:
+            return []
+        removed = []
+        for name in self.names()[:-keep_last]:
+            step = self.step_of(name)
+            if name == self.latest() or (keep_every is not None and step is not None and step % keep_every == 0):
+                continue
+            doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
+            (self.path / name).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            removed.append(name)
+        return removed
+
+    @contextlib.contextmanager
+    def locked(self, patience: float) -> Iterator[int]:
+        """Hold the lock that excludes other saves into this folder; gives its file descriptor.
+
+        The lock is the operating system's (flock): it goes with the processes that hold it, however they end.
+
+        Args:
+            patience: seconds to wait for another process.
+
+        Raises:
+            CheckpointError: another process holds it for longer.
+        """
+        import fcntl
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            deadline = time.monotonic() + patience
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
+                        raise CheckpointError(
+                            "Another process is saving into the same folder.",
+                            expected=f"the lock within {patience:g} s",
+                            got=f"{self.path / LOCK} held by {holder or 'an unknown process'}",
+                            remedy="give every run a folder of its own, or let the other save end",
+                        ) from None
+                    time.sleep(_POLL)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
+    """The folder at a path.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    if isinstance(path, Folder):
+        return path
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError("Checkpoints are kept in a folder.", expected="a path", got=repr(path))
+    return Folder(path)
+
+
+def _order(name: str) -> tuple[int, int] | None:
+    found = _NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2] or 1))
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

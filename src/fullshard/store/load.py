@@ -1,0 +1,305 @@
+"""`load`: every rank reads what it owns, straight into its shard, after everything was checked."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import CheckpointError, DamagedCheckpointError, message
+from .contents import Contents, contents_of
+from .entries import RNG, STATE, Generators, Stateful, of_rank
+from .folder import Folder, folder_at
+from .piece import value_pieces
+from .ranks import Ranks
+from .read import Files
+from .reader import Reader
+from .save import settle_background
+from .source import MODEL
+from .tree import from_json, to_json
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` read besides what it filled.
+
+    Attributes:
+        path: the checkpoint.
+        step: at which it was saved; 0 if it does not say.
+        world: on how many ranks; 0 if it does not say.
+        state: plain values that were given to `save(state=...)`, by name.
+        of_ranks: values that differed between the ranks which saved: for each name a list, one of each rank.
+        untouched: names of tensors in the checkpoint that nothing here asked for.
+    """
+
+    path: Path | str
+    step: int
+    world: int
+    state: dict[str, Any] = field(default_factory=dict)
+    of_ranks: dict[str, list[Any]] = field(default_factory=dict)
+    untouched: tuple[str, ...] = ()
+
+
+@dataclass
+class Wanted:
+    """What a user asks to be loaded; see `load`."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    state: dict[str, Any]
+    rng: bool
+    strict: bool
+    hashes: bool
+
+
+def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
+    """Load one checkpoint. Collective.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written; nothing was changed.
+        CheckpointError: it does not fit; nothing was changed.
+    """
+    made: list[tuple[Files, Reader, Loaded]] = []
+    try:
+        with ranks.step("comparing a checkpoint with the model"):
+            files = Files(folder.storage(name))
+            made.append((files, *_planned(wanted, files, folder, name, ranks)))
+        files, reader, loaded = made[0]
+        with ranks.step("checking a checkpoint's files"):
+            files.check(reader.copies, wanted.hashes)
+        with ranks.step("reading a checkpoint's files, of which the model may hold a part now,"), torch.no_grad():
+            files.fill(reader.copies)
+        with ranks.step("taking over what a checkpoint holds"), torch.no_grad():
+            for action in reader.after:
+                action()
+    finally:
+        for files, _, _ in made:
+            files.close()
+    return loaded
+
+
+def _planned(wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks) -> tuple[Reader, Loaded]:
+    reader = Reader(files)
+    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, blank=True)
+    reader.model(contents)
+    reader.optimizers(contents)
+    state, of_ranks = _State(wanted, reader, contents, ranks).plan()
+    left = reader.close(contents, wanted.strict)
+    told = files.manifest
+    step, world = (0, 0) if told is None else (told.step, told.world)
+    return reader, Loaded(folder.at(name), step, world, state, of_ranks, tuple(left))
+
+
+class _State:
+    """What was saved besides tensors of the model and its optimizers."""
+
+    def __init__(self, wanted: Wanted, reader: Reader, contents: Contents, ranks: Ranks) -> None:
+        self.wanted, self.reader, self.contents, self.ranks = wanted, reader, contents, ranks
+        manifest = reader.files.manifest
+        self.common: dict[str, Any] = {} if manifest is None else manifest.values.get("state", {})
+        self.own: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
+
+    def plan(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        """Plain values, and those of each rank that saved."""
+        takers: dict[str, Callable[[Any], object]] = {
+            key: value.load_state_dict for key, value in self.wanted.state.items() if isinstance(value, Stateful)
+        }
+        takers |= {name: module.set_extra_state for name, module in self.contents.extra.items()}
+        saved = dict.fromkeys([*self.common, *(key for one in self.own for key in one)])
+        for name in takers:
+            if name not in saved and self.wanted.strict:
+                raise CheckpointError(
+                    "A checkpoint has no state of this name; nothing was loaded.",
+                    parameter=name,
+                    expected=f"one of {', '.join(saved) or 'none'}",
+                    remedy="name it as in save(state=...), leave it out, or pass strict=False",
+                )
+        plain: dict[str, Any] = {}
+        of_ranks: dict[str, list[Any]] = {}
+        for key in saved:
+            if key == RNG:
+                self._generators()
+            elif key in takers:
+                self._give(key, takers[key])
+            elif key.startswith(MODEL):
+                continue  # extra state of a module that this model has not
+            elif key in self.common:
+                plain[key] = from_json(self.common[key], self.reader.tensor, key)
+            else:
+                of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
+        return plain, of_ranks
+
+    def _of(self, rank: int, key: str) -> Any:
+        """What a rank saved under a name."""
+
+        def tensor(name: str) -> torch.Tensor:
+            own = of_rank(rank, name)
+            return self.reader.tensor(own if own in self.reader.files.index.entries else name)
+
+        return from_json(self.own[rank].get(key), tensor, key)
+
+    def _give(self, key: str, take: Callable[[Any], object]) -> None:
+        """Plan to hand a state over to the object that it is of."""
+        if key in self.common:
+            state = from_json(self.common[key], self._sharded(key), key)
+        elif len(self.own) == self.ranks.size:
+            state = self._of(self.ranks.rank, key)
+        else:
+            every = [self._of(rank, key) for rank in range(len(self.own))]
+            take_all = getattr(self.wanted.state[key], "load_state_dicts", None)
+            if take_all is None:
+                raise CheckpointError(
+                    "A state differed between the ranks that saved it, and there are not as many now; nothing was "
+                    "loaded.",
+                    parameter=key,
+                    expected=f"{len(self.own)} ranks",
+                    got=self.ranks.size,
+                    remedy="give the object a method load_state_dicts(states), which is given those of all ranks; or "
+                    "leave it out, and use Loaded.of_ranks",
+                )
+            self.reader.after.append(lambda: take_all(every))
+            return
+        self.reader.after.append(lambda: take(state))
+
+    def _sharded(self, key: str) -> Callable[[str], torch.Tensor]:
+        """Gives tensors by name: those that the object holds sharded are read as it splits them."""
+        held: dict[str, torch.Tensor] = {}
+        if key in self.wanted.state:
+            to_json(self.wanted.state[key].state_dict(), f"{STATE}{key}", held)
+
+        def tensor(name: str) -> torch.Tensor:
+            like = held.get(name)
+            if like is None or not hasattr(like, "full_tensor"):
+                return self.reader.tensor(name)
+            made = torch.empty_like(like.detach())
+            for piece in value_pieces(name, made, 0, False):
+                self.reader.want(piece)
+            self.reader.asks([name])
+            return made
+
+        return tensor
+
+    def _generators(self) -> None:
+        if not self.wanted.rng:
+            return
+        same = RNG in self.common or len(self.own) == self.ranks.size
+        if not same:
+            if self.ranks.is_first:
+                warnings.warn(
+                    message(
+                        "The random generators were left as they are: a checkpoint has those of each rank.",
+                        expected=f"{len(self.own)} ranks",
+                        got=self.ranks.size,
+                        remedy="seed them, or pass rng=False",
+                    ),
+                    stacklevel=8,
+                )
+            return
+        if RNG in self.common:
+            state = from_json(self.common[RNG], self.reader.tensor, RNG)
+        else:
+            state = self._of(self.ranks.rank, RNG)
+        self.reader.after.append(lambda: Generators().load_state_dict(state))
+
+
+def load(
+    folder: str | os.PathLike[str] | Folder,
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    *,
+    step: int | None = None,
+    state: Mapping[str, Any] | None = None,
+    rng: bool = True,
+    strict: bool = True,
+    check: bool = True,
+    fall_back: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Fill a model, its optimizers and `state` from a checkpoint. Collective.
+
+    The model may be sharded in another way than the one that was saved, on another number of ranks, or not at all;
+    the checkpoint may be Fullshard's or any that `torch.distributed.checkpoint` wrote. Every rank reads only what it
+    owns, into its shard; besides that it takes the memory of the manifest and of one tensor at most. Everything is
+    compared and checked on all ranks before anything is changed. Nothing in the checkpoint is executed.
+
+    Args:
+        folder: as given to `save`; or one checkpoint in it; or a folder that DCP wrote.
+        model, optimizers: what to fill. An optimizer that has not stepped gets its state; one whose parameters had none
+            when they were saved loses it. Settings (learning rate, ...) become those saved.
+        step: which checkpoint; None: the newest.
+        state: objects to fill, by the names under which they were saved (`load_state_dict` is called).
+        rng: whether the random generators become what they were. On another number of ranks they are left, with a
+            warning.
+        strict: whether names must be the same on both sides; False: what one side lacks is left as it is.
+        check: whether the hashes of all bytes that are read are compared.
+        fall_back: take the newest checkpoint that is whole, if the newest one is damaged; which, `Loaded.path` says.
+        process_group: the ranks that load; None: all.
+
+    Returns:
+        What was read besides: see `Loaded`.
+
+    Raises:
+        DamagedCheckpointError: files are missing, truncated, or not what was written: says which.
+        CheckpointError: there is no checkpoint, or it does not fit: names the first tensor.
+        DivergenceError: a rank did not come.
+    """
+    ranks = Ranks(process_group)
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
+    candidates: list[str] = []
+    where = folder_at(folder)
+    settle_background(ranks)
+    with ranks.step("looking for a checkpoint"):
+        if ranks.is_first:
+            candidates = _candidates(where, step, fall_back)
+    candidates = ranks.share(candidates)
+    for number, name in enumerate(candidates):
+        try:
+            return read(wanted, where, name, ranks)
+        except DamagedCheckpointError as error:
+            if number == len(candidates) - 1:
+                raise
+            if ranks.is_first:
+                warnings.warn(
+                    f"{where.at(name)} was passed over, and the one before it is tried. {error}", stacklevel=2
+                )
+    raise AssertionError("no candidates")  # `_candidates` raises then
+
+
+def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
+    """The checkpoints to try, one after the other; "" is the folder itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if where.is_checkpoint and step is None:
+        return [""]
+    names = where.names()
+    if step is not None:
+        found = [name for name in names if where.step_of(name) == step]
+        if not found:
+            raise CheckpointError(
+                "There is no checkpoint of this step.",
+                expected=f"step {step} in {where}",
+                got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
+            )
+        return found[::-1] if fall_back else found[-1:]
+    if not names:
+        raise CheckpointError(
+            "There is no checkpoint here.", got=str(where), remedy="give the folder that was given to save()"
+        )
+    try:
+        newest = where.latest()
+    except CheckpointError:
+        if not fall_back:
+            raise
+        newest = None
+    order = names[::-1] if newest is None else [newest, *(n for n in names[::-1] if n != newest)]
+    return order if fall_back else order[:1]

@@ -1,0 +1,170 @@
+"""`manifest.json`: what a checkpoint holds besides tensors, and what its files must be.
+
+    {"sha256": hash of the rest, as it is written,
+     "manifest": {
+        "format": "fullshard", "version": 1, "writer": {"fullshard": "0.1.0", "torch": "2.13.0"},
+        "step": 100, "world": 4, "time": 1790000000.0,
+        "tensors": {"model.head.weight": {"shape": [5, 4], "dtype": "float32"}, ...},
+        "ties": {"model.head.weight": "model.embedding.weight"},
+        "layouts": {"blocks.0": "rows", ...},
+        "values": {"optimizer": {...}, "state": {...}, "extra": {...}},      see tree.py
+        "ranks": [{"rng": ...}, ...],                                          the same, of one rank each
+        "files": {"__0_0.distcp": {"bytes": 4096, "sha256": [one per 16 MiB of the file]}, ...}}}
+
+A checkpoint is whole if this file is there and right: it is written after all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, DamagedCheckpointError
+from ..version import VERSION as FULLSHARD
+from .source import Entry
+from .tree import dtype_name, dtype_named
+
+NAME = "manifest.json"
+VERSION = 1
+BLOCK = 16 * 2**20
+"""Bytes of a file that one hash is of."""
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be.
+
+    Attributes:
+        nbytes: its length.
+        sha256: of every `BLOCK` bytes, in hexadecimal.
+    """
+
+    nbytes: int
+    sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module's docstring."""
+
+    step: int
+    world: int
+    time: float
+    tensors: dict[str, Entry]
+    ties: dict[str, str]
+    values: dict[str, Any]
+    ranks: list[Any]
+    files: dict[str, FileFacts]
+    layouts: dict[str, str] = field(default_factory=dict)
+    writer: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> bytes:
+        """The file."""
+        inner = asdict(self) | {
+            "format": "fullshard",
+            "version": VERSION,
+            "tensors": {k: {"shape": list(e.shape), "dtype": dtype_name(e.dtype)} for k, e in self.tensors.items()},
+            "files": {k: {"bytes": f.nbytes, "sha256": list(f.sha256)} for k, f in self.files.items()},
+        }
+        body = json.dumps(inner, separators=(",", ":"), allow_nan=False)
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        return f'{{"sha256":"{digest}",\n"manifest":{body}}}\n'.encode()
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """The manifest in a file's bytes.
+
+    Args:
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: it is damaged, of a newer version, or says what no checkpoint can.
+    """
+    try:
+        outer = json.loads(data)
+        digest, inner = outer["sha256"], outer["manifest"]
+        begin, end = data.index(b'"manifest":') + len(b'"manifest":'), data.rindex(b"}")
+        if hashlib.sha256(data[begin:end]).hexdigest() != digest:
+            raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash is not what it says.", got=where)
+        if inner["format"] != "fullshard":
+            raise ValueError(f"format {inner['format']!r}")
+        if int(inner["version"]) > VERSION:
+            raise CheckpointError(
+                "A checkpoint is of a newer format than this version of Fullshard knows.",
+                expected=f"at most version {VERSION}",
+                got=f"version {inner['version']}, written by fullshard {inner['writer'].get('fullshard')}",
+                remedy="update fullshard",
+            )
+        return _manifest(inner)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise DamagedCheckpointError(
+            "A checkpoint's manifest cannot be read: it is damaged, or no manifest.",
+            got=f"{where}: {type(error).__name__}: {error}",
+        ) from error
+
+
+def _manifest(inner: dict[str, Any]) -> Manifest:
+    files = {}
+    for name, facts in inner["files"].items():
+        nbytes, hashes = _count(facts["bytes"]), tuple(map(str, facts["sha256"]))
+        if len(hashes) != math.ceil(nbytes / BLOCK):
+            raise ValueError(f"file {name!r} of {nbytes} bytes has {len(hashes)} hashes")
+        files[inside(name)] = FileFacts(nbytes, hashes)
+    tensors = {}
+    for name, facts in inner["tensors"].items():
+        shape = tuple(_count(extent) for extent in facts["shape"])
+        if len(shape) > _MOST_DIMS or math.prod(shape) >= 2**62:
+            raise ValueError(f"tensor {name!r} has shape {shape}")
+        tensors[str(name)] = Entry(shape, dtype_named(facts["dtype"]))
+    ties = {str(name): str(known) for name, known in inner["ties"].items()}
+    if unknown := [known for known in ties.values() if known not in tensors]:
+        raise ValueError(f"a tie to {unknown[0]!r}, which is not there")
+    if not isinstance(inner["values"], dict) or not isinstance(inner["ranks"], list):
+        raise TypeError("values or ranks")
+    return Manifest(
+        step=_count(inner["step"]),
+        world=_count(inner["world"]),
+        time=float(inner["time"]),
+        tensors=tensors,
+        ties=ties,
+        values=inner["values"],
+        ranks=inner["ranks"],
+        files=files,
+        layouts={str(k): str(v) for k, v in inner.get("layouts", {}).items()},
+        writer={str(k): str(v) for k, v in inner.get("writer", {}).items()},
+    )
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def inside(name: Any) -> str:
+    """A file's name, if it is one within the checkpoint's own folder.
+
+    Raises:
+        CheckpointError: it would lead out of it.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name and "\\" not in name else None
+    if path is None or path.is_absolute() or len(path.parts) != 1 or path.parts[0] in ("..", "."):
+        raise CheckpointError(
+            "A checkpoint names a file that is not in its own folder.",
+            expected="a name without folders",
+            got=repr(name)[:200],
+            remedy="do not load this checkpoint: it was damaged, or made to read other files",
+        )
+    return path.parts[0]
+
+
+def versions() -> dict[str, str]:
+    """What writes a checkpoint."""
+    return {"fullshard": FULLSHARD, "torch": str(torch.__version__)}

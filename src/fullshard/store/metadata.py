@@ -1,0 +1,152 @@
+"""DCP's `.metadata`, read without executing it: which file holds which part of which tensor.
+
+The file is a pickle. It may name only the classes that DCP's metadata is made of; anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from ..errors import CheckpointError, DamagedCheckpointError
+from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
+from .manifest import inside
+from .source import Entry
+
+NAME = ".metadata"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One rectangle of a tensor in a file, or a value.
+
+    Attributes:
+        name: of the tensor.
+        offsets, sizes: the rectangle; both empty for a value.
+        file, begin, nbytes: where its record lies.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is stored where.
+
+    Attributes:
+        entries: tensors, by name.
+        stored: their rectangles, by name.
+        values: records of what is no tensor, by name.
+        paths: the keys that lead to each name in the nested state dict that was saved.
+    """
+
+    entries: dict[str, Entry]
+    stored: dict[str, list[Stored]]
+    values: dict[str, Stored]
+    paths: dict[str, tuple[Any, ...]]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")):
+            return _no_path
+        if module == "pathlib._local" and name in ("PosixPath", "WindowsPath", "Path"):
+            return _no_path
+        try:
+            return NAMED_IN_METADATA[module, name]
+        except KeyError:
+            raise CheckpointError(
+                "A checkpoint's metadata names something that is not metadata; nothing was executed.",
+                expected="the classes of torch.distributed.checkpoint.metadata",
+                got=f"{module}.{name}",
+                remedy="do not load this checkpoint with anything: it was made to run code",
+            ) from None
+
+
+def _no_path(*parts: Any) -> str:
+    """In place of a path, which is where the checkpoint was written, and of no use."""
+    return "/".join(map(str, parts))
+
+
+def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
+    """The index in the bytes of `.metadata`.
+
+    Args:
+        sizes: of the files, in bytes; None if they are not known: then they are not compared.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: it is damaged, says something impossible, or names what it must not.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, Metadata):
+            raise TypeError(f"a {type(found).__name__}")
+        return _index(found, sizes)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged pickle makes of the unpickler
+        raise DamagedCheckpointError(
+            "A checkpoint's metadata cannot be read: it is damaged.",
+            got=f"{where}: {type(error).__name__}: {str(error)[:200]}",
+        ) from error
+
+
+def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for key, info in (found.storage_data or {}).items():
+        if not isinstance(info, StorageInfo) or getattr(info, "transform_descriptors", None):
+            raise ValueError("storage of a kind that is not known, such as compressed")
+        begin, nbytes = int(info.offset), int(info.length)
+        file = inside(info.relative_path)
+        if begin < 0 or nbytes < 0:
+            raise ValueError(f"a record at {begin} of {nbytes} bytes")
+        if sizes is not None and file not in sizes:
+            raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=str(key.fqn))
+        if sizes is not None and begin + nbytes > sizes[file]:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint is truncated.",
+                parameter=str(key.fqn),
+                expected=f"{file} of at least {begin + nbytes} bytes",
+                got=f"{sizes[file]}",
+            )
+        places[str(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
+    entries: dict[str, Entry] = {}
+    stored: dict[str, list[Stored]] = {}
+    values: dict[str, Stored] = {}
+    for name, facts in found.state_dict_metadata.items():
+        if isinstance(facts, BytesStorageMetadata):
+            if (name, ()) in places:
+                values[name] = Stored(name, (), (), *places[name, ()])
+        elif isinstance(facts, TensorStorageMetadata):
+            entries[name] = Entry(tuple(map(int, facts.size)), facts.properties.dtype)
+            stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
+        else:
+            raise TypeError(f"{type(facts).__name__} of {name!r}")
+    paths = {str(name): tuple(path) for name, path in (found.planner_data or {}).items()}
+    return Index(entries, stored, values, paths)
+
+
+def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:
+    """One rectangle, which must lie within the tensor and have as many bytes as its elements need."""
+    offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+    fits = len(offsets) == len(sizes) == len(entry.shape) and all(
+        at >= 0 and extent >= 0 and at + extent <= whole
+        for at, extent, whole in zip(offsets, sizes, entry.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name!r} of shape {entry.shape} has a part at {offsets} of {sizes}")
+    file, begin, nbytes = places[name, offsets]
+    if math.prod(sizes) * entry.dtype.itemsize > nbytes:
+        raise ValueError(f"a part of {name!r} of {sizes} is kept in {nbytes} bytes")
+    return Stored(name, offsets, sizes, file, begin, nbytes)

@@ -1,0 +1,145 @@
+"""What a save is going to write, settled by the first rank from what every rank holds.
+
+Pure: descriptions in, descriptions out. Ranks that hold other things than each other are found here, before anything is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from ..errors import CheckpointError, DivergenceError
+from .contents import Contents, Scalar
+from .source import OPTIMIZER, Entry
+from .tree import to_json
+
+
+@dataclass
+class Told:
+    """What one rank tells the first.
+
+    Attributes:
+        step: the training step it saves.
+        plan: the pieces it writes.
+        scalars: of optimizer state, by parameter and key.
+        groups: of its optimizers, as JSON, parameters sorted.
+    """
+
+    step: int
+    plan: SavePlan
+    scalars: dict[str, dict[str, Scalar]]
+    groups: str
+
+
+@dataclass
+class Settled:
+    """What the first rank makes of it.
+
+    Attributes:
+        entries: all tensors.
+        scalars: those of optimizer state that are tensors, by name; the first rank writes them.
+        plain: those that are Python values, by parameter and key.
+    """
+
+    entries: dict[str, Entry]
+    scalars: dict[str, torch.Tensor]
+    plain: dict[str, dict[str, Any]]
+
+
+def tell(contents: Contents, plan: SavePlan, step: int) -> Told:
+    """What this rank tells."""
+    scalars: dict[str, dict[str, Scalar]] = {}
+    for one in contents.states:
+        for name, own in one.scalars.items():
+            kept = {k: Scalar(_on_host(s.value), s.owns) for k, s in own.items()}
+            scalars.setdefault(name, {}).update(kept)
+    groups = [{**to_json(g, "param_groups", {}), "params": sorted(g["params"])} for g in contents.groups]
+    return Told(step, plan, scalars, json.dumps(groups))
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def settle_plan(told: Sequence[Told]) -> Settled:
+    """Compare what the ranks tell, and put it together.
+
+    Raises:
+        DivergenceError: ranks save different steps, tensors of other shapes or dtypes, or other optimizers.
+        CheckpointError: together they hold not every element, or some twice.
+    """
+    for rank, one in enumerate(told):
+        for what, mine, first in (("step", one.step, told[0].step), ("optimizer groups", one.groups, told[0].groups)):
+            if mine != first:
+                raise DivergenceError(
+                    f"Ranks save different things: the {what} differs; nothing was written.",
+                    rank=rank,
+                    expected=f"as on rank 0: {_short(first)}",
+                    got=_short(mine),
+                    remedy="let all ranks call save() after the same step, with the same optimizers",
+                )
+    entries = _entries(told)
+    scalars: dict[str, torch.Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for parameter, key, value in _scalars(told):
+        if isinstance(value, torch.Tensor):
+            name = f"{OPTIMIZER}{parameter}.{key}"
+            scalars[name], entries[name] = value, Entry((), value.dtype)
+        else:
+            plain.setdefault(parameter, {})[key] = value
+    return Settled(entries, scalars, plain)
+
+
+def _entries(told: Sequence[Told]) -> dict[str, Entry]:
+    found: dict[str, tuple[Entry, int]] = {}
+    counted: dict[str, int] = {}
+    for rank, one in enumerate(told):
+        for item in one.plan.items:
+            if item.tensor_data is None:
+                continue
+            name, data = item.index.fqn, item.tensor_data
+            entry = Entry(tuple(data.size), data.properties.dtype)
+            known, first = found.setdefault(name, (entry, rank))
+            if known != entry:
+                raise DivergenceError(
+                    "Ranks hold one tensor in different shapes or dtypes; nothing was written.",
+                    parameter=name,
+                    rank=rank,
+                    expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
+                    got=f"shape {entry.shape}, {entry.dtype}",
+                )
+            counted[name] = counted.get(name, 0) + math.prod(data.chunk.sizes)
+    for name, (entry, _) in found.items():
+        if counted[name] != entry.numel:
+            raise CheckpointError(
+                "The ranks that save do not hold every element of a tensor once; nothing was written.",
+                parameter=name,
+                expected=f"{entry.numel} elements",
+                got=f"{counted[name]} in all",
+                remedy="save over all ranks of the model's mesh (process_group=), the same model on each",
+            )
+    return {name: entry for name, (entry, _) in found.items()}
+
+
+def _scalars(told: Sequence[Told]) -> list[tuple[str, str, Any]]:
+    """Parameter, key and value of every scalar: what a rank says that holds some of the parameter."""
+    found: dict[tuple[str, str], Scalar] = {}
+    for one in told:
+        for parameter, own in one.scalars.items():
+            for key, scalar in own.items():
+                known = found.get((parameter, key))
+                if known is None or (scalar.owns and not known.owns):
+                    found[parameter, key] = scalar
+    return [(parameter, key, scalar.value) for (parameter, key), scalar in found.items()]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

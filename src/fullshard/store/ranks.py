@@ -1,0 +1,124 @@
+"""The ranks that save or load together: what they tell each other, and how all of them end when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm import reduce_value
+from ..errors import CheckpointError, DamagedCheckpointError, FullshardError
+from ..mesh import lines_of
+from ..watcher import RANK
+
+
+class Ranks:
+    """All ranks of a process group, or this process alone. Every method is collective.
+
+    They meet before they exchange anything: a rank that does not come, because it is elsewhere or gone, is found by the
+    watcher, and named.
+
+    Args:
+        group: None: the default group, if there is one.
+
+    Attributes:
+        rank, size: this process's number in the group, and how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        self.rank = dist.get_rank(self._group) if self._group is not None else 0
+        self.size = dist.get_world_size(self._group) if self._group is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides for all."""
+        return self.rank == 0
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """A part of the work, which every rank does. All of them raise if one did.
+
+        Raises:
+            CheckpointError: quotes what the first rank that failed raised.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        self.meet(error, what)
+
+    def meet(self, error: Exception | None = None, what: str = "going on") -> None:
+        """Wait for all ranks. If one comes with an error, raise on all.
+
+        Raises:
+            CheckpointError: see `step`. On the rank that failed, the error itself if it is Fullshard's.
+        """
+        if self._group is None or self.size == 1:
+            if error is not None:
+                raise error if isinstance(error, FullshardError) else _failed(what, self.rank, error) from error
+            return
+        failures = torch.tensor([int(error is not None)])
+        if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, "a checkpoint")):
+            return
+        damaged = isinstance(error, DamagedCheckpointError)
+        told = self.all(None if error is None else (damaged, f"{type(error).__name__}: {error}"))
+        failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+        if isinstance(error, FullshardError) and not (damaged and any(not one[1] for one in failed)):
+            raise error
+        rank, damaged, text = next((one for one in failed if not one[1]), failed[0])
+        raise _failed(what, rank, text, damaged) from error
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank. For small ones."""
+        if self._group is None or self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self._exchange(lambda group: dist.all_gather_object(found, value, group=group))
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on the first rank; the others get an empty list."""
+        if self._group is None or self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.is_first else None
+        self._exchange(lambda group: dist.gather_object(value, found, group_dst=0, group=group))
+        return found or []
+
+    def scatter(self, each: Sequence[Any]) -> Any:
+        """For every rank one of the first rank's values."""
+        if self._group is None or self.size == 1:
+            return each[0]
+        found: list[Any] = [None]
+        given = list(each) if self.is_first else None
+        self._exchange(lambda group: dist.scatter_object_list(found, given, group_src=0, group=group))
+        return found[0]
+
+    def share(self, value: Any = None) -> Any:
+        """The first rank's value, on every rank."""
+        if self._group is None or self.size == 1:
+            return value
+        found = [value if self.is_first else None]
+        self._exchange(lambda group: dist.broadcast_object_list(found, group_src=0, group=group))
+        return found[0]
+
+    def _exchange(self, talk: Callable[[Any], object]) -> None:
+        group = self._group
+        assert group is not None
+        lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))
+        try:
+            talk(lines.apart if lines.is_open else group)
+        except RuntimeError as failed:
+            if isinstance(failed, FullshardError):
+                raise
+            raise RANK.explain(failed) from failed
+
+
+def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
+    kind = DamagedCheckpointError if damaged else CheckpointError
+    return kind(f"{what} failed on rank {rank}.", rank=rank, got=text)

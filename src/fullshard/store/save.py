@@ -1,0 +1,216 @@
+"""`save`: every rank writes what it owns, and the checkpoint is whole or not there."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import CheckpointError, ConfigError
+from .background import WRITER
+from .entries import RNG, Generators
+from .folder import Folder, folder_at
+from .job import Written, end, write
+from .planning import Planned, Request, planned
+from .ranks import Ranks
+from .source import MODEL
+
+
+class Saving:
+    """A save, which may still go on.
+
+    Attributes:
+        step: that is saved.
+    """
+
+    def __init__(self, folder: Folder, ranks: Ranks, step: int, name: str | None = None) -> None:
+        self.step = step
+        self._folder, self._ranks, self._name = folder, ranks, name
+        self._error: CheckpointError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part is over, well or not. No communication."""
+        return self._name is not None or self._error is not None or WRITER.poll()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written of its part, and all that there are; (0, 0) when it is over."""
+        return WRITER.progress if self._name is None and self._error is None else (0, 0)
+
+    def wait(self) -> Path | str:
+        """Wait until the checkpoint is whole; where it is. Collective.
+
+        Raises:
+            CheckpointError: it failed: quotes what the first rank that failed says.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._name is None:
+            try:
+                self._name = _end_of_background(self._ranks)
+            except CheckpointError as error:
+                self._error = error
+                raise
+        return self._folder.at(self._name)
+
+
+def _end_of_background(ranks: Ranks) -> str:
+    """Wait for the save in the background; the checkpoint's name. Collective."""
+    _started.clear()
+    name: str | None = None
+    with ranks.step("saving in the background"):
+        name = WRITER.finish()
+    found: str = ranks.share(name or "")
+    return found
+
+
+_started: list[weakref.ref[Saving]] = []  # whose end nobody has asked for
+
+
+def settle_background(ranks: Ranks) -> None:
+    """Before anything else is saved or loaded: wait for what goes on in the background. Collective.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    busy = ranks.all(WRITER.busy)
+    if any(busy):
+        saving = _started[0]() if _started else None
+        if saving is not None:
+            saving.wait()
+        else:
+            _end_of_background(ranks)
+
+
+def save(
+    folder: str | os.PathLike[str] | Folder,
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    *,
+    step: int = 0,
+    state: Mapping[str, Any] | None = None,
+    rng: bool = True,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    asynchronous: bool = False,
+    if_saving: Literal["wait", "refuse"] = "wait",
+    patience: float = 10.0,
+    process_group: dist.ProcessGroup | None = None,
+) -> Saving:
+    """Write a model, its optimizers and `state` into a new folder in `folder`. Collective.
+
+    Every rank writes the pieces that it owns into one file, from its shard's memory; replicas share the writing.
+    Nothing is gathered; besides the model it takes the memory of one tensor's piece at most, and that only of those
+    that are not contiguous or not in host memory. The files are those of `torch.distributed.checkpoint`, which its
+    tools read.
+    The folder takes its place, and `latest` names it, only when all ranks have written and their files are synced:
+    a save that is broken off, whenever and however, leaves what was there before.
+
+    Args:
+        folder: where checkpoints are kept, on all ranks the same: a path that all machines share, or an address that
+            fsspec knows (`s3://...`), or a `Folder`. The checkpoint is `folder/step-000000100`.
+        model: sharded by either front-end, in any layout, or not at all.
+        optimizers: of its parameters; their state is saved by the parameters' names.
+        step: how many steps were taken: the checkpoint's name, the same on all ranks.
+        state: by name, what else is to be saved: objects with `state_dict` and `load_state_dict` (schedulers, a
+            scaler, a data loader), and plain values (numbers, text, tensors, lists, dicts of them). What differs
+            between ranks is kept of each.
+        rng: keep the state of the random generators of Python, NumPy, torch and the accelerator.
+        keep_last: remove all but as many of the newest checkpoints. None: remove none.
+        keep_every: keep those whose step is a multiple of it, too.
+        asynchronous: return as soon as the pieces are copied to shared memory; a process beside each rank writes them.
+            At most one copy is held. What goes wrong is raised by `Saving.wait`, or by the next save or load.
+        if_saving: while a save goes on in the background: "wait" for it, or "refuse".
+        patience: seconds to wait for another process that saves into the same folder.
+        process_group: the ranks that save; None: all. They must hold the whole model together.
+
+    Returns:
+        The save: `wait()` gives where the checkpoint is.
+
+    Raises:
+        CheckpointError: a rank could not write (the disk is full, ...), does not see the folder, or holds something
+            that cannot be saved; on every rank, with what the first rank that failed says. Nothing is left of it.
+        DivergenceError: ranks save other steps or other models than each other, or one does not come.
+        ConfigError: an argument that cannot be used.
+    """
+    ranks = Ranks(process_group)
+    where = folder_at(folder)
+    request: Request | None = None
+    with ranks.step("looking at the arguments"):
+        request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
+    assert request is not None
+    if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
+        raise CheckpointError(
+            "A save is still going on in the background.",
+            remedy="save less often, wait() for it, or pass if_saving='wait'",
+        )
+    settle_background(ranks)
+    with ExitStack() as held:
+        lock = -1
+        with ranks.step("locking the folder"):
+            if ranks.is_first:
+                lock = held.enter_context(where.locked(patience))
+                where.clean()
+        found = planned(request, where, ranks)
+        try:
+            if asynchronous:
+                with ranks.step("copying what is to be saved"):
+                    WRITER.start(found.job, found.pieces, found.ending, ranks.rank, ranks.size, lock)
+                saving = Saving(where, ranks, step)
+                _started[:] = [weakref.ref(saving)]
+                return saving
+            return Saving(where, ranks, step, _write_now(found, where, ranks))
+        except BaseException:
+            if ranks.is_first:
+                where.discard(found.job.name)
+            raise
+
+
+def _write_now(found: Planned, where: Folder, ranks: Ranks) -> str:
+    """Write in this process; the checkpoint's name."""
+    written: Written | None = None
+    with ranks.step("writing"):
+        written = write(found.job, found.pieces)
+    everyone: list[Written] = ranks.gather(written)
+    name = ""
+    with ranks.step("finishing"):
+        if ranks.is_first:
+            assert found.ending is not None
+            name = end(where, found.job.name, found.ending, everyone)
+    final: str = ranks.share(name)
+    return final
+
+
+def _request(
+    model: Any, optimizers: Any, step: Any, state: Any, rng: bool, keep_last: Any, keep_every: Any, if_saving: Any
+) -> Request:
+    """The arguments of `save`, if they can be used.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    for what, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not is_count and not (value is None and what != "step"):
+            raise ConfigError(f"save({what}=) is a count.", expected=f"an int of at least {least}", got=repr(value))
+    if if_saving not in ("wait", "refuse"):
+        raise ConfigError("save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving))
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for what, value, kind in (("model", model, nn.Module), *(("optimizers", o, torch.optim.Optimizer) for o in given)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"save({what}=) is of another type.", expected=kind.__name__, got=type(value).__name__)
+    kept = dict(state or {})
+    for name in kept:
+        if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
+            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
+    if rng:
+        kept[RNG] = Generators()
+    return Request(model, given, step, kept, keep_last, keep_every)

@@ -1,0 +1,153 @@
+"""The files of one checkpoint folder as bytes: on a disk, or behind an fsspec address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+
+class Storage(Protocol):
+    """Files to read.
+
+    Attributes:
+        sizes: in bytes, by name. Links are not followed, and not here.
+    """
+
+    sizes: dict[str, int]
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        """Fill `target` from a file's byte `begin` on.
+
+        Raises:
+            DamagedCheckpointError: the file ends before, or cannot be read.
+        """
+
+    def read(self, name: str, begin: int, nbytes: int) -> bytes:
+        """So many bytes; raises as `read_into`."""
+
+    def called(self, name: str) -> str:
+        """A file, as errors speak of it."""
+
+    def close(self) -> None:
+        """Let files go."""
+
+
+class LocalStorage:
+    """A folder on a disk. See `Storage`.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[str, int] = {}
+        if not path.is_dir():
+            raise CheckpointError("There is no such checkpoint.", got=str(path))
+        self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        try:
+            if name not in self._open:
+                self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = self._open[name]
+            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self.called(name))
+        except OSError as error:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
+            ) from error
+
+    def read(self, name: str, begin: int, nbytes: int) -> bytes:
+        return _read(self, name, begin, nbytes)
+
+    def called(self, name: str) -> str:
+        return str(self._path / name)
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+class RemoteStorage:
+    """A folder behind an address that fsspec knows, such as `s3://bucket/run/step-000000100`. See `Storage`.
+
+    Raises:
+        CheckpointError: there is no such folder.
+        ConfigError: fsspec, or what it needs for this kind of address, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._fs, self._path = file_system(url)
+        self._url = url
+        self._open: dict[str, Any] = {}
+        if not self._fs.isdir(self._path):
+            raise CheckpointError("There is no such checkpoint.", got=url)
+        listed = self._fs.ls(self._path, detail=True)
+        self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
+
+    def read_into(self, name: str, begin: int, target: memoryview) -> None:
+        try:
+            if name not in self._open:
+                self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
+            file = self._open[name]
+            file.seek(begin)
+            _fill(lambda rest, _: file.readinto(rest), target, self.called(name))
+        except OSError as error:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
+            ) from error
+
+    def read(self, name: str, begin: int, nbytes: int) -> bytes:
+        return _read(self, name, begin, nbytes)
+
+    def called(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an address for fsspec rather than one on this machine."""
+    return "://" in os.fspath(path)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """What fsspec has for an address: the file system, and the path in it.
+
+    Raises:
+        ConfigError: see `RemoteStorage`.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
+        ) from error
+    return fs, str(path).rstrip("/")
+
+
+def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    storage.read_into(name, begin, memoryview(data))
+    return bytes(data)
+
+
+def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: str) -> None:
+    done = 0
+    while done < len(target):
+        got = read(target[done:], done)
+        if not got:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
+            )
+        done += got

@@ -1,0 +1,192 @@
+"""Plain Python values as JSON, and back: schedulers' states, settings, positions. Nothing is ever executed.
+
+JSON knows dicts with text keys, lists, text, numbers, true, false and null. What else is needed is a dict of one key:
+
+    {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$pairs": [[key, value], ...]}   a dict of any keys
+    {"$counter": [[key, count], ...]}     {"$bytes": base64}      {"$float": "nan" | "inf" | "-inf"}
+    {"$complex": [real, imaginary]}       {"$dtype": "float32"}   {"$size": [3, 4]}                 {"$device": "cpu"}
+    {"$tensor": name}                     kept among the checkpoint's tensors
+    {"$array": name}                      the same, of NumPy's
+
+NumPy's scalars become Python's. Anything else is refused, by its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+
+_MOST_DEEP = 64
+"""Containers within containers; what is deeper comes from an attack or an accident."""
+
+
+def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON's types; tensors in it are added to `tensors`, by their paths.
+
+    Args:
+        path: what the value is called, in errors and in the names of tensors.
+
+    Raises:
+        CheckpointError: a value of a class that is not plain.
+    """
+    simple = _simple(value)
+    if simple is not _OTHER:
+        return simple
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _tensor_out(value, path, tensors)
+    if isinstance(value, Mapping):
+        return _dict_out(value, path, tensors)
+    for kind, tag in _SEQUENCES.items():
+        if type(value) is kind:
+            items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
+            made = [to_json(item, f"{path}.{i}", tensors) for i, item in enumerate(items)]
+            return made if tag is None else {tag: made}
+    for known, tag, write, _ in _ATOMS:
+        if isinstance(value, known):
+            return {tag: write(value)}
+    raise _refused(value, path, "numbers, text, tensors, and plain tuples, lists, sets and dicts of them")
+
+
+_OTHER = object()
+
+
+def _simple(value: Any) -> Any:
+    """What JSON has a type for; `_OTHER` if it has none."""
+    found: Any = _OTHER
+    if value is None or isinstance(value, (bool, str)):
+        found = value
+    elif isinstance(value, np.bool_):
+        found = bool(value)
+    elif isinstance(value, (int, np.integer)):
+        found = int(value)
+    elif isinstance(value, (float, np.floating)):
+        found = float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    return found
+
+
+def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise _refused(value, path, "an array of numbers")
+        tensors[path] = torch.from_numpy(np.array(value, copy=True))
+        return {"$array": path}
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and not hasattr(value, "full_tensor"):
+        raise _refused(value, path, "a plain or a sharded tensor")
+    tensors[path] = value.detach()
+    return {"$tensor": path}
+
+
+def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    if type(value) is Counter or not plain:
+        tag = "$counter" if type(value) is Counter else "$pairs"
+        return {
+            tag: [
+                [to_json(key, f"{path}.{i}", tensors), to_json(item, f"{path}.{i}", tensors)]
+                for i, (key, item) in enumerate(value.items())
+            ]
+        }
+    return {key: to_json(item, f"{path}.{key}", tensors) for key, item in value.items()}
+
+
+def _refused(value: Any, path: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"A value cannot be kept in a checkpoint: loading a {type(value).__module__}.{type(value).__qualname__} would "
+        "mean to execute what the checkpoint says.",
+        parameter=path,
+        expected=expected,
+        remedy="let state_dict() return plain values, and make the object of them in load_state_dict()",
+    )
+
+
+def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "", depth: int = 0) -> Any:
+    """What `to_json` made JSON of.
+
+    Args:
+        tensor: gives those that are kept apart, by name.
+
+    Raises:
+        CheckpointError: something that `to_json` does not write.
+    """
+    if depth > _MOST_DEEP:
+        raise CheckpointError("A checkpoint's values are nested too deeply.", parameter=path, expected=_MOST_DEEP)
+    if isinstance(value, list):
+        return [from_json(item, tensor, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: from_json(item, tensor, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    try:
+        return _tagged(tag, value[tag], tensor, path, depth)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _unknown(path, value) from error
+
+
+def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: str, depth: int) -> Any:
+    if tag in ("$tensor", "$array"):
+        found = tensor(str(inner))
+        return found if tag == "$tensor" else found.numpy()
+    if tag in ("$pairs", "$counter"):
+        pairs = {
+            from_json(key, tensor, path, depth + 1): from_json(item, tensor, path, depth + 1) for key, item in inner
+        }
+        return pairs if tag == "$pairs" else Counter(pairs)
+    for kind, known in _SEQUENCES.items():
+        if tag == known:
+            return kind(from_json(item, tensor, path, depth + 1) for item in inner)
+    for _, known, _, read in _ATOMS:
+        if tag == known:
+            return read(inner)
+    if tag == "$float" and inner in ("nan", "inf", "-inf"):
+        return float(inner)
+    raise _unknown(path, {tag: inner})
+
+
+def _unknown(path: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        "A checkpoint holds a value of a kind that this version does not know.",
+        parameter=path,
+        got=str(value)[:80],
+        remedy="load it with the version of Fullshard that wrote it",
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The reverse of `dtype_name`.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return found
+
+
+_SEQUENCES: dict[type, str | None] = {list: None, tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_ATOMS: tuple[tuple[Any, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (
+        (bytes, bytearray),
+        "$bytes",
+        lambda v: base64.b64encode(v).decode(),
+        lambda v: base64.b64decode(v, validate=True),
+    ),
+    (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    (torch.dtype, "$dtype", dtype_name, dtype_named),
+    (torch.Size, "$size", list, lambda v: torch.Size([int(n) for n in v])),
+    (torch.device, "$device", str, torch.device),
+)

@@ -1,0 +1,256 @@
+"""Pieces into DCP's files: one file a rank, written from front to back, hashed on the way.
+
+DCP's own writer copies every piece that is a view, keeps the copies until the last is written, and sums each byte up
+twice (crc32); this one writes from the shard's memory. The files are the same: records of `torch.save`, one a piece,
+which DCP's readers read. Everything else is DCP's: planning, metadata, and the file systems behind its writers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
+from .manifest import BLOCK, FileFacts
+from .piece import Piece
+
+_crc_lock = threading.Lock()
+
+
+def write_items(pieces: Iterable[Piece]) -> list[WriteItem]:
+    """DCP's description of pieces."""
+    return [
+        WriteItem(
+            index=MetadataIndex(piece.name, torch.Size(piece.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
+                TensorProperties(dtype=piece.dtype),
+                torch.Size(piece.shape),
+            ),
+        )
+        for piece in pieces
+    ]
+
+
+def value_items(names: Iterable[str]) -> list[WriteItem]:
+    """DCP's description of values that are no tensors."""
+    return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in names]
+
+
+class Planner(SavePlanner):
+    """Gives DCP's writers the data of items.
+
+    Args:
+        pieces: of this rank.
+        values: what is no tensor, by name; for PyTorch's readers: Fullshard reads its manifest instead.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], values: dict[str, Any]) -> None:
+        self._pieces = {(piece.name, torch.Size(piece.offsets)): piece for piece in pieces}
+        self._values = values
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """A tensor of the item's shape, or `torch.save` of a value."""
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(self._values[index.fqn], buffer)
+            return buffer
+        assert index.offset is not None
+        return self._pieces[index.fqn, index.offset].tensor
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: made with what it gives."""
+
+    def create_local_plan(self) -> SavePlan:
+        """All pieces that this rank writes, and the values."""
+        items = write_items(piece for piece in self._pieces.values() if piece.writes)
+        return SavePlan([*items, *value_items(self._values)])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        """The plans as they are: who writes what is settled by then."""
+        return all_plans, None
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return new_plan
+
+
+class Hashed(io.RawIOBase):
+    """A stream that passes on what is written to it, and hashes every `BLOCK` bytes.
+
+    Args:
+        below: what is written to.
+        progress: called with the number of bytes after each write.
+    """
+
+    def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
+        self._below, self._progress = below, progress
+        self._hash, self._room = hashlib.sha256(), BLOCK
+        self._hashes: list[str] = []
+        self._at = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        rest = view
+        while len(rest):
+            now = rest[: self._room]
+            wrote = self._below.write(now)
+            now = now[: len(now) if wrote is None else wrote]
+            self._hash.update(now)
+            self._at += len(now)
+            self._room -= len(now)
+            if not self._room:
+                self._next_block()
+            rest = rest[len(now) :]
+        if self._progress is not None:
+            self._progress(len(view))
+        return len(view)
+
+    def _next_block(self) -> None:
+        self._hashes.append(self._hash.hexdigest())
+        self._hash, self._room = hashlib.sha256(), BLOCK
+
+    def facts(self) -> FileFacts:
+        """Of what was written. Call it once, at the end."""
+        if self._room != BLOCK:
+            self._next_block()
+        return FileFacts(self._at, tuple(self._hashes))
+
+    def sync(self) -> None:
+        """Wait until it is on the disk, if there is one."""
+        self._below.flush()
+        try:
+            number = self._below.fileno()
+        except (AttributeError, OSError):  # a remote file: closing it is what makes it last
+            return
+        os.fsync(number)
+
+
+class PieceWriter:
+    """What is Fullshard's of a DCP writer; a class of DCP's comes after it (see `LocalWriter`).
+
+    Attributes:
+        facts: of the files that this rank wrote, by name.
+        progress: called with a number of bytes whenever some were written.
+        ties: other names of tensors, under which DCP's readers are to find them, too.
+    """
+
+    facts: dict[str, FileFacts]
+    progress: Callable[[int], None] | None = None
+    ties: Mapping[str, str] = MappingProxyType({})
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all items into one file; see `StorageWriter.write_data`."""
+        results, self.facts = [], {}
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            here: Any = self
+            with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
+                stream = Hashed(below, self.progress)
+                results = [_write(stream, planner.resolve_data(item), item, name) for item in plan.items]
+                stream.sync()
+            self.facts[name] = stream.facts()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`; see `StorageWriter.finish`. Nothing that a path or a process can be told by is in it."""
+        places = {result.index: result.storage_data for each in results for result in each}
+        for name, first in self.ties.items():
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+            places |= {MetadataIndex(name, i.offset): info for i, info in list(places.items()) if i.fqn == first}
+        metadata.storage_data, metadata.storage_meta = places, None
+        metadata.version = CURRENT_DCP_VERSION
+        here: Any = self
+        with here.fs.create_stream(here.fs.concat_path(here.path, ".metadata"), "wb") as below:
+            stream = Hashed(below, self.progress)
+            pickle.dump(metadata, stream)
+            stream.sync()
+        self.facts[".metadata"] = stream.facts()
+
+
+class LocalWriter(PieceWriter, FileSystemWriter):
+    """DCP's writer to a folder, with `PieceWriter`'s way of writing."""
+
+
+def _write(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult:
+    begin = stream.tell()
+    if isinstance(data, torch.Tensor):
+        with _without_crc():
+            torch.save(_alone(data), cast(IO[bytes], stream))
+    else:
+        stream.write(data.getbuffer())
+    length = stream.tell() - begin
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, begin, length))
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory, contiguous, as all there is of its storage: `torch.save` writes whole storages.
+
+    Shares memory with it if that is in host memory, contiguous and dense.
+    """
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if not host.numel() or host.untyped_storage().nbytes() == host.numel() * host.element_size():
+        return host
+    flat = host.view(-1) if host.dim() else host.view(1)
+    raw = torch.from_numpy(flat.view(torch.uint8).numpy())  # a storage that begins and ends where the tensor does
+    return raw.view(host.dtype).view(host.shape)
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """`torch.save` without its checksums, which nothing reads: files are hashed. The setting is torch's, and global."""
+    with _crc_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(before)
+
+
+def metadata_of(plans: Iterable[SavePlan], paths: dict[str, tuple[Any, ...]]) -> Metadata:
+    """DCP's metadata of what all ranks write.
+
+    Args:
+        paths: for each name the keys that lead to it in the nested state dict.
+    """
+    found: dict[str, Any] = {}
+    for item in (item for plan in plans for item in plan.items):
+        name, data = item.index.fqn, item.tensor_data
+        if data is None:
+            found[name] = BytesStorageMetadata()
+        else:
+            known = found.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
+            known.chunks.append(data.chunk)
+    return Metadata(state_dict_metadata=found, planner_data=paths)

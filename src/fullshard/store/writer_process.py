@@ -1,0 +1,130 @@
+"""The process that writes checkpoints beside a rank; see `background.py`."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import select
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..errors import CheckpointError
+from ..torch_private.dcp_files import StorageInfo
+from .background import HEADER, MESSAGE, PAGE, Order, data_begin, note_written
+from .job import Written, end, write
+from .manifest import FileFacts
+from .piece import Piece
+
+_POLL = 0.02  # seconds between two looks into the folder
+_ORPHAN_PATIENCE = 60.0  # seconds that the writers of other ranks get when this one's rank is gone
+
+
+def main() -> None:
+    """Serve the rank at the other end of the socket whose number is the last argument, until it closes that."""
+    torch.set_num_threads(1)
+    os.nice(5)  # training comes first
+    channel = socket.socket(fileno=int(sys.argv[-1]))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        if not message:
+            return
+        length, nbytes = MESSAGE.unpack(message)
+        memory = mmap.mmap(descriptors[0], nbytes)
+        order: Order = pickle.loads(memory[PAGE : PAGE + length])  # of this process's own rank
+        answer = _serve(order, memory, data_begin(length), channel)
+        for descriptor in descriptors:  # the lock's, too
+            os.close(descriptor)
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) -> dict[str, Any]:
+    path = order.job.folder.at(order.job.name)
+    done = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        memory[: HEADER.size] = HEADER.pack(done, HEADER.unpack_from(memory)[1])
+
+    try:
+        written = write(order.job, _pieces(order, memory, begin), progress)
+        note_written(path, order.rank, _told(written))
+        if order.ending is None:
+            return {}
+        everyone = [_wait_for(path, rank, order, channel) for rank in range(order.world)]
+        for marker in path.glob("rank-*.*"):
+            marker.unlink()
+        return {"name": end(order.job.folder, order.job.name, order.ending, everyone)}
+    except Exception as error:
+        text = f"rank {order.rank}: {type(error).__name__}: {error}"
+        if order.ending is not None:
+            order.job.folder.discard(order.job.name)
+        elif path.is_dir():
+            try:
+                note_written(path, order.rank, text, failed=True)
+            except OSError as further:  # the disk may be what failed: the rank tells at its next call
+                text += f" (and could not say so in the folder: {further})"
+        return {"error": text}
+
+
+def _pieces(order: Order, memory: mmap.mmap, begin: int) -> list[Piece]:
+    found = []
+    for name, shape, offsets, sizes, dtype, place in order.pieces:
+        numel = torch.Size(sizes).numel()
+        if numel:
+            tensor = torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + place).view(sizes)
+        else:
+            tensor = torch.empty(sizes, dtype=dtype)
+        found.append(Piece(name, shape, offsets, sizes, tensor))
+    return found
+
+
+def _told(written: Written) -> str:
+    """`written` as JSON, for the first rank's writer."""
+    rows = [
+        (r.index.fqn, r.index.offset and list(r.index.offset), r.storage_data.relative_path, r.storage_data.offset,
+         r.storage_data.length)
+        for r in written.results
+    ]  # fmt: skip
+    return json.dumps({"rows": rows, "facts": {k: (f.nbytes, f.sha256) for k, f in written.facts.items()}})
+
+
+def _read(text: str) -> Written:
+    told = json.loads(text)
+    results = [
+        WriteResult(MetadataIndex(name, offset), length, StorageInfo(file, begin, length))
+        for name, offset, file, begin, length in told["rows"]
+    ]
+    return Written(results, {name: FileFacts(n, tuple(h)) for name, (n, h) in told["facts"].items()})
+
+
+def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:
+    """What another rank's writer wrote, when it has.
+
+    Raises:
+        CheckpointError: it failed, or does not come.
+    """
+    deadline, orphaned = time.monotonic() + order.patience, False
+    while True:
+        if (path / f"rank-{rank}.written").exists():
+            return _read((path / f"rank-{rank}.written").read_text())
+        if (path / f"rank-{rank}.failed").exists():
+            raise CheckpointError(
+                "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text()
+            )
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s"
+            )
+        if not orphaned and select.select([channel], [], [], 0)[0]:  # the rank is gone: this is its last checkpoint
+            orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE
+        time.sleep(_POLL)

@@ -1,0 +1,3 @@
+"""The version of Fullshard, which checkpoints say."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,72 @@
+"""A checkpoint of any number of ranks, in any layout, by either front-end, loads into any other, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from awkward import STEPS, load_and_compare, make, train, train_and_save, whole
+from torch import Tensor
+
+import fullshard
+from ways import WAYS
+
+PAIRS = [  # saved in one way, loaded in another, on so many ranks; each way once on either side at least
+    ("rows", "flat", 3),
+    ("flat", "rows", 4),
+    ("blocks", "wrapper", 3),
+    ("owner", "originals", 4),
+    ("wrapper", "owner", 1),
+    ("originals", "blocks", 4),
+    ("rows", "plain", 1),
+    ("wrapper", "rows", 3),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "world"), PAIRS)
+def test_what_two_ranks_save_others_load(run_ranks: Any, tmp_path: Path, saved: str, loaded: str, world: int) -> None:
+    uses = {"uses": loaded == "wrapper"}
+    (want, _), _ = run_ranks(train_and_save, saved, tmp_path, uses)
+    for problems, _ in run_ranks(load_and_compare, loaded, tmp_path, want, uses, rng=False, world=world):
+        assert not problems
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_as_many_ranks_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, way: str) -> None:
+    results = run_ranks(train_and_save, way, tmp_path)
+    again = run_ranks(load_and_compare, way, tmp_path, results[0][0])
+    for (_, losses), (problems, resumed) in zip(results, again, strict=True):
+        assert not problems and resumed == losses
+
+
+def test_replicas_share_the_writing_and_other_meshes_load(run_ranks: Any, tmp_path: Path) -> None:
+    (want, _), *_ = run_ranks(train_and_save, "rows", tmp_path, {"hybrid": True}, world=4)
+    metadata = dcp.FileSystemReader(tmp_path / "step-000000002").read_metadata()
+    writers = [i.relative_path for index, i in metadata.storage_data.items() if index.fqn.startswith("model.blocks")]
+    assert len(set(writers)) == 4, writers
+    for way, world in (("flat", 2), ("rows", 3)):
+        for problems, _ in run_ranks(load_and_compare, way, tmp_path, want, {}, rng=False, world=world):
+            assert not problems
+
+
+def save_behind(way: str, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Saves in the background, trains on meanwhile, saves again; what all was at the first save."""
+    model, optimizer = make(way)
+    train(model, optimizer, range(STEPS))
+    first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
+    then = whole(model, optimizer)
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
+    assert first.done and first.wait() == folder / "step-000000002"
+    assert second.wait() == folder / "step-000000004" and second.done
+    return then, fullshard.Folder(folder).names()
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_what_is_saved_in_the_background_is_what_was_there(run_ranks: Any, tmp_path: Path, way: str) -> None:
+    (want, names), _ = run_ranks(save_behind, way, tmp_path, timeout=120)
+    assert names == ["step-000000002", "step-000000004"]
+    for problems, _ in run_ranks(load_and_compare, way, tmp_path / names[0], want):
+        assert not problems
