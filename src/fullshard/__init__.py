@@ -54,6 +54,8 @@ from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .store.folder import Folder
+from .store.full_parameters import full_parameters
+from .store.hugging_face import load_safetensors, save_safetensors
 from .store.load import Loaded, load
 from .store.save import Saving, save
 from .version import VERSION
@@ -109,10 +111,12 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "describe",
+    "full_parameters",
     "fully_shard",
     "join",
     "load",
     "load_optimizer_state_dict",
+    "load_safetensors",
     "memory_use",
     "nonfinite_gradients",
     "optimizer_state_dict",
@@ -120,6 +124,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "save",
+    "save_safetensors",
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",

@@ -133,7 +133,7 @@ class _Reading:
         warning = "warning" in self._states[0].values.get("optimizer", {})
         if warning and not model_only:
             raise CheckpointError(
-                f"{self._path}: the optimizer's state is of each rank's own parts, by number, and cannot be put together.",
+                f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
             )
 

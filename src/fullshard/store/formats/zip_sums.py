@@ -1,7 +1,7 @@
 """Checksums of a zip file's records, put in after the records were written.
 
 PyTorch reserves space without knowing what will be written there: the checksums (CRC-32) of those records are 0. It
-does not look at them; other programs that read zip files do. Layout: PKWARE's APPNOTE, sections 4.3.9 (data descriptor),
+does not look at them; other programs that read zip files do. Layout: PKWARE's APPNOTE, sections 4.3.9 (descriptor),
 4.3.12 (central directory), 4.3.14 to 4.3.16 (its end).
 """
 
