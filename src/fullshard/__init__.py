@@ -53,11 +53,12 @@ from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
 from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .store.background import Saving
 from .store.folder import Folder
 from .store.full_parameters import full_parameters
 from .store.hugging_face import load_safetensors, save_safetensors
 from .store.load import Loaded, load
-from .store.save import Saving, save
+from .store.save import save
 from .version import VERSION
 from .watcher import watch
 

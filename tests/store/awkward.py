@@ -70,13 +70,21 @@ def parts(model: nn.Module) -> list[nn.Module]:
     return [unit for block in model.blocks for unit in (block.frozen, block)]
 
 
-def make(way: str, seed: int = 0, uses: bool = False, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+def make(
+    way: str, seed: int = 0, uses: bool = False, like_pytorch: bool = False, **settings: Any
+) -> tuple[Any, torch.optim.Optimizer]:
     """The model, sharded so unless `way` is "plain", and its optimizer.
 
     `uses`: whether every parameter is used. (State of a `FlatParameter` is of all its parameters.)
+    `like_pytorch`: without what its `fully_shard` cannot train (empty parameters) or save right (channels-last ones).
     """
     torch.manual_seed(seed)
     model = Awkward(uses)
+    if like_pytorch:
+        model.norm = nn.Identity()
+        model.kernel = nn.Parameter(model.kernel.detach().contiguous())
+        for block in model.blocks:
+            block.nothing = nn.Parameter(torch.zeros(1, 3))
     if way != "plain":
         model = shard(model, way, parts, **settings)
     trained = [p for p in model.parameters() if p.requires_grad] if way != "wrapper" else model.parameters()
@@ -107,7 +115,9 @@ def whole(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def train_and_save(way: str, folder: Path, settings: dict[str, Any] | None = None, **given: Any) -> tuple[Any, Any]:
+def train_and_save(
+    way: str, folder: Path | str, settings: dict[str, Any] | None = None, **given: Any
+) -> tuple[Any, Any]:
     """Saves after some steps; what all was then, and the losses of the steps after it."""
     model, optimizer = make(way, **(settings or {}))
     train(model, optimizer, range(STEPS))
@@ -126,7 +136,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
 
 
 def load_and_compare(
-    way: str, folder: Path, want: dict[str, Tensor], settings: dict[str, Any] | None = None, **given: Any
+    way: str, folder: Path | str, want: dict[str, Tensor], settings: dict[str, Any] | None = None, **given: Any
 ) -> tuple[list[str], list[float]]:
     """Loads into a model of other numbers; what differs, and the losses of the steps after it."""
     model, optimizer = make(way, seed=1, **(settings or {}))

@@ -70,3 +70,14 @@ def test_what_is_saved_in_the_background_is_what_was_there(run_ranks: Any, tmp_p
     assert names == ["step-000000002", "step-000000004"]
     for problems, _ in run_ranks(load_and_compare, way, tmp_path / names[0], want):
         assert not problems
+
+
+def test_an_address_of_fsspec_serves_as_a_folder(run_ranks: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    for _ in range(2):
+        (want, _), _ = run_ranks(train_and_save, "flat", url, keep_last=2)
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["latest", "step-000000002", "step-000000002.2"]
+    assert not (tmp_path / names[1] / "saving").exists()
+    for problems, _ in run_ranks(load_and_compare, "rows", url, want, {}, rng=False, world=3):
+        assert not problems

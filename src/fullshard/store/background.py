@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,10 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
+from .folder import Folder
 from .job import Ending, Job
 from .piece import Piece
+from .ranks import Ranks
 
 PAGE = 4096  # bytes: of the header, and what the job and the snapshot are aligned to
 ALIGN = 64  # bytes, of a tensor in the snapshot
@@ -227,3 +230,75 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class Saving:
+    """A save, which may still go on.
+
+    Attributes:
+        step: that is saved.
+    """
+
+    def __init__(self, folder: Folder, ranks: Ranks, step: int, name: str | None = None) -> None:
+        self.step = step
+        self._folder, self._ranks, self._name = folder, ranks, name
+        self._error: CheckpointError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part is over, well or not. No communication."""
+        return self._name is not None or self._error is not None or WRITER.poll()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written of its part, and all that there are; (0, 0) when it is over."""
+        return WRITER.progress if self._name is None and self._error is None else (0, 0)
+
+    def wait(self) -> Path | str:
+        """Wait until the checkpoint is whole; where it is. Collective.
+
+        Raises:
+            CheckpointError: it failed: quotes what the first rank that failed says.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._name is None:
+            try:
+                self._name = _end_of_background(self._ranks)
+            except CheckpointError as error:
+                self._error = error
+                raise
+        return self._folder.at(self._name)
+
+
+def _end_of_background(ranks: Ranks) -> str:
+    """Wait for the save in the background; the checkpoint's name. Collective."""
+    _started.clear()
+    name: str | None = None
+    with ranks.step("saving in the background"):
+        name = WRITER.finish()
+    found: str = ranks.share(name or "")
+    return found
+
+
+_started: list[weakref.ref[Saving]] = []  # whose end nobody has asked for
+
+
+def started(saving: Saving) -> None:
+    """This save goes on in the background."""
+    _started[:] = [weakref.ref(saving)]
+
+
+def settle_background(ranks: Ranks) -> None:
+    """Before anything else is saved or loaded: wait for what goes on in the background. Collective.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    busy = ranks.all(WRITER.busy)
+    if any(busy):
+        saving = _started[0]() if _started else None
+        if saving is not None:
+            saving.wait()
+        else:
+            _end_of_background(ranks)

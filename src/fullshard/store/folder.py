@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, DamagedCheckpointError
 from . import manifest
 from .storage import LocalStorage, Storage
 from .write import LocalWriter
@@ -43,12 +43,12 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path: Any = Path(path).absolute()
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def at(self, name: str) -> Path:
+    def at(self, name: str) -> Any:
         """Where one checkpoint is; the folder itself for ""."""
         return self.path / name
 
@@ -61,14 +61,14 @@ class Folder:
 
     def step_of(self, name: str) -> int | None:
         """The step in a checkpoint's name."""
-        found = _order(name)
+        found = step_and_turn(name)
         return None if found is None else found[0]
 
     def names(self) -> list[str]:
         """The checkpoints that have a manifest, oldest step first."""
         if not self.path.is_dir():
             return []
-        found = [(key, p.name) for p in self.path.iterdir() if (key := _order(p.name)) is not None]
+        found = [(key, p.name) for p in self.path.iterdir() if (key := step_and_turn(p.name)) is not None]
         return [name for _, name in sorted(found) if (self.path / name / manifest.NAME).is_file()]
 
     def latest(self) -> str | None:
@@ -81,14 +81,18 @@ class Folder:
             text = (self.path / LATEST).read_bytes()[:200].decode(errors="replace").strip()
         except FileNotFoundError:
             return None
-        if _order(text) is None or not (self.path / text / manifest.NAME).is_file():
-            raise CheckpointError(
-                "The file 'latest' names no whole checkpoint.",
-                expected="the name of a folder beside it, such as step-000000100",
-                got=repr(text),
-                remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
-            )
+        if step_and_turn(text) is None or not (self.path / text / manifest.NAME).is_file():
+            raise self.names_nothing(text)
         return text
+
+    def names_nothing(self, text: str) -> CheckpointError:
+        """What to raise for what `latest` says."""
+        return DamagedCheckpointError(
+            "The file 'latest' names no whole checkpoint.",
+            expected="the name of a folder beside it, such as step-000000100",
+            got=repr(text),
+            remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
+        )
 
     def storage(self, name: str) -> Storage:
         """The files of one checkpoint."""
@@ -124,13 +128,13 @@ class Folder:
         here = self.path / name
         for file, data in files.items():
             write_synced(here / file, data)
-        _sync(here)
+        sync_folder(here)
         final = name.rpartition(".saving-")[0]
         here.rename(self.path / final)
-        _sync(self.path)
+        sync_folder(self.path)
         write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
         (self.path / f"{LATEST}.new").replace(self.path / LATEST)
-        _sync(self.path)
+        sync_folder(self.path)
         return final
 
     def discard(self, name: str) -> None:
@@ -157,11 +161,15 @@ class Folder:
             step = self.step_of(name)
             if name == self.latest() or (keep_every is not None and step is not None and step % keep_every == 0):
                 continue
-            doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
-            (self.path / name).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            self.remove(name)
             removed.append(name)
         return removed
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, which is not there from the first moment on."""
+        doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
+        (self.path / name).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     @contextlib.contextmanager
     def locked(self, patience: float) -> Iterator[int]:
@@ -202,20 +210,8 @@ class Folder:
             os.close(fd)
 
 
-def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
-    """The folder at a path.
-
-    Raises:
-        ConfigError: it is no path.
-    """
-    if isinstance(path, Folder):
-        return path
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigError("Checkpoints are kept in a folder.", expected="a path", got=repr(path))
-    return Folder(path)
-
-
-def _order(name: str) -> tuple[int, int] | None:
+def step_and_turn(name: str) -> tuple[int, int] | None:
+    """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 1))
 
@@ -229,7 +225,7 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Wait until a folder's entries are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:

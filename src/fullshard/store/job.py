@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .folder import Folder
+from .hashed import FileFacts
 from .manifest import NAME as MANIFEST
-from .manifest import FileFacts, Manifest
+from .manifest import Manifest
 from .piece import Piece
 from .write import Planner
 

@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
+from .background import settle_background
 from .contents import Contents, contents_of
 from .entries import RNG, STATE, Generators, Stateful, of_rank
-from .folder import Folder, folder_at
+from .folder import Folder
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
 from .reader import Reader
-from .save import settle_background
+from .remote import folder_at
 from .source import MODEL
 from .tree import from_json, to_json
 

@@ -27,27 +27,13 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
+from .hashed import BLOCK, FileFacts
 from .source import Entry
 from .tree import dtype_name, dtype_named
 
 NAME = "manifest.json"
 VERSION = 1
-BLOCK = 16 * 2**20
-"""Bytes of a file that one hash is of."""
 _MOST_DIMS = 64
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a file must be.
-
-    Attributes:
-        nbytes: its length.
-        sha256: of every `BLOCK` bytes, in hexadecimal.
-    """
-
-    nbytes: int
-    sha256: tuple[str, ...]
 
 
 @dataclass(frozen=True)

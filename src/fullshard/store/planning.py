@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,8 @@ def _ending(
     added: list[Piece],
 ) -> Ending:
     names = {row.name: row for row in contents.table.parameters}
-    paths = {name: _path(name, names) for plan in plans for name in {item.index.fqn for item in plan.items}}
-    paths |= {name: _path(name, names) for name in contents.ties}
+    paths = {name: path_of(name, names) for plan in plans for name in {item.index.fqn for item in plan.items}}
+    paths |= {name: path_of(name, names) for name in contents.ties}
     manifest = Manifest(
         step=request.step,
         world=len(plans),
@@ -142,7 +142,7 @@ def _ending(
     return Ending(metadata_of(plans, paths), manifest, request.keep_last, request.keep_every)
 
 
-def _path(name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+def path_of(name: str, parameters: Container[str]) -> tuple[Any, ...]:
     """The keys that lead to a name in the nested state dict that PyTorch's programs expect."""
     if name.startswith(MODEL):
         return "model", name.removeprefix(MODEL)

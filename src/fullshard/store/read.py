@@ -22,7 +22,8 @@ import torch
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
 from . import manifest as manifests
-from .manifest import BLOCK, Manifest
+from .hashed import BLOCK
+from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, Stored, read_index
 from .piece import Piece
@@ -32,6 +33,15 @@ from .storage import Storage
 _MOST_BYTES = 2**16
 """Of what a record says of its tensor."""
 _HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive: mark, then lengths of its name and its extra field
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
+}
+"""What records name dtypes by; others are read by torch's own reader."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +275,8 @@ class _Shape(pickle.Unpickler):
             return lambda storage, offset, size, stride, *rest: (storage, offset, tuple(size), tuple(stride))
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and name.endswith("Storage") and name.isidentifier():
-            return getattr(torch, name).dtype
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:

@@ -7,9 +7,7 @@ which DCP's readers read. Everything else is DCP's: planning, metadata, and the 
 
 from __future__ import annotations
 
-import hashlib
 import io
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
-from .manifest import BLOCK, FileFacts
+from .hashed import FileFacts, Hashed
 from .piece import Piece
 
 _crc_lock = threading.Lock()
@@ -98,63 +96,6 @@ class Planner(SavePlanner):
         return new_plan
 
 
-class Hashed(io.RawIOBase):
-    """A stream that passes on what is written to it, and hashes every `BLOCK` bytes.
-
-    Args:
-        below: what is written to.
-        progress: called with the number of bytes after each write.
-    """
-
-    def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
-        self._below, self._progress = below, progress
-        self._hash, self._room = hashlib.sha256(), BLOCK
-        self._hashes: list[str] = []
-        self._at = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        rest = view
-        while len(rest):
-            now = rest[: self._room]
-            wrote = self._below.write(now)
-            now = now[: len(now) if wrote is None else wrote]
-            self._hash.update(now)
-            self._at += len(now)
-            self._room -= len(now)
-            if not self._room:
-                self._next_block()
-            rest = rest[len(now) :]
-        if self._progress is not None:
-            self._progress(len(view))
-        return len(view)
-
-    def _next_block(self) -> None:
-        self._hashes.append(self._hash.hexdigest())
-        self._hash, self._room = hashlib.sha256(), BLOCK
-
-    def facts(self) -> FileFacts:
-        """Of what was written. Call it once, at the end."""
-        if self._room != BLOCK:
-            self._next_block()
-        return FileFacts(self._at, tuple(self._hashes))
-
-    def sync(self) -> None:
-        """Wait until it is on the disk, if there is one."""
-        self._below.flush()
-        try:
-            number = self._below.fileno()
-        except (AttributeError, OSError):  # a remote file: closing it is what makes it last
-            return
-        os.fsync(number)
-
-
 class PieceWriter:
     """What is Fullshard's of a DCP writer; a class of DCP's comes after it (see `LocalWriter`).
 
@@ -176,7 +117,7 @@ class PieceWriter:
             here: Any = self
             with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
                 stream = Hashed(below, self.progress)
-                results = [_write(stream, planner.resolve_data(item), item, name) for item in plan.items]
+                results = [write_record(stream, planner.resolve_data(item), item, name) for item in plan.items]
                 stream.sync()
             self.facts[name] = stream.facts()
         done: Future[list[WriteResult]] = Future()
@@ -203,13 +144,14 @@ class LocalWriter(PieceWriter, FileSystemWriter):
     """DCP's writer to a folder, with `PieceWriter`'s way of writing."""
 
 
-def _write(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult:
+def write_record(stream: Hashed, data: Any, item: WriteItem, name: str) -> WriteResult:
+    """Write a tensor, or the bytes in a buffer, or a value; where it lies in file `name`."""
     begin = stream.tell()
-    if isinstance(data, torch.Tensor):
-        with _without_crc():
-            torch.save(_alone(data), cast(IO[bytes], stream))
-    else:
+    if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
+    else:
+        with _without_crc():
+            torch.save(_alone(data) if isinstance(data, torch.Tensor) else data, cast(IO[bytes], stream))
     length = stream.tell() - begin
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, begin, length))
 

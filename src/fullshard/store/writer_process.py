@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..errors import CheckpointError
 from ..torch_private.dcp_files import StorageInfo
 from .background import HEADER, MESSAGE, PAGE, Order, data_begin, note_written
+from .hashed import FileFacts
 from .job import Written, end, write
-from .manifest import FileFacts
 from .piece import Piece
 
 _POLL = 0.02  # seconds between two looks into the folder

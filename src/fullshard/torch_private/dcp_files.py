@@ -1,7 +1,7 @@
 """The files of `torch.distributed.checkpoint`: where a piece lies, and what metadata is made of.
 
 Private torch API: `filesystem._StorageInfo` (which file, where, how long), `filesystem._StoragePrefix` (what a rank's
-files are called), `_fsspec_filesystem.FsspecWriter` and `FsspecReader`, and the classes whose names are in `.metadata`,
+files are called), `_fsspec_filesystem.FsspecWriter`, and the classes whose names are in `.metadata`,
 which is a pickle. The public alternative is `FileSystemReader.read_metadata`, which executes what that pickle says.
 `tests/test_private_api.py` says when one goes.
 """
@@ -34,15 +34,8 @@ NAMED_IN_METADATA: dict[tuple[str, str], Any] = {
 """What the pickle may name: classes without side effects, by module and name."""
 
 
-def fsspec_writer(path: str) -> Any:
-    """DCP's writer to an fsspec path, such as `s3://bucket/folder`."""
+def fsspec_writer() -> Any:
+    """The class of DCP's writer to fsspec addresses, such as `s3://bucket/folder`."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    return FsspecWriter(path)
-
-
-def fsspec_reader(path: str) -> Any:
-    """DCP's reader of an fsspec path."""
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(path)
+    return FsspecWriter

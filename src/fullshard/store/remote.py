@@ -1,0 +1,146 @@
+"""Checkpoints behind an address that fsspec knows, such as `s3://bucket/run`: written by DCP's own fsspec writer.
+
+    ROOT/step-000000100/    a checkpoint: whole if manifest.json is in it, which is written last
+                saving      while it is written: when that began
+    ROOT/latest             the name of the newest whole one
+
+Object stores rename nothing and lock nothing. A checkpoint is whole by its manifest alone; what a broken-off save left
+is removed by the first save a day later; and two runs that save into one address are not kept apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import ConfigError
+from ..torch_private.dcp_files import fsspec_writer
+from . import manifest
+from .folder import LATEST, Folder, step_and_turn
+from .storage import RemoteStorage, Storage, file_system, is_remote
+from .write import PieceWriter
+
+_SAVING = "saving"
+_OLD = 24 * 3600.0  # seconds after which a save is taken for broken off
+
+
+class RemoteFolder(Folder):
+    """See the module's docstring, and `Folder`.
+
+    Args:
+        url: ROOT.
+
+    Raises:
+        ConfigError: fsspec, or what it needs for this kind of address, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.path = ""
+        file_system(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _here(self, name: str = "") -> tuple[Any, str]:
+        fs, path = file_system(self.url)
+        return fs, f"{path}/{name}" if name else path
+
+    def at(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    @property
+    def is_checkpoint(self) -> bool:
+        fs, path = self._here()
+        return any(fs.isfile(f"{path}/{name}") for name in (manifest.NAME, ".metadata"))
+
+    def names(self) -> list[str]:
+        fs, path = self._here()
+        if not fs.isdir(path):
+            return []
+        found = [name.rstrip("/").rpartition("/")[2] for name in fs.ls(path, detail=False)]
+        known = sorted((key, name) for name in found if (key := step_and_turn(name)) is not None)
+        return [name for _, name in known if fs.isfile(f"{path}/{name}/{manifest.NAME}")]
+
+    def latest(self) -> str | None:
+        fs, path = self._here(LATEST)
+        if not fs.isfile(path):
+            return None
+        text = fs.cat_file(path)[:200].decode(errors="replace").strip()
+        if step_and_turn(text) is None or not fs.isfile(f"{self._here(text)[1]}/{manifest.NAME}"):
+            raise self.names_nothing(text)
+        return str(text)
+
+    def storage(self, name: str) -> Storage:
+        return RemoteStorage(self.at(name))
+
+    def writer(self, name: str) -> Any:
+        kind: Any = type("RemoteWriter", (PieceWriter, fsspec_writer()), {})
+        made = kind(self.at(name))
+        made.reset(self.at(name))
+        return made
+
+    def sees(self, name: str) -> bool:
+        fs, path = self._here(name)
+        fs.invalidate_cache()
+        return bool(fs.isfile(f"{path}/{_SAVING}"))
+
+    def begin(self, step: int) -> str:
+        fs, _ = self._here()
+        name = again = f"step-{step:09d}"
+        turn = 1
+        while fs.exists(self._here(again)[1]):
+            turn += 1
+            again = f"{name}.{turn}"
+        path = self._here(again)[1]
+        fs.makedirs(path, exist_ok=True)
+        fs.pipe_file(f"{path}/{_SAVING}", str(time.time()).encode())
+        return again
+
+    def publish(self, name: str, files: dict[str, bytes]) -> str:
+        fs, path = self._here(name)
+        for file, data in files.items():
+            fs.pipe_file(f"{path}/{file}", data)
+        fs.rm_file(f"{path}/{_SAVING}")
+        fs.pipe_file(self._here(LATEST)[1], f"{name}\n".encode())
+        return name
+
+    def discard(self, name: str) -> None:
+        fs, path = self._here(name)
+        if fs.exists(path):
+            fs.rm(path, recursive=True)
+
+    def clean(self) -> None:
+        fs, path = self._here()
+        if not fs.isdir(path):
+            return
+        for one in fs.ls(path, detail=False):
+            name = one.rstrip("/").rpartition("/")[2]
+            if step_and_turn(name) is not None and fs.isfile(f"{path}/{name}/{_SAVING}"):
+                if time.time() - float(fs.cat_file(f"{path}/{name}/{_SAVING}")) > _OLD:
+                    fs.rm(f"{path}/{name}", recursive=True)
+
+    def remove(self, name: str) -> None:
+        fs, path = self._here(name)
+        fs.rm_file(f"{path}/{manifest.NAME}")  # no longer whole, before anything else goes
+        fs.rm(path, recursive=True)
+
+    @contextmanager
+    def locked(self, patience: float) -> Iterator[int]:
+        yield -1
+
+
+def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
+    """The folder at a path or an address.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(path, Folder):
+        return path
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError("Checkpoints are kept in a folder.", expected="a path or an address", got=repr(path))
+    return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(path)

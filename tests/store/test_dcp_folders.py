@@ -1,0 +1,109 @@
+"""Checkpoints are DCP's: what PyTorch's programs save Fullshard loads, and the other way round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from awkward import STEPS, differences, make, parts, train, train_and_save, whole
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import fullshard
+from fullshard.store.formats.dcp import DcpSink, DcpSource
+
+
+def of_pytorch(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    model, _ = make("plain", seed, uses=True, like_pytorch=True)
+    for part in parts(model):
+        torch_fully_shard(part)
+    torch_fully_shard(model)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    found = {f"model.{name}": value.full_tensor() for name, value in model_state.items()}
+    for name, own in optimizer_state["state"].items():
+        found |= {f"state.{name}.{k}": v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in own.items()}
+    return found
+
+
+def pytorch_saves(folder: Path) -> dict[str, Tensor]:
+    model, optimizer = of_pytorch(0)
+    train(model, optimizer, range(STEPS))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return all_of(model, optimizer)
+
+
+def ours_loads(folder: Path, way: str, want: dict[str, Tensor]) -> list[str]:
+    model, optimizer = make(way, seed=1, uses=True, like_pytorch=True)
+    loaded = fullshard.load(folder, model, optimizer)
+    assert not loaded.untouched
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+    return differences(whole(model, optimizer), want)
+
+
+@pytest.mark.parametrize(("way", "world"), [("rows", 3), ("flat", 2), ("wrapper", 4), ("plain", 1)])
+def test_what_pytorch_saves_loads(run_ranks: Any, tmp_path: Path, way: str, world: int) -> None:
+    want, _ = run_ranks(pytorch_saves, tmp_path / "theirs")
+    for problems in run_ranks(ours_loads, tmp_path / "theirs", way, want, world=world):
+        assert not problems
+
+
+def ours_saves(folder: Path, way: str) -> tuple[str, dict[str, Tensor]]:
+    model, optimizer = make(way, uses=True, like_pytorch=True)
+    train(model, optimizer, range(STEPS))
+    return str(fullshard.save(folder, model, optimizer).wait()), whole(model, optimizer)
+
+
+def pytorch_loads(path: str, want: dict[str, Tensor]) -> list[str]:
+    model, optimizer = of_pytorch(1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return differences(all_of(model, optimizer), want)
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path, way: str) -> None:
+    (path, want), _ = run_ranks(ours_saves, tmp_path, way)
+    for problems in run_ranks(pytorch_loads, path, want, world=3):
+        assert not problems
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    weights = {name: value for name, value in want.items() if name.startswith("model.")}
+    assert not differences({f"model.{name}": value for name, value in found["model"].items()}, weights)
+    assert found["optimizer"]["param_groups"][0]["lr"] == 0.01
+
+
+def test_tensor_by_tensor_in_one_process(run_ranks: Any, tmp_path: Path) -> None:
+    """A checkpoint of two ranks, copied as conversion does, is one of one rank that loads the same."""
+    (want, _), _ = run_ranks(train_and_save, "flat", tmp_path, state={"seen": {"tokens": 7}})
+    copy = tmp_path / "copy"
+    with DcpSource(tmp_path) as source, DcpSink(copy, source.entries, source.values, source.ties) as sink:
+        part = source.read("model.head.bias", [2], [3])
+        for name in source.entries:
+            sink.write(name, source.read(name))
+        assert not copy.exists()
+        sink.finish()
+    assert torch.equal(part, want["model.head.bias"][2:5])
+    model, optimizer = make("plain", seed=1)
+    loaded = fullshard.load(copy, model, optimizer)
+    assert loaded.state == {"seen": {"tokens": 7}} and loaded.step == STEPS
+    assert not differences(whole(model, optimizer), want)
+
+
+def test_a_copy_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    model, optimizer = make("plain")
+    copy = tmp_path / "copy"
+    fullshard.save(tmp_path / "from", model, optimizer)
+    with pytest.raises(KeyError), DcpSource(tmp_path / "from") as source, DcpSink(copy, source.entries, {}) as sink:
+        sink.write("model.nobody", torch.ones(1))
+    assert [p.name for p in tmp_path.iterdir()] == ["from"]
