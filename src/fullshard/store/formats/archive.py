@@ -10,6 +10,7 @@ the part that is asked for: nothing is mapped, so that what a process holds is w
 
 from __future__ import annotations
 
+import mmap
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Archive:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] = path.open("rb", buffering=0)
+        self._map: mmap.mmap | None = None
         try:
             self._size = path.stat().st_size
             self._records = self._directory()
@@ -53,8 +55,9 @@ class Archive:
             raise
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let the file go. A map of it ends with the last tensor that views it."""
         self._file.close()
+        self._map = None
 
     def check(self, name: str, stored: Stored) -> None:
         """That a tensor lies within its record, and takes no more memory than the file.
@@ -94,6 +97,24 @@ class Archive:
             start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
         base = self._records[f"data/{stored.key}"][0]
         return self._strided(base, stored.dtype, start, shape, stored.stride)
+
+    def mapped(self, name: str, stored: Stored) -> torch.Tensor:
+        """A tensor as a view of the file: takes memory only while it is read, and stays when the archive is closed.
+
+        Raises:
+            CheckpointError: see `check`.
+        """
+        self.check(name, stored)
+        if 0 in stored.shape:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
+        start = self.place(stored)[0] + stored.offset * stored.dtype.itemsize
+        count = extent(stored.shape, stored.stride)
+        octets = torch.frombuffer(self._map, dtype=torch.uint8, count=count * stored.dtype.itemsize, offset=start)
+        if octets.data_ptr() % stored.dtype.itemsize:
+            octets = octets.clone()
+        return octets.view(stored.dtype).as_strided(stored.shape, stored.stride)
 
     def place(self, stored: Stored) -> tuple[int, int]:
         """Where the record of a tensor begins in the file, and its size, in bytes."""

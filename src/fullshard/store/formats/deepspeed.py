@@ -134,7 +134,7 @@ class _Reading:
         self.where: dict[str, Sequence[Run] | Whole] = {}
         self.entries: dict[str, Entry] = {}
         self.ties: dict[str, str] = {}
-        self.state = State(str(step))
+        self.state = State(str(step), models[0].mapped)
 
     def read_all(self) -> None:
         """Everything, the model first."""
@@ -154,8 +154,6 @@ class _Reading:
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{self._step} is not built as ZeRO-3's checkpoints are ({what}).") from error
-        for name, stored in self.state.tensors.items():
-            self._put_whole(name, self._models[0], stored)
 
     def _check(self, rank: int, flat: Mapping[str, Any]) -> None:
         stage, parts = flat.get("zero_stage"), flat.get("partition_count")
@@ -246,10 +244,10 @@ class _Reading:
                     if isinstance(value, Stored):
                         self._put_whole(f"{OPTIMIZER}{name}.{key}", self._optimizers[0], value)
                     else:
-                        plain = self.state.take(value, f"{OPTIMIZER}{name}.{key}")
+                        plain = self.state.plain(value, f"{OPTIMIZER}{name}.{key}")
                         told.setdefault("scalars", {}).setdefault(name, {})[key] = plain
         told["param_groups"] = [
-            {**self.state.take(own, "optimizer.param_groups"), "params": list(group)}
+            {**self.state.plain(own, "optimizer.param_groups"), "params": list(group)}
             for own, group in zip(flat[0]["param_groups"], groups, strict=True)
         ]
 

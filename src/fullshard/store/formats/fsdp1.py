@@ -31,7 +31,7 @@ from ..source import MODEL, Entry
 from .archive import Archive, numel
 from .built import Made, Sharded, Stored
 from .pieced import PiecedSource, Run, Whole
-from .state import State, state_of
+from .state import State
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 FLAT = "_flat_param"
@@ -66,7 +66,9 @@ class PerRankSource(PiecedSource):
         try:
             for file in _files(path):
                 archives.append(Archive(file))
-            states = [state_of(one.root, str(one.path), sharded_tensor) for one in archives]
+            states = [State(str(one.path), one.mapped, sharded_tensor) for one in archives]
+            for one, state in zip(archives, states, strict=True):
+                state.add_all(one.root)
             reading = _Reading(path, archives, states)
             reading.read_all(model, model_only)
         except BaseException:

@@ -76,6 +76,12 @@ class PiecedSource(Source):
             rows = rows.narrow(dim, offsets[dim], sizes[dim])
         return rows
 
+    def files_of(self, name: str) -> list[str]:
+        """Names of the files that hold an entry."""
+        place = self._where[name]
+        parts = [place] if isinstance(place, Whole) else place
+        return list(dict.fromkeys(part.archive.path.name for part in parts))
+
     def close(self) -> None:
         for archive in self._archives:
             archive.close()

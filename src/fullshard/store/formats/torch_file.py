@@ -19,9 +19,11 @@ import torch
 from torch.serialization import skip_data
 
 from ...errors import CheckpointError
+from ..folder import sync_folder
 from ..source import Entry, Sink, Source
 from .archive import Archive
-from .state import nested, state_of
+from .built import Stored
+from .state import State, leaves, nested, replaced
 from .zip_sums import put_sums
 
 SAVING = ".saving"
@@ -42,7 +44,8 @@ class TorchFileSource(Source):
     def __init__(self, path: Path) -> None:
         self._archive = Archive(path)
         try:
-            state = state_of(self._archive.root, str(path))
+            state = State(str(path), self._archive.mapped)
+            state.add_all(self._archive.root)
             for name, stored in state.tensors.items():
                 self._archive.check(name, stored)
         except BaseException:
@@ -50,7 +53,7 @@ class TorchFileSource(Source):
             raise
         first: dict[Any, str] = {}
         self.ties = {
-            name: known for name, stored in state.tensors.items() if (known := first.setdefault(stored, name)) != name
+            name: known for name, one in state.tensors.items() if (known := first.setdefault(one, name)) != name
         }
         self._stored = {name: stored for name, stored in state.tensors.items() if name not in self.ties}
         self.entries = {name: Entry(stored.shape, stored.dtype) for name, stored in self._stored.items()}
@@ -72,7 +75,7 @@ class TorchFileSink(Sink):
     Args:
         path: of the file; until `finish` it is beside it, with `.saving` at the end.
         entries: all tensors.
-        values: what is no tensor: plain Python values.
+        values: what is none of them: plain Python values, and tensors in these.
         ties: other names of entries: saved as one tensor.
     """
 
@@ -85,34 +88,54 @@ class TorchFileSink(Sink):
     ) -> None:
         self._path = path
         self._saving = path.with_name(path.name + SAVING)
-        self._entries = entries
         self._sums: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[str, int, int]] = {}  # name to record, its position, its size in bytes
+        self._inner: dict[str, torch.Tensor] = {}
         self._file: IO[bytes] | None = None
         try:
-            self._reserve(values, ties or {})
-            with contextlib.closing(Archive(self._saving)) as archive:
-                state = state_of(archive.root, str(path))
-                self._places = {name: (one.key, *archive.place(one)) for name, one in state.tensors.items()}
+            self._reserve(dict(entries), values, ties or {})
             self._file = self._saving.open("r+b")
+            for name, tensor in self._inner.items():
+                self.write(name, tensor)
         except BaseException:
             self.abort()
             raise
 
-    def _reserve(self, values: Mapping[str, Any], ties: Mapping[str, str]) -> None:
+    def _reserve(self, entries: dict[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]) -> None:
         """Let `torch.save` write all but the elements, of tensors in a file of nothing but holes."""
-        starts, total = {}, 0
-        for name, entry in self._entries.items():
-            starts[name] = total
-            total += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+        named = replaced(values, self._note)
+        entries |= {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in self._inner.items()}
+        total = sum(_aligned(entry.nbytes) for entry in entries.values()) + ALIGNMENT
         with tempfile.TemporaryFile(dir=self._path.parent) as holes:
-            holes.truncate(max(total, 1))
-            with mmap.mmap(holes.fileno(), max(total, 1)) as memory:
-                tensors = {name: _in_memory(memory, starts[name], entry) for name, entry in self._entries.items()}
-                tensors |= {name: tensors[known] for name, known in ties.items()}
-                whole = nested(tensors, values)
-                with skip_data():
-                    torch.save(whole, self._saving)
-                del tensors, whole  # views of the memory, which cannot be closed while there are any
+            holes.truncate(total)
+            self._save(mmap.mmap(holes.fileno(), total), entries, named, ties)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a tensor among the values a name, by which it is written."""
+        self._inner[f"\0{len(self._inner)}"] = tensor.detach()
+        return torch.empty(0)
+
+    def _save(
+        self, memory: mmap.mmap, entries: Mapping[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]
+    ) -> None:
+        start, tensors = 0, {}
+        for name, entry in entries.items():
+            tensors[name] = _in_memory(memory, start, entry)
+            start += _aligned(entry.nbytes)
+        inner = iter([name for name in tensors if name in self._inner])
+        values = replaced(values, lambda _: tensors[next(inner)])
+        shown = {name: tensor for name, tensor in tensors.items() if name not in self._inner}
+        whole = nested(shown | {name: tensors[known] for name, known in ties.items()}, values)
+        with skip_data():
+            torch.save(whole, self._saving)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        with contextlib.closing(Archive(self._saving)) as archive:
+            written = dict(leaves(archive.root))
+            for path, leaf in leaves(whole):
+                if isinstance(leaf, torch.Tensor):
+                    stored = written[path]
+                    assert isinstance(stored, Stored)
+                    self._places[names[id(leaf)]] = (stored.key, *archive.place(stored))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         assert self._file is not None
@@ -128,26 +151,24 @@ class TorchFileSink(Sink):
 
     def finish(self) -> None:
         assert self._file is not None
-        missing = self._entries.keys() - {
-            name for name in self._entries if f"data/{self._places[name][0]}" in self._sums
-        }
+        missing = [name for name, (key, _, _) in self._places.items() if f"data/{key}" not in self._sums]
         if missing:
-            raise CheckpointError("Not every tensor was written.", parameter=min(missing))
+            raise CheckpointError("Not all tensors were written.", parameter=missing[0])
         put_sums(self._file, self._sums)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._saving.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self._saving.rename(self._path)
+        sync_folder(self._path.parent)
 
     def abort(self) -> None:
         if self._file is not None:
             self._file.close()
         self._saving.unlink(missing_ok=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _in_memory(memory: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
