@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from ..errors import FullshardError
-from ..store.convert import Conversion, convert
+from ..exchange.convert import Conversion, convert
 from . import terminal
 from .main import refuse
 from .target import function_at
@@ -32,9 +32,9 @@ class Arguments:
     What the new format has no place for is listed. Exit code: 0 written, 2 bad input; then nothing is at DST.
     """
 
-    src: Annotated[Path, tyro.conf.Positional]
+    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """the checkpoint to read: a file or a folder; its format is found out"""
-    dst: Annotated[Path, tyro.conf.Positional]
+    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """where to write; nothing may be there yet"""
     to: Literal["fullshard", "torch", "safetensors"] | None = None
     """the format to write; left out: torch for names that end in .pt, .pth or .bin, safetensors for .safetensors (a

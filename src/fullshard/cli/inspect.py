@@ -9,26 +9,23 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..errors import FullshardError
-from ..store.inspect import Found, Inspection, inspect
+from ..exchange.inspect import Found, Inspection, inspect
 from . import terminal
 from .main import refuse
 from .target import function_at
 
-STYLES = {"(?m)^damaged: .*$": "bold red", "(?m)^hashes: all .*$": "bold green"}
-GROUPS = (("model.", "model"), ("optimizer.", "optimizer"), ("", "other"))
+STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: all .*$": "bold green"}
 
 
 @dataclass(frozen=True)
 class Arguments:
     """List what is in a checkpoint: every tensor with its shape, dtype, size and file, and sums.
 
-    Of Fullshard's checkpoints all files are read and compared with the hashes that were written with them; other formats
-    have none. Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: nothing, half a checkpoint, or not one that
-    can be read.
+    Of Fullshard's checkpoints all files are read and compared with the hashes that were written with them; other
+    formats have none. Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: nothing, half a checkpoint, or
+    not one that can be read.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -60,35 +57,31 @@ def run(arguments: list[str]) -> int:
 
 
 def show(found: Inspection, console: Console | None = None) -> None:
-    """Print it: a table on a terminal, columns of text elsewhere."""
-    console = console or Console(soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, side in (("name", "left"), ("shape", "left"), ("dtype", "left"), ("bytes", "right"), ("file", "left")):
-        table.add_column(column, justify="right" if side == "right" else "left", no_wrap=True, overflow="ignore")
-    for one in found.tensors:
-        cells = (one.name, _shape(one), _dtype(one), f"{one.nbytes:,}", _files(one))
-        table.add_row(*(Text(cell) for cell in cells))  # names may hold what rich takes for markup
-    with console.capture() as made:
-        console.print(table, width=100_000)
-    text = "\n".join(line.rstrip() for line in made.get().splitlines())
-    console.print(Text.from_ansi(text), soft_wrap=True)
-    terminal.show("\n".join(["", *sums(found)]), STYLES, console)
+    """Print it, in colours on a terminal."""
+    rows = [("name", "shape", "dtype", "bytes", "file")]
+    rows += [(one.name, _shape(one), _dtype(one), f"{one.nbytes:,}", _files(one)) for one in found.tensors]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}  {file}"
+        for name, shape, dtype, nbytes, file in rows
+    ]
+    terminal.show("\n".join([*lines, "", *sums(found)]), STYLES, console)
 
 
 def sums(found: Inspection) -> list[str]:
     """What is there in sum, in lines."""
     lines = [f"{found.path}: {found.kind}"]
-    left = list(found.tensors)
-    for prefix, title in GROUPS:
-        own = [one for one in left if one.name.startswith(prefix)]
-        left = [one for one in left if one not in own]
-        if own:
-            by_dtype: dict[str, int] = {}
-            for one in own:
-                by_dtype[_dtype(one)] = by_dtype.get(_dtype(one), 0) + one.nbytes
-            dtypes = ", ".join(f"{dtype} {terminal.size(nbytes)}" for dtype, nbytes in by_dtype.items())
-            elements = sum(one.nbytes // one.dtype.itemsize for one in own)
-            lines.append(f"{title}: {len(own):,} tensors, {elements:,} elements ({dtypes})")
+    groups: dict[str, list[Found]] = {}
+    for one in found.tensors:
+        first = one.name.partition(".")[0]
+        groups.setdefault(first if first in ("model", "optimizer") else "other", []).append(one)
+    for title, own in groups.items():
+        by_dtype: dict[str, int] = {}
+        for one in own:
+            by_dtype[_dtype(one)] = by_dtype.get(_dtype(one), 0) + one.nbytes
+        dtypes = ", ".join(f"{dtype} {terminal.size(nbytes)}" for dtype, nbytes in by_dtype.items())
+        elements = sum(one.nbytes // one.dtype.itemsize for one in own)
+        lines.append(f"{title}: {len(own):,} tensors, {elements:,} elements ({dtypes})")
     lines.append(f"in all: {len(found.tensors):,} tensors, {terminal.size(sum(one.nbytes for one in found.tensors))}")
     lines += [f"tied: {name} is {known}" for name, known in found.ties.items()]
     if found.values:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from .main import refuse
+from .main import printable, refuse
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def parsed(kind: type[T], command: str, arguments: list[str]) -> T | int:
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:
     """Print a text, in colours on a terminal: what patterns match in styles; as plain text elsewhere."""
-    made = Text(text)
+    made = Text("\n".join(map(printable, text.split("\n"))))
     for pattern, style in styles.items():
         made.highlight_regex(pattern, style)
     (console or Console(soft_wrap=True)).print(made)
@@ -46,18 +46,13 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     Gives a function of what is being done, the bytes done and those of all.
     """
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    told = TextColumn("{task.description}", markup=False)
+    columns = (told, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None)
 
         def advance(name: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{title} {name}".strip(), completed=done, total=total)
+            bar.update(task, description=printable(f"{title} {name}".strip()), completed=done, total=total)
 
         yield advance
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import CheckpointError, ConfigError
-from ..folder import Folder
-from ..metadata import NAME as METADATA
-from ..source import Entry, Sink, Source
-from .dcp import DcpSink, DcpSource
-from .deepspeed import DeepSpeedSource, is_deepspeed
-from .fsdp1 import PerRankSource, is_per_rank
-from .safetensors_folder import SafetensorsSink, SafetensorsSource
-from .torch_file import SAVING, TorchFileSink, TorchFileSource
+from ..errors import CheckpointError, ConfigError
+from ..store.folder import Folder
+from ..store.formats.dcp import DcpSink, DcpSource
+from ..store.formats.deepspeed import DeepSpeedSource, is_deepspeed
+from ..store.formats.fsdp1 import PerRankSource, is_per_rank
+from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
+from ..store.formats.torch_file import SAVING, TorchFileSink, TorchFileSource
+from ..store.metadata import NAME as METADATA
+from ..store.source import Entry, Sink, Source
 
 WRITTEN = ("fullshard", "torch", "safetensors")
 """The formats that can be written."""

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import DamagedCheckpointError
-from .formats.dcp import DcpSource
-from .formats.detect import kind_of, open_source
-from .formats.pieced import PiecedSource
-from .formats.safetensors_folder import SafetensorsSource
-from .source import Source
+from ..store.formats.dcp import DcpSource
+from ..store.formats.pieced import PiecedSource
+from ..store.formats.safetensors_folder import SafetensorsSource
+from ..store.source import Source
+from .detect import kind_of, open_source
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def inspect(
             Found(name, entry.shape, entry.dtype, entry.nbytes, tuple(_files_of(source, given, name)))
             for name, entry in source.entries.items()
         )
-        checked, damage = None, []
-        if hashes and isinstance(source, DcpSource):
-            checked, damage = _compared(source, progress)
+        checked, damage = _compared(source, progress) if hashes and isinstance(source, DcpSource) else (None, [])
         return Inspection(given, kind, tensors, source.ties, source.values, checked, tuple(damage))
 
 
@@ -107,7 +105,8 @@ def _compared(source: DcpSource, progress: Callable[[str, int, int], None] | Non
     manifest = source.files.manifest
     if manifest is None:
         return None, []
-    total, done, damage = sum(facts.nbytes for facts in manifest.files.values()), 0, []
+    total, done = sum(facts.nbytes for facts in manifest.files.values()), 0
+    damage: list[str] = []
     for name, facts in manifest.files.items():
         if progress is not None:
             progress(name, done, total)

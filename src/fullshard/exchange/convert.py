@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .formats.detect import kind_of, kind_to_write, open_sink, open_source
-from .source import MODEL, OPTIMIZER, Entry, Source
+from ..store.source import MODEL, OPTIMIZER, Entry, Source
+from .detect import kind_of, kind_to_write, open_sink, open_source
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
     bare = model_only or kind == "safetensors"
     kinds = (MODEL,) if bare else (MODEL, OPTIMIZER) if kind == "fullshard" else ("",)
     names = [name for name in source.entries if name.startswith(kinds)]
-    if kept_out := [name for name in source.entries if name not in set(names)]:
+    taken = set(names)
+    if kept_out := [name for name in source.entries if name not in taken]:
         states = sum(name.startswith(OPTIMIZER) for name in kept_out)
         left_out += [f"optimizer state ({states} tensors)"] if states else []
         left_out += [f"{name} (a tensor)" for name in kept_out if not name.startswith(OPTIMIZER)]
@@ -125,7 +126,7 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
         raise CheckpointError(
             "The checkpoint has no model, only other things.", got=", ".join(list(source.entries)[:3])
         )
-    ties = {name: known for name, known in source.ties.items() if known in set(names)}
+    ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}
     if kind == "safetensors" and ties:
         notes += [f"{name} is tied to {known}: written as a tensor of its own" for name, known in ties.items()]
