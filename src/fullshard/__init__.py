@@ -44,6 +44,7 @@ from .errors import (
     PhaseError,
 )
 from .events import Event, record_events
+from .exchange.convert import convert
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
@@ -111,6 +112,7 @@ __all__ = [
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",
+    "convert",
     "describe",
     "full_parameters",
     "fully_shard",

@@ -87,6 +87,10 @@ class SafetensorsSource(Source):
             whole = whole.narrow(dim, at, extent)
         return whole
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds an entry."""
+        return self._where[name.removeprefix(MODEL)].path.name
+
     def close(self) -> None:
         for file in self._files:
             file.close()
