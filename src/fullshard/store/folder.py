@@ -231,7 +231,7 @@ def step_and_turn(name: str) -> tuple[int, int] | None:
 
 def _is_whole(path: Path) -> bool:
     """Whether this is a folder with a manifest. Links are not followed: they lead out of ROOT."""
-    return not path.is_symlink() and (path / manifest.NAME).is_file()
+    return (path / manifest.NAME).is_file() and not path.is_symlink() and not (path / manifest.NAME).is_symlink()
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -117,8 +117,9 @@ class Files:
             if manifests.NAME in sizes:
                 self.manifest = manifests.parse(self._small(manifests.NAME), storage.called(manifests.NAME))
             self._check_sizes()
+            metadata = self._small(METADATA)
             self.verify(METADATA, 0, sizes[METADATA])
-            self.index: Index = read_index(self._small(METADATA), sizes, storage.called(METADATA))
+            self.index: Index = read_index(metadata, sizes, storage.called(METADATA))
             self._check_same()
         except BaseException:
             self.close()

@@ -137,7 +137,9 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "",
         return {key: from_json(item, tensor, f"{path}.{key}", depth + 1) for key, item in value.items()}
     try:
         return _tagged(tag, value[tag], tensor, path, depth)
-    except (TypeError, ValueError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever constructors make of what is none of theirs
         raise _unknown(path, value) from error
 
 
