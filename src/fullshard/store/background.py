@@ -87,7 +87,9 @@ class Writer:
         self._memory = -1  # file descriptor of the snapshot
         self._mapped: mmap.mmap | None = None
         self._running: Order | None = None
+        self._abandoned: Order | None = None
         self._answer: dict[str, str] | None = None
+        self._partial = b""  # of an answer
 
     @property
     def busy(self) -> bool:
@@ -100,6 +102,7 @@ class Writer:
         Args:
             lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
         """
+        self._end_abandoned()
         mine = [piece for piece in pieces if piece.writes]
         places, at = [], 0
         for piece in mine:
@@ -122,12 +125,20 @@ class Writer:
         socket.send_fds(self._channel, [MESSAGE.pack(len(text), begin + at)], descriptors)
         self._running, self._answer = order, None
 
+    def _end_abandoned(self) -> None:
+        """Wait until the snapshot is free."""
+        if self._abandoned is not None:
+            self._running, self._abandoned = self._abandoned, None
+            while not self.poll(1.0):
+                pass
+            self._running = self._answer = None
+
     def _room(self, nbytes: int) -> mmap.mmap:
         """The snapshot, of at least so many bytes."""
         if self._memory < 0:
             self._memory = os.memfd_create("fullshard-snapshot", os.MFD_CLOEXEC)
         if self._mapped is None or len(self._mapped) < nbytes:
-            os.ftruncate(self._memory, nbytes)
+            os.posix_fallocate(self._memory, 0, nbytes)  # raises where writing would end the process (SIGBUS)
             self._mapped = mmap.mmap(self._memory, nbytes)
         return self._mapped
 
@@ -155,12 +166,17 @@ class Writer:
         assert self._channel is not None
         self._channel.settimeout(seconds)
         try:
-            text = _line(self._channel)
+            while not self._partial.endswith(b"\n"):
+                more = self._channel.recv(65536)
+                if not more:
+                    break
+                self._partial += more
         except TimeoutError:
             return False
-        except OSError:
-            text = b""
-        self._answer = json.loads(text) if text else {"error": self._died()}
+        except OSError:  # the process ended without an answer, as below
+            self._partial = b""
+        text, self._partial = self._partial, b""
+        self._answer = json.loads(text) if text.endswith(b"\n") else {"error": self._died()}
         return True
 
     def _died(self) -> str:
@@ -191,6 +207,14 @@ class Writer:
             )
         return answer.get("name")
 
+    def abandon(self) -> None:
+        """Let nobody ask for what was started: not all ranks could start. The process ends by itself, and soon.
+
+        It finds the folder gone that it writes into. Until then it has the snapshot, and `start` waits for it.
+        """
+        if self._running is not None:
+            self._abandoned, self._running, self._answer = self._running, None, None
+
     def at_exit(self) -> None:
         """Let a save end before this process does, and say so if it fails."""
         if not self.busy:
@@ -206,17 +230,6 @@ class Writer:
 def data_begin(length: int) -> int:
     """Where tensors begin in a snapshot whose job has this length, in bytes."""
     return PAGE + -(-length // PAGE) * PAGE
-
-
-def _line(channel: socket.socket) -> bytes:
-    """One line; nothing if the other side has closed."""
-    text = b""
-    while not text.endswith(b"\n"):
-        more = channel.recv(65536)
-        if not more:
-            return b""
-        text += more
-    return text
 
 
 WRITER = Writer()
@@ -275,7 +288,7 @@ def _end_of_background(ranks: Ranks) -> str:
     """Wait for the save in the background; the checkpoint's name. Collective."""
     _started.clear()
     name: str | None = None
-    with ranks.step("saving in the background"):
+    with ranks.step("saving in the background", files=True):
         name = WRITER.finish()
     found: str = ranks.share(name or "")
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,15 +52,23 @@ class Generators:
             found["accelerator"] = module.get_rng_state()
         return found
 
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise, whatever it is, if `load_state_dict` would."""
+        self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        version, internal, gauss = state_dict["python"]
-        random.setstate((version, tuple(internal.tolist()), gauss))
-        name, keys, position, has_gauss, cached = state_dict["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(state_dict["torch"])
+        self._fill(state_dict, random, np.random, torch.default_generator)
         if "accelerator" in state_dict and torch.accelerator.is_available():
             module = torch.get_device_module(torch.accelerator.current_accelerator())
             module.set_rng_state(state_dict["accelerator"])
+
+    @staticmethod
+    def _fill(state_dict: dict[str, Any], python: Any, numpy: Any, of_torch: torch.Generator) -> None:
+        version, internal, gauss = state_dict["python"]
+        python.setstate((version, tuple(internal.tolist()), gauss))
+        name, keys, position, has_gauss, cached = state_dict["numpy"]
+        numpy.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        of_torch.set_state(state_dict["torch"])
 
 
 @dataclass
@@ -78,26 +86,35 @@ class Entries:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def entries_of(state: Mapping[str, Any], ranks: Ranks) -> Entries:
+def entries_of(state: Mapping[str, Callable[[], Any]], ranks: Ranks) -> Entries:
     """The values to save. Collective.
+
+    Args:
+        state: by name, what gives a plain value; an error of it is raised on all ranks.
 
     Raises:
         CheckpointError: a value that is not plain.
     """
     found, made = Entries(), {}
+    digests: dict[str, str] = {}
+    sharded: dict[str, list[Piece]] = {}
+    every: dict[str, torch.Tensor] = {}  # of all keys: no two get one name
     with ranks.step("reading the state to save"):
-        for key, value in state.items():
-            tensors: dict[str, torch.Tensor] = {}
-            told = value.state_dict() if isinstance(value, Stateful) else value
-            made[key] = to_json(told, f"{STATE}{key}", tensors), tensors
-    digests = {key: _digest(told, tensors) for key, (told, tensors) in made.items()}
+        for key, give in state.items():
+            known = len(every)
+            told = to_json(give(), f"{STATE}{key}", every)
+            tensors = dict(list(every.items())[known:])
+            made[key], digests[key] = (told, tensors), _digest(told, tensors)
+            for turn, (name, tensor) in enumerate(tensors.items()):
+                if not _is_whole(tensor):
+                    sharded[name] = list(value_pieces(name, tensor, turn, ranks.is_first))
     everyone = ranks.all(digests)
     for key, (told, tensors) in made.items():
         same = all(other.get(key) == digests[key] for other in everyone)
         (found.common if same else found.own)[key] = told
-        for turn, (name, tensor) in enumerate(tensors.items()):
-            if not _is_whole(tensor):
-                found.pieces += value_pieces(name, tensor, turn, ranks.is_first)
+        for name, tensor in tensors.items():
+            if name in sharded:
+                found.pieces += sharded[name]
             elif same:
                 found.pieces.append(whole_piece(name, tensor.detach(), ranks.is_first))
             else:

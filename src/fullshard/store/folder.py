@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Folder:
         found = []
         for path in self.path.iterdir() if self.path.is_dir() else ():
             key = step_and_turn(path.name)
-            if key is not None and (path / manifest.NAME).is_file():
+            if key is not None and _is_whole(path):
                 found.append(((path / manifest.NAME).stat().st_mtime_ns, key, path.name))
         return [name for _, _, name in sorted(found)]
 
@@ -79,11 +80,10 @@ class Folder:
         Raises:
             CheckpointError: `latest` names nothing that is here.
         """
-        try:
-            text = (self.path / LATEST).read_bytes()[:200].decode(errors="replace").strip()
-        except FileNotFoundError:
+        if not os.path.lexists(self.path / LATEST):
             return None
-        if step_and_turn(text) is None or not (self.path / text / manifest.NAME).is_file():
+        text = _first_bytes(self.path / LATEST).decode(errors="replace").strip()
+        if step_and_turn(text) is None or not _is_whole(self.path / text):
             raise self.names_nothing(text)
         return text
 
@@ -133,9 +133,13 @@ class Folder:
         sync_folder(here)
         final = name.rpartition(".saving-")[0]
         here.rename(self.path / final)
-        sync_folder(self.path)
-        write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
-        (self.path / f"{LATEST}.new").replace(self.path / LATEST)
+        try:
+            sync_folder(self.path)
+            write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
+            (self.path / f"{LATEST}.new").replace(self.path / LATEST)
+        except OSError:  # nothing names it yet, and nothing shall be left of it
+            (self.path / final).rename(here)
+            raise
         sync_folder(self.path)
         return final
 
@@ -163,8 +167,12 @@ class Folder:
             step = self.step_of(name)
             if name == self.latest() or (keep_every is not None and step is not None and step % keep_every == 0):
                 continue
-            self.remove(name)
-            removed.append(name)
+            try:
+                self.remove(name)
+            except OSError as error:  # the new checkpoint is whole all the same
+                warnings.warn(f"An old checkpoint could not be removed: {self.at(name)}: {error}", stacklevel=2)
+            else:
+                removed.append(name)
         return removed
 
     def remove(self, name: str) -> None:
@@ -187,7 +195,10 @@ class Folder:
         """
         import fcntl
 
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
         fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             deadline = time.monotonic() + patience
@@ -216,6 +227,24 @@ def step_and_turn(name: str) -> tuple[int, int] | None:
     """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 1))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether this is a folder with a manifest. Links are not followed: they lead out of ROOT."""
+    return (path / manifest.NAME).is_file() and not path.is_symlink() and not (path / manifest.NAME).is_symlink()
+
+
+def _first_bytes(path: Path) -> bytes:
+    """What a small file begins with; nothing of what is no file, or a link to one."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.read(fd, 200)
+    except OSError:
+        return b""
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -32,6 +33,9 @@ class Hashed(io.RawIOBase):
     Args:
         below: what is written to.
         progress: called with the number of bytes after each write.
+
+    Attributes:
+        error: what `below` raised first: writers in native code report what followed from it.
     """
 
     def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
@@ -39,6 +43,7 @@ class Hashed(io.RawIOBase):
         self._hash, self._room = hashlib.sha256(), BLOCK
         self._hashes: list[str] = []
         self._at = 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -51,7 +56,13 @@ class Hashed(io.RawIOBase):
         rest = view
         while len(rest):
             now = rest[: self._room]
-            wrote = self._below.write(now)
+            try:
+                wrote = self._below.write(now)
+                if wrote == 0:
+                    raise OSError(errno.EIO, "nothing was written")
+            except OSError as error:
+                self.error = self.error or error
+                raise
             now = now[: len(now) if wrote is None else wrote]
             self._hash.update(now)
             self._at += len(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,21 +71,19 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
         CheckpointError: it does not fit; nothing was changed.
     """
     made: list[tuple[Files, Reader, Loaded]] = []
-    try:
-        with ranks.step("comparing a checkpoint with the model"):
-            files = Files(folder.storage(name))
+    with ExitStack() as opened:
+        with ranks.step("comparing a checkpoint with the model", files=True):
+            files = opened.enter_context(Files(folder.storage(name)))
             made.append((files, *_planned(wanted, files, folder, name, ranks)))
         files, reader, loaded = made[0]
-        with ranks.step("checking a checkpoint's files"):
+        with ranks.step("checking a checkpoint's files", files=True):
             files.check(reader.copies, wanted.hashes)
-        with ranks.step("reading a checkpoint's files, of which the model may hold a part now,"), torch.no_grad():
+        reading = "reading a checkpoint's files, of which the model may hold a part now,"
+        with ranks.step(reading, files=True), torch.no_grad():
             files.fill(reader.copies)
         with ranks.step("taking over what a checkpoint holds"), torch.no_grad():
             for action in reader.after:
                 action()
-    finally:
-        for files, _, _ in made:
-            files.close()
     return loaded
 
 
@@ -93,7 +92,7 @@ def _planned(wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ran
     settle(wanted.model)
     contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, blank=True)
     reader.model(contents)
-    reader.optimizers(contents)
+    reader.optimizers(contents, wanted.strict)
     state, of_ranks = _State(wanted, reader, contents, ranks).plan()
     left = reader.close(contents, wanted.strict)
     told = files.manifest
@@ -212,6 +211,14 @@ class _State:
             state = from_json(self.common[RNG], self.reader.tensor, RNG)
         else:
             state = self._of(self.ranks.rank, RNG)
+        try:
+            Generators().check(state)
+        except Exception as error:  # whatever generators make of what is no state of theirs
+            raise DamagedCheckpointError(
+                "The state of the random generators cannot be used; nothing was loaded.",
+                got=f"{type(error).__name__}: {error}",
+                remedy="pass rng=False to leave them as they are",
+            ) from error
         self.reader.after.append(lambda: Generators().load_state_dict(state))
 
 
@@ -257,12 +264,16 @@ def load(
         DivergenceError: a rank did not come.
     """
     ranks = Ranks(process_group)
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
+    wanted: Wanted | None = None
+    where: Folder | None = None
     candidates: list[str] = []
-    where = folder_at(folder)
+    with ranks.step("looking at the arguments"):
+        where = folder_at(folder)
+        given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
+    assert where is not None and wanted is not None
     settle_background(ranks)
-    with ranks.step("looking for a checkpoint"):
+    with ranks.step("looking for a checkpoint", files=True):
         if ranks.is_first:
             candidates = _candidates(where, step, fall_back)
     candidates = ranks.share(candidates)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -29,11 +30,13 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, FileFacts
 from .source import Entry
+from .storage import MANIFEST
 from .tree import dtype_name, dtype_named
 
-NAME = "manifest.json"
+NAME = MANIFEST
 VERSION = 1
 _MOST_DIMS = 64
+_OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,12 @@ def parse(data: bytes, where: str) -> Manifest:
         CheckpointError: it is damaged, of a newer version, or says what no checkpoint can.
     """
     try:
-        outer = json.loads(data)
-        digest, inner = outer["sha256"], outer["manifest"]
-        begin, end = data.index(b'"manifest":') + len(b'"manifest":'), data.rindex(b"}")
-        if hashlib.sha256(data[begin:end]).hexdigest() != digest:
+        found = _OUTER.fullmatch(data)
+        if found is None:
+            raise ValueError("it does not begin and end as one")
+        if hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
             raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash is not what it says.", got=where)
+        inner = json.loads(found[2])
         if inner["format"] != "fullshard":
             raise ValueError(f"format {inner['format']!r}")
         if int(inner["version"]) > VERSION:
@@ -112,16 +116,21 @@ def _manifest(inner: dict[str, Any]) -> Manifest:
     ties = {str(name): str(known) for name, known in inner["ties"].items()}
     if unknown := [known for known in ties.values() if known not in tensors]:
         raise ValueError(f"a tie to {unknown[0]!r}, which is not there")
-    if not isinstance(inner["values"], dict) or not isinstance(inner["ranks"], list):
-        raise TypeError("values or ranks")
+    values, ranks = inner["values"], inner["ranks"]
+    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+        raise TypeError("values")
+    if not isinstance(ranks, list) or not all(isinstance(one, dict) for one in ranks):
+        raise TypeError("ranks")
+    if len(ranks) not in (0, inner["world"]):
+        raise ValueError(f"values of {len(ranks)} ranks, of {inner['world']}")
     return Manifest(
         step=_count(inner["step"]),
         world=_count(inner["world"]),
         time=float(inner["time"]),
         tensors=tensors,
         ties=ties,
-        values=inner["values"],
-        ranks=inner["ranks"],
+        values=values,
+        ranks=ranks,
         files=files,
         layouts={str(k): str(v) for k, v in inner.get("layouts", {}).items()},
         writer={str(k): str(v) for k, v in inner.get("writer", {}).items()},

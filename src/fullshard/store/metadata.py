@@ -11,14 +11,17 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
 from .manifest import inside
+from .pickles import look_through
 from .source import Entry
 
 NAME = ".metadata"
+_MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         CheckpointError: it is damaged, says something impossible, or names what it must not.
     """
     try:
+        look_through(data)
         found = _Unpickler(io.BytesIO(data)).load()
         if not isinstance(found, Metadata):
             raise TypeError(f"a {type(found).__name__}")
@@ -130,11 +134,37 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
                 values[name] = Stored(name, (), (), *places[name, ()])
         elif isinstance(facts, TensorStorageMetadata):
             entries[name] = Entry(tuple(map(int, facts.size)), facts.properties.dtype)
+            _check_entry(name, entries[name])
             stored[name] = [_stored(name, entries[name], chunk, places) for chunk in facts.chunks]
+            _check_whole(name, entries[name], stored[name], sizes)
         else:
             raise TypeError(f"{type(facts).__name__} of {name!r}")
     paths = {str(name): tuple(path) for name, path in (found.planner_data or {}).items()}
+    if any(not isinstance(key, (str, int)) for path in paths.values() for key in path):
+        raise TypeError("a path that is not of names and numbers")
     return Index(entries, stored, values, paths)
+
+
+def _check_entry(name: Any, entry: Entry) -> None:
+    if not isinstance(name, str) or not isinstance(entry.dtype, torch.dtype):
+        raise TypeError(f"a tensor {name!r} of {entry.dtype!r}")
+    if any(extent < 0 for extent in entry.shape) or len(entry.shape) > _MOST_DIMS or math.prod(entry.shape) >= 2**60:
+        raise ValueError(f"{name!r} has shape {entry.shape}")
+
+
+def _check_whole(name: str, entry: Entry, parts: list[Stored], sizes: dict[str, int] | None) -> None:
+    """Every element must be there once, and in no more bytes than the files have: memory may be taken for it then."""
+    held = sum(math.prod(part.sizes) for part in parts)
+    if held != math.prod(entry.shape):
+        raise DamagedCheckpointError(
+            "A checkpoint does not hold all elements of a tensor, or holds some twice.",
+            parameter=name,
+            expected=f"{math.prod(entry.shape)} elements, of shape {entry.shape}",
+            got=f"{held}",
+        )
+    nbytes = sum(part.nbytes for part in parts)
+    if sizes is not None and nbytes > sum(sizes.values()):
+        raise ValueError(f"{name!r} is kept in {nbytes} bytes, more than all files have")
 
 
 def _stored(name: str, entry: Entry, chunk: Any, places: dict[Any, Any]) -> Stored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ..errors import CheckpointError
 from ..torch_private.dcp_files import StoragePrefix
 from .contents import Contents, contents_of
-from .entries import Entries, entries_of
+from .entries import Entries, Stateful, entries_of
 from .folder import Folder
 from .job import Ending, Job
 from .manifest import Manifest, versions
@@ -27,6 +27,8 @@ from .tree import to_json
 from .write import bytes_of, metadata_of, value_items, write_items
 
 GROUPS = "optimizer.param_groups"
+SCALARS = "optimizer.scalars"
+"""What the names of tensors within optimizer state begin with, such as L-BFGS's lists of them."""
 
 
 @dataclass
@@ -61,34 +63,41 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
     with ranks.step("reading the model to save"):
         contents = contents_of(request.model, request.optimizers, ranks.is_first)
     assert contents is not None
-    extra = {name: module.get_extra_state() for name, module in contents.extra.items()}
-    entries = entries_of({**request.state, **extra}, ranks)
-    pieces = [*contents.pieces, *entries.pieces]
-    mine = SavePlan(write_items(piece for piece in pieces if piece.writes))
-    told: list[Told] = ranks.gather(tell(contents, mine, request.step))
+    given = {key: _giving(value) for key, value in request.state.items()}
+    given |= {name: module.get_extra_state for name, module in contents.extra.items()}
+    entries = entries_of(given, ranks)
+    pieces, mine = [*contents.pieces, *entries.pieces], None
+    with ranks.step("describing what is to be saved"):
+        mine = tell(contents, SavePlan(write_items(piece for piece in pieces if piece.writes)), request.step)
+    told: list[Told] = ranks.gather(mine)
     _share_out(told, pieces, ranks)
     owned: list[Any] = ranks.gather(entries.own)
     name, ending, plans = "", None, []
     values: dict[str, Any] = {}
-    with ranks.step("planning the save"):
+    with ranks.step("planning the save", files=True):
         if ranks.is_first:
             settled = settle_plan(told)
-            added, values, groups = _of_first(contents, settled)
+            added, values, groups, scalars = _of_first(contents, settled)
             pieces += added
             told[0].plan = SavePlan([*told[0].plan.items, *write_items(added), *value_items(values)])
             plans = [_prefixed(one.plan, rank) for rank, one in enumerate(told)]
-            ending = _ending(request, contents, settled, groups, entries, owned, plans, added)
+            ending = _ending(request, contents, settled, groups, scalars, entries, owned, plans, added)
             name = folder.begin(request.step)
-    name = ranks.share(name)
-    plan = ranks.scatter(plans)
-    with ranks.step("looking for the folder that the first rank made"):
-        if not folder.sees(name):
-            raise CheckpointError(
-                "This rank does not see the folder that the first rank made.",
-                rank=ranks.rank,
-                expected=f"{name} in {folder}",
-                remedy="save into a folder that all ranks share, on every machine under the same path",
-            )
+    try:
+        name = ranks.share(name)
+        plan = ranks.scatter(plans)
+        with ranks.step("looking for the folder that the first rank made", files=True):
+            if not folder.sees(name):
+                raise CheckpointError(
+                    "This rank does not see the folder that the first rank made.",
+                    rank=ranks.rank,
+                    expected=f"{name} in {folder}",
+                    remedy="save into a folder that all ranks share, on every machine under the same path",
+                )
+    except BaseException:
+        if ranks.is_first:
+            folder.discard(name)
+        raise
     return Planned(Job(folder, name, plan, values), pieces, ending)
 
 
@@ -110,14 +119,19 @@ def _share_out(told: list[Told], pieces: list[Piece], ranks: Ranks) -> None:
             share_out(told, several, everyone)
 
 
+def _giving(value: Any) -> Callable[[], Any]:
+    return value.state_dict if isinstance(value, Stateful) else lambda: value
+
+
 def _prefixed(plan: SavePlan, rank: int) -> SavePlan:
     return SavePlan(plan.items, storage_data=StoragePrefix(f"__{rank}_"))
 
 
-def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[str, Any], Any]:
+def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[str, Any], Any, Any]:
     """What the first rank writes for all: scalars of optimizer state, and settings of groups, which are also JSON."""
     tensors: dict[str, torch.Tensor] = dict(settled.scalars)
     groups = to_json(contents.groups, GROUPS, tensors)
+    scalars = to_json(settled.plain, SCALARS, tensors)
     values = {
         f"{GROUPS}.{i}.{key}": value
         for i, group in enumerate(contents.groups)
@@ -126,7 +140,7 @@ def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[s
     }
     for parameter, own in settled.plain.items():
         values |= {f"{OPTIMIZER}{parameter}.{key}": value for key, value in own.items()}
-    return [whole_piece(name, tensor, True) for name, tensor in tensors.items()], values, groups
+    return [whole_piece(name, tensor, True) for name, tensor in tensors.items()], values, groups, scalars
 
 
 def _ending(
@@ -134,6 +148,7 @@ def _ending(
     contents: Contents,
     settled: Settled,
     groups: Any,
+    scalars: Any,
     entries: Entries,
     owned: list[Any],
     plans: list[SavePlan],
@@ -149,7 +164,7 @@ def _ending(
         tensors={**settled.entries, **{p.name: Entry(p.shape, p.dtype) for p in added}},
         ties=contents.ties,
         values={
-            "optimizer": {"param_groups": groups, "scalars": to_json(settled.plain, OPTIMIZER, {})},
+            "optimizer": {"param_groups": groups, "scalars": scalars},
             "state": entries.common,
         },
         ranks=owned if any(owned) else [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,15 +39,19 @@ class Ranks:
         return self.rank == 0
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def step(self, what: str, files: bool = False) -> Iterator[None]:
         """A part of the work, which every rank does. All of them raise if one did.
+
+        Args:
+            files: whether it reads or writes files, for which the others wait however slow the disk is.
 
         Raises:
             CheckpointError: quotes what the first rank that failed raised.
         """
         error: Exception | None = None
         try:
-            yield
+            with RANK.files() if files else nullcontext():
+                yield
         except Exception as found:
             error = found
         self.meet(error, what)
@@ -110,6 +114,7 @@ class Ranks:
         group = self._group
         assert group is not None
         lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))
+        reduce_value(torch.zeros(1), dist.ReduceOp.SUM, group, "a checkpoint")  # the watcher sees who does not come
         try:
             talk(lines.apart if lines.is_open else group)
         except RuntimeError as failed:

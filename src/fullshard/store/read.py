@@ -1,18 +1,11 @@
 """Pieces out of DCP's files: only the bytes that this rank needs, checked before anything is changed, nothing executed.
 
-A record is what `torch.save` writes of one tensor: a zip archive that is not compressed, of which `data.pkl` says dtype
-and shape and `data/0` holds the elements. The pickle is read by an unpickler that knows tensors and nothing else; the
-elements are read straight into the memory that they are for.
+Elements are read straight into the memory that they are for. `record.py` tells where they lie.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import math
-import pickle
-import struct
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,31 +20,11 @@ from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, Stored, read_index
 from .piece import Piece
+from .record import Record, find_record, load_record
 from .source import Entry
 from .storage import Storage
 
-_EDGE = 1024
-"""Bytes at a record's beginning and end that say everything but its elements."""
-_MOST_BYTES = 2**16
-"""Of what a record says of its tensor."""
-_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip archive: mark, then lengths of its name and its extra field
-
-
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-"""What records name dtypes by; others are read by torch's own reader."""
+_MOST_TOLD = 2**28  # bytes of a manifest, or of metadata, which are read as a whole
 
 
 @dataclass(frozen=True)
@@ -89,7 +62,7 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
                 target = target.narrow(dim, a - at, b - a)
             found.append(Copy(one, entry, tuple(a - b for a, b in zip(low, one.offsets, strict=True)), target))
             missing -= target.numel()
-    if missing:
+    if missing or _overlap([copy.stored for copy in found]):
         raise DamagedCheckpointError(
             "A checkpoint does not hold all elements of a tensor, or holds some twice.",
             parameter=piece.name,
@@ -97,6 +70,27 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
             got=f"{piece.tensor.numel() - missing}",
         )
     return found
+
+
+def _overlap(stored: Sequence[Stored]) -> bool:
+    """Whether any two of these rectangles of one tensor have elements in common."""
+    if len(stored) < 2:
+        return False
+    dims = range(len(stored[0].offsets))
+    dim = max(dims, key=lambda d: len({one.offsets[d] for one in stored}), default=0)  # that which tells most apart
+    current: list[Stored] = []
+    for one in sorted(stored, key=lambda each: each.offsets[dim]):
+        current = [other for other in current if other.offsets[dim] + other.sizes[dim] > one.offsets[dim]]
+        for other in current:
+            low, high = map(max, one.offsets, other.offsets), map(min, _ends(one), _ends(other))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                return True
+        current.append(one)
+    return False
+
+
+def _ends(stored: Stored) -> tuple[int, ...]:
+    return tuple(a + n for a, n in zip(stored.offsets, stored.sizes, strict=True))
 
 
 class Files:
@@ -117,16 +111,46 @@ class Files:
         self.storage = storage
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray())  # of at most one block
-        self._records: dict[tuple[str, int], _Record] = {}
+        self._records: dict[tuple[Stored, torch.dtype], Record] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes
-        if manifests.NAME in sizes:
-            text = storage.read(manifests.NAME, 0, sizes[manifests.NAME])
-            self.manifest = manifests.parse(text, storage.called(manifests.NAME))
-        self._check_sizes()
-        self.verify(METADATA, 0, sizes[METADATA])
-        data = storage.read(METADATA, 0, sizes[METADATA])
-        self.index: Index = read_index(data, sizes, storage.called(METADATA))
+        try:
+            if manifests.NAME in sizes:
+                self.manifest = manifests.parse(self._small(manifests.NAME), storage.called(manifests.NAME))
+            self._check_sizes()
+            metadata = self._small(METADATA)
+            self.verify(METADATA, 0, sizes[METADATA])
+            self.index: Index = read_index(metadata, sizes, storage.called(METADATA))
+            self._check_same()
+        except BaseException:
+            self.close()
+            raise
+
+    def _small(self, name: str) -> bytes:
+        """A file that is read as a whole."""
+        nbytes = self.storage.sizes[name]
+        if nbytes > _MOST_TOLD:
+            raise DamagedCheckpointError(
+                "A file of a checkpoint that tells what is in the others is too large to be one.",
+                expected=f"at most {_MOST_TOLD} bytes",
+                got=f"{self.storage.called(name)} of {nbytes} bytes",
+            )
+        return self.storage.read(name, 0, nbytes)
+
+    def _check_same(self) -> None:
+        """Manifest and metadata must tell of the same tensors."""
+        if self.manifest is None:
+            return
+        told = self.manifest.tensors | {n: self.manifest.tensors[first] for n, first in self.manifest.ties.items()}
+        for name in sorted(told.keys() | self.index.entries.keys()):
+            expected, got = told.get(name), self.index.entries.get(name)
+            if expected != got:
+                raise DamagedCheckpointError(
+                    "A checkpoint's manifest and metadata tell of different tensors.",
+                    parameter=name,
+                    expected="none" if expected is None else f"{expected.dtype} of shape {expected.shape}",
+                    got="none" if got is None else f"{got.dtype} of shape {got.shape}",
+                )
 
     def _check_sizes(self) -> None:
         """All files must be what the manifest says."""
@@ -156,9 +180,11 @@ class Files:
         Raises:
             DamagedCheckpointError: they differ.
         """
-        facts = self.manifest.files.get(name) if self.manifest is not None else None
-        if facts is None or not nbytes:
+        if self.manifest is None or not nbytes:
             return
+        facts = self.manifest.files.get(name)
+        if facts is None:
+            raise DamagedCheckpointError("A checkpoint's manifest does not tell of a file that is read.", got=name)
         for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1):
             if (name, block) in self._verified:
                 continue
@@ -200,7 +226,7 @@ class Files:
     def _fill(self, copy: Copy) -> None:
         record, target, sizes = self._record(copy.stored, copy.entry), copy.target, tuple(copy.target.shape)
         if record.elements is None:
-            found = _loaded(self._bytes(copy.stored), copy.stored, copy.entry)
+            found = load_record(self._bytes(copy.stored), copy.stored, copy.entry)
             for dim, (begin, extent) in enumerate(zip(copy.begin, sizes, strict=True)):
                 found = found.narrow(dim, begin, extent)
             target.copy_(found)
@@ -222,16 +248,15 @@ class Files:
         """A value that is no tensor, as DCP's programs keep it. `weights_only`: nothing is executed."""
         stored = self.index.values[name]
         self.verify(stored.file, stored.begin, stored.nbytes)
-        return _loaded(self._bytes(stored), stored, None)
+        return load_record(self._bytes(stored), stored, None)
 
     def _bytes(self, stored: Stored) -> bytes:
         return self.storage.read(stored.file, stored.begin, stored.nbytes)
 
-    def _record(self, stored: Stored, entry: Entry) -> _Record:
-        key = stored.file, stored.begin
+    def _record(self, stored: Stored, entry: Entry) -> Record:
+        key = stored, entry.dtype
         if key not in self._records:
-            window = _Window(self.storage, stored)
-            self._records[key] = _parse(window, stored, entry)
+            self._records[key] = find_record(self.storage, stored, entry)
         return self._records[key]
 
     def close(self) -> None:
@@ -243,137 +268,6 @@ class Files:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-# Records.
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Where in the file a record's elements begin; None if they do not lie there row by row."""
-
-    elements: int | None
-
-
-class _Window(io.RawIOBase):
-    """A record as a file."""
-
-    def __init__(self, storage: Storage, stored: Stored) -> None:
-        self.storage, self.file, self.begin, self.nbytes = storage, stored.file, stored.begin, stored.nbytes
-        self._at = 0
-        edge = min(_EDGE, self.nbytes)
-        self._head = storage.read(self.file, self.begin, edge)
-        self._tail = storage.read(self.file, self.begin + self.nbytes - edge, edge)
-
-    def bytes_at(self, begin: int, nbytes: int) -> bytes:
-        """Some of its bytes; those of its edges without asking the disk again."""
-        if begin + nbytes <= len(self._head):
-            return self._head[begin : begin + nbytes]
-        if begin >= (first := self.nbytes - len(self._tail)):
-            return self._tail[begin - first : begin - first + nbytes]
-        return self.storage.read(self.file, self.begin + begin, nbytes)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.nbytes - self._at)
-        data = self.bytes_at(self._at, left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
-
-
-class _Shape(pickle.Unpickler):
-    """Reads what `data.pkl` says of a tensor: `(dtype, offset, size, stride)`; whatever else it says is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *rest: (storage, offset, tuple(size), tuple(stride))
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, _, numel = pid
-        if kind != "storage" or key != "0":
-            raise pickle.UnpicklingError(str(pid))
-        return dtype, int(numel)
-
-
-def _parse(window: _Window, stored: Stored, entry: Entry) -> _Record:
-    try:
-        with zipfile.ZipFile(window) as archive:
-            files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        data = files["data/0"]
-        told = _Shape(io.BytesIO(_member(window, files["data.pkl"]))).load()
-        order = _member(window, files["byteorder"]) if "byteorder" in files else b"little"
-        (dtype, numel), offset, size, stride = told
-        begin = _begin(window, data)
-    except pickle.UnpicklingError:
-        return _Record(None)  # not a plain tensor: torch's own reader, which executes nothing, says what it is
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError, struct.error) as error:
-        raise _bad(stored, f"{type(error).__name__}: {error}") from error
-    if dtype != entry.dtype or size != stored.sizes:
-        raise _bad(stored, f"a tensor of {dtype} and shape {size}, not {entry.dtype} and {stored.sizes}")
-    plain = stride == dense_strides(size, tuple(range(len(size)))) or math.prod(size) <= 1
-    if not plain or offset or data.compress_type or order != b"little" or data.file_size != numel * dtype.itemsize:
-        return _Record(None)
-    if numel < math.prod(size):
-        raise _bad(stored, f"{numel} elements")
-    return _Record(window.begin + begin)
-
-
-def _begin(window: _Window, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin in the record.
-
-    Raises:
-        ValueError: the record says so, and cannot.
-    """
-    header = window.bytes_at(info.header_offset, _HEADER.size)
-    mark, name, extra = _HEADER.unpack(header)
-    begin: int = info.header_offset + _HEADER.size + name + extra
-    if mark != b"PK\3\4" or begin + info.compress_size > window.nbytes:
-        raise ValueError(f"{info.filename} lies beyond the record's end")
-    return begin
-
-
-def _member(window: _Window, info: zipfile.ZipInfo) -> bytes:
-    """A small member's bytes. (`ZipFile.read` would compare its crc32, which is left out: files are hashed.)"""
-    if info.compress_type or info.file_size > _MOST_BYTES or info.file_size != info.compress_size:
-        raise ValueError(f"{info.filename} is compressed, or of {info.file_size} bytes")
-    return window.bytes_at(_begin(window, info), info.file_size)
-
-
-def _bad(stored: Stored, got: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        "A record of a checkpoint is not what its metadata says.",
-        parameter=stored.name,
-        expected=f"shape {stored.sizes} at byte {stored.begin} of {stored.file}",
-        got=got,
-    )
-
-
-def _loaded(data: bytes, stored: Stored, entry: Entry | None) -> Any:
-    """A record, by torch's own reader."""
-    try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _bad(stored, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-    if entry is not None and (not isinstance(found, torch.Tensor) or tuple(found.shape) != stored.sizes):
-        raise _bad(stored, f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}")
-    return found
 
 
 # Bytes.

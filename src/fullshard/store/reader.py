@@ -45,9 +45,11 @@ class Reader:
     def _plain_scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
         if self.files.manifest is not None:
-            told = self.files.manifest.values.get("optimizer", {}).get("scalars", {})
-            found: dict[str, dict[str, Any]] = from_json(told, self.tensor)
-            return found
+            found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
+            if not _is_nested(found):
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
+            known: dict[str, dict[str, Any]] = found
+            return known
         made: dict[str, dict[str, Any]] = {}
         for name in self.files.index.values:
             path = self.files.index.paths.get(name, ())
@@ -130,16 +132,24 @@ class Reader:
             self.asks(MODEL + name for name in row.names)
         self.asks(MODEL + name for name in contents.table.buffers)
 
-    def optimizers(self, contents: Contents) -> None:
+    def optimizers(self, contents: Contents, strict: bool) -> None:
         """Plan to read state and settings.
 
         Raises:
+            CheckpointError: `strict`, and there are none.
             MissingStateError: a tensor over several parameters, of which only some have state in the checkpoint.
             CheckpointError: parameters of one tensor have different scalars.
         """
+        groups = self._groups()
+        if contents.states and strict and not groups and not self.states:
+            raise CheckpointError(
+                "A checkpoint was saved without an optimizer; nothing was loaded.",
+                expected="state of the optimizers that are to be filled",
+                got="none",
+                remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
+            )
         for one in contents.states:
             self._state(one)
-        groups = self._groups()
         self.after.append(lambda: _set_groups(contents, groups))
 
     def _state(self, one: StateOf) -> None:
@@ -170,7 +180,7 @@ class Reader:
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
             elif f"{OPTIMIZER}{name}.{key}" in self.files.index.entries:
-                value = self.tensor(f"{OPTIMIZER}{name}.{key}")
+                value = self._one_value(f"{OPTIMIZER}{name}.{key}", one.scalars[row.name][key].value)
             else:
                 continue
             known = scalars.setdefault(key, value)
@@ -187,11 +197,24 @@ class Reader:
             return
         self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
 
+    def _one_value(self, name: str, like: Any) -> torch.Tensor:
+        """What is one number here must be one in the checkpoint."""
+        entry, numel = self.files.index.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
+        if entry.numel != numel:
+            raise CheckpointError(
+                "A checkpoint does not fit the model: a tensor has another shape; nothing was loaded.",
+                parameter=name,
+                expected=tuple(getattr(like, "shape", ())),
+                got=entry.shape,
+            )
+        return self.tensor(name)
+
     def _groups(self) -> list[dict[str, Any]]:
         """The settings of all groups, as they were saved."""
         if self.files.manifest is not None:
-            told = self.files.manifest.values.get("optimizer", {}).get("param_groups", [])
-            found: list[dict[str, Any]] = from_json(told, self.tensor)
+            found = from_json(self.files.manifest.values.get("optimizer", {}).get("param_groups", []), self.tensor)
+            if not isinstance(found, list) or not all(map(_is_group, found)):
+                raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(found)[:80])
             return found
         made: dict[int, dict[str, Any]] = {}
         index = self.files.index
@@ -224,6 +247,15 @@ class Reader:
                 remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
             )
         return left
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(own, dict) for own in value.values())
+
+
+def _is_group(value: Any) -> bool:
+    names = value.get("params") if isinstance(value, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _listed(names: list[str], what: str) -> str:

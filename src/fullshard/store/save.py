@@ -74,11 +74,12 @@ def save(
         ConfigError: an argument that cannot be used.
     """
     ranks = Ranks(process_group)
-    where = folder_at(folder)
+    where: Folder | None = None
     request: Request | None = None
     with ranks.step("looking at the arguments"):
+        where = folder_at(folder)
         request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
-    assert request is not None
+    assert request is not None and where is not None
     if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
         raise CheckpointError(
             "A save is still going on in the background.",
@@ -87,7 +88,7 @@ def save(
     settle_background(ranks)
     with ExitStack() as held:
         lock = -1
-        with ranks.step("locking the folder"):
+        with ranks.step("locking the folder", files=True):
             if ranks.is_first:
                 lock = held.enter_context(where.locked(patience))
                 where.clean()
@@ -103,17 +104,18 @@ def save(
         except BaseException:
             if ranks.is_first:
                 where.discard(found.job.name)
+            WRITER.abandon()
             raise
 
 
 def _write_now(found: Planned, where: Folder, ranks: Ranks) -> str:
     """Write in this process; the checkpoint's name."""
     written: Written | None = None
-    with ranks.step("writing"):
+    with ranks.step("writing", files=True):
         written = write(found.job, found.pieces)
     everyone: list[Written] = ranks.gather(written)
     name = ""
-    with ranks.step("finishing"):
+    with ranks.step("finishing", files=True):
         if ranks.is_first:
             assert found.ending is not None
             name = end(where, found.job.name, found.ending, everyone)

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
 
+MANIFEST = "manifest.json"
+"""The file that makes a checkpoint whole; see manifest.py."""
+
 
 class Storage(Protocol):
     """Files to read.
@@ -41,6 +44,7 @@ class LocalStorage:
 
     Raises:
         CheckpointError: there is no such folder.
+        DamagedCheckpointError: its manifest is a link: without one files would be taken as they are.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,6 +52,8 @@ class LocalStorage:
         self._open: dict[str, int] = {}
         if not path.is_dir():
             raise CheckpointError("There is no such checkpoint.", got=str(path))
+        if (path / MANIFEST).is_symlink():
+            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST))
         self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:

@@ -26,28 +26,35 @@ from ..errors import CheckpointError
 
 _MOST_DEEP = 64
 """Containers within containers; what is deeper comes from an attack or an accident."""
+_OUTSIDE = 4  # of them are the manifest's own
 
 
-def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """`value` as JSON's types; tensors in it are added to `tensors`, by their paths.
 
     Args:
         path: what the value is called, in errors and in the names of tensors.
 
     Raises:
-        CheckpointError: a value of a class that is not plain.
+        CheckpointError: a value of a class that is not plain, or nested deeper than `from_json` reads.
     """
+    if depth > _MOST_DEEP - _OUTSIDE:
+        raise CheckpointError(
+            "A value cannot be kept in a checkpoint: it is nested too deeply, or within itself.",
+            parameter=f"{path[:100]}...",
+            expected=f"at most {_MOST_DEEP - _OUTSIDE} containers within each other",
+        )
     simple = _simple(value)
     if simple is not _OTHER:
         return simple
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _tensor_out(value, path, tensors)
     if isinstance(value, Mapping):
-        return _dict_out(value, path, tensors)
+        return _dict_out(value, path, tensors, depth)
     for kind, tag in _SEQUENCES.items():
         if type(value) is kind:
             items: Any = sorted(cast(Any, value), key=repr) if kind in (set, frozenset) else value
-            made = [to_json(item, f"{path}.{i}", tensors) for i, item in enumerate(items)]
+            made = [to_json(item, f"{path}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
             return made if tag is None else {tag: made}
     for known, tag, write, _ in _ATOMS:
         if isinstance(value, known):
@@ -73,6 +80,9 @@ def _simple(value: Any) -> Any:
 
 
 def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    known = path
+    while path in tensors:  # {"a.b": ...} and {"a": {"b": ...}} have one path
+        path = f"{known}~{len(tensors)}"
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
             raise _refused(value, path, "an array of numbers")
@@ -84,17 +94,17 @@ def _tensor_out(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict
     return {"$tensor": path}
 
 
-def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _dict_out(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if type(value) is Counter or not plain:
         tag = "$counter" if type(value) is Counter else "$pairs"
         return {
             tag: [
-                [to_json(key, f"{path}.{i}", tensors), to_json(item, f"{path}.{i}", tensors)]
+                [to_json(key, f"{path}.{i}", tensors, depth + 1), to_json(item, f"{path}.{i}", tensors, depth + 1)]
                 for i, (key, item) in enumerate(value.items())
             ]
         }
-    return {key: to_json(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    return {key: to_json(item, f"{path}.{key}", tensors, depth + 1) for key, item in value.items()}
 
 
 def _refused(value: Any, path: str, expected: str) -> CheckpointError:
@@ -127,7 +137,9 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "",
         return {key: from_json(item, tensor, f"{path}.{key}", depth + 1) for key, item in value.items()}
     try:
         return _tagged(tag, value[tag], tensor, path, depth)
-    except (TypeError, ValueError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever constructors make of what is none of theirs
         raise _unknown(path, value) from error
 
 

@@ -150,8 +150,11 @@ def write_record(stream: Hashed, data: Any, item: WriteItem, name: str) -> Write
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
     else:
-        with _without_crc():
-            torch.save(_alone(data) if isinstance(data, torch.Tensor) else data, cast(IO[bytes], stream))
+        try:
+            with _without_crc():
+                torch.save(_alone(data) if isinstance(data, torch.Tensor) else data, cast(IO[bytes], stream))
+        except RuntimeError as error:
+            raise stream.error or error from error
     length = stream.tell() - begin
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, begin, length))
 

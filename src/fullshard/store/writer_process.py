@@ -43,7 +43,10 @@ def main() -> None:
         answer = _serve(order, memory, data_begin(length), channel)
         for descriptor in descriptors:  # the lock's, too
             os.close(descriptor)
-        channel.sendall(json.dumps(answer).encode() + b"\n")
+        try:
+            channel.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError:  # the rank is gone, and this was its last checkpoint
+            return
 
 
 def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) -> dict[str, Any]:
@@ -68,12 +71,25 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
         text = f"rank {order.rank}: {type(error).__name__}: {error}"
         if order.ending is not None:
             order.job.folder.discard(order.job.name)
-        elif path.is_dir():
-            try:
-                note_written(path, order.rank, text, failed=True)
-            except OSError as further:  # the disk may be what failed: the rank tells at its next call
-                text += f" (and could not say so in the folder: {further})"
+        else:
+            text += _note_failure(path, order, text)
         return {"error": text}
+
+
+def _note_failure(path: Path, order: Order, text: str) -> str:
+    """Let the first rank's writer know; what went wrong with that, for the rank's error."""
+    try:
+        for written in path.glob(f"__{order.rank}_*"):
+            written.unlink()  # the disk may be full of it
+        note_written(path, order.rank, text, failed=True)
+    except FileNotFoundError:  # the first rank's writer has failed, and discarded the folder
+        return ""
+    except OSError as further:
+        try:
+            (path / f"rank-{order.rank}.failed").touch()
+        except OSError:  # the disk may be what failed: the rank tells at its next call
+            return f" (and could not say so in the folder: {further})"
+    return ""
 
 
 def _pieces(order: Order, memory: mmap.mmap, begin: int) -> list[Piece]:
@@ -121,6 +137,8 @@ def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wr
             raise CheckpointError(
                 "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text()
             )
+        if not path.is_dir():
+            raise CheckpointError("The folder being written was removed: not all ranks could start.", got=str(path))
         if time.monotonic() > deadline:
             raise CheckpointError(
                 "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s"

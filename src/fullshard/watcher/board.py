@@ -1,6 +1,6 @@
 """What a rank does now, in memory that its watcher reads: also while the rank is stopped, stuck in native code or dead.
 
-    bytes 0..63      header, one field each (`_FIELDS`)
+    bytes 0..71      header, one field each
     ring             the last 256 things that the engine issued, 48 bytes each (`_RECORD`)
     note             what the rank raised, as text
     verdict          what the watcher found, as text, which the rank raises
@@ -33,8 +33,8 @@ _RING = 256
 _TEXT = 64 * 1024
 
 # Header: offset of each field. All are 8 bytes.
-_COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT, _LEAVES = range(0, 64, 8)
-_AT_RING = 64
+_COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT, _LEAVES, _TICKS = range(0, 72, 8)
+_AT_RING = 72
 _AT_NOTE = _AT_RING + _RING * _RECORD_ROOM
 _AT_VERDICT = _AT_NOTE + _TEXT
 SIZE = _AT_VERDICT + _TEXT
@@ -111,6 +111,10 @@ class Board:
         """So many steps are done in all."""
         _u64.pack_into(self._memory, _STEPS, steps)
 
+    def tick(self) -> None:
+        """The rank gets on, though nothing else shows it: it writes or reads files."""
+        _u64.pack_into(self._memory, _TICKS, self.ticks + 1)
+
     def note(self, text: str) -> None:
         """What the rank raised."""
         self._write(_AT_NOTE, text)
@@ -158,6 +162,11 @@ class Board:
     def steps(self) -> int:
         """See `stepped`."""
         return int(_u64.unpack_from(self._memory, _STEPS)[0])
+
+    @property
+    def ticks(self) -> int:
+        """See `tick`."""
+        return int(_u64.unpack_from(self._memory, _TICKS)[0])
 
     @property
     def waiting(self) -> tuple[int, float] | None:

@@ -211,6 +211,7 @@ class Watcher:
             "last": told(records[-1], self.names) if records else None,
             "count": self.board.count,
             "steps": self.board.steps,
+            "ticks": self.board.ticks,
             "cpu": proc.cpu_seconds(self.options.pid) if alive else 0.0,
             "children": proc.children_seconds(self.options.pid) if alive else 0.0,
             "io": proc.moved_bytes(self.options.pid) if alive else 0,

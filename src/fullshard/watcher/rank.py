@@ -17,10 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any
@@ -93,6 +94,29 @@ class Rank:
     def talks(self, what: str) -> None:
         """The ranks exchange something that is no unit's; `what` is one of `TALKS`."""
         self.record(AGREEMENT, TALKS.index(what), 0, 0)
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[None]:
+        """Within this the rank reads or writes files, which may take as long as it will: on a slow disk nothing moves.
+
+        Only a wait of 0.8 of the process group's timeout ends it; and what ends or stops this process.
+        """
+        if self._process is None:
+            yield
+            return
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(SLICE):
+                self.board.tick()
+
+        ticking = threading.Thread(target=tick, name="fullshard-files", daemon=True)
+        ticking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            ticking.join()
 
     def new_root(self, names: list[str]) -> int:
         """A root and the names of its units are known now; returns what to add to a unit's index in records."""

@@ -71,10 +71,13 @@ def _lost(status: Status) -> bool:
 def _moved(now: Status, before: Status | None) -> bool:
     """Whether a rank that does not wait has got anywhere since.
 
-    In its first step whatever it does counts (it may compile, or read); later it has to leave the line it was at, its
-    children have to compute, or it has to read or write more than stacks take.
+    One that says that it reads or writes files is believed. In its first step whatever a rank does counts (it may
+    compile, or read); later it has to leave the line it was at, its children have to compute, or it has to read or
+    write more than stacks take.
     """
     if before is None or now["count"] != before["count"] or now["state"] == "absent":
+        return True
+    if now.get("ticks") != before.get("ticks"):
         return True
     if now["steps"] == 0:
         return now["cpu"] - before["cpu"] > 0.02 or now["io"] != before["io"]

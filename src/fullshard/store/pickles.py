@@ -1,0 +1,56 @@
+"""What a pickle is made of, looked at before it is read: a few bytes can make the unpickler take all memory there is.
+
+A restricted `find_class` decides what a pickle may call. It does not see `LONG_BINPUT`, which makes room for as many
+objects as a number in the file says, nor `BYTEARRAY8`. Here every instruction is found, without being obeyed; only
+those are let through that `pickle.dump` and `torch.save` write for metadata and tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+_FIXED = re.compile(
+    rb"(?:"
+    rb"[\x94(})\]t\x85\x86\x87aesuN\x88\x89\x93Rb\x81Q]"  # containers, constants, calls, memoize
+    rb"|\x80.|\x95.{8}"  # protocol, frame
+    rb"|[qhK].|M..|[Jj].{4}|G.{8}"  # put and get by short numbers, small ints, floats
+    rb")*+",
+    re.DOTALL,
+)
+_COUNTED = {  # instruction: bytes of the length of what follows
+    **dict.fromkeys((0x8C, 0x8A, ord("C")), 1),  # short text, int, short bytes
+    **dict.fromkeys((ord("X"), ord("B")), 4),  # text, bytes
+}
+_PUT, _GLOBAL, _STOP = ord("r"), ord("c"), ord(".")
+
+
+def look_through(data: bytes) -> None:
+    """Raise unless a pickle is of the usual instructions, and whole.
+
+    Raises:
+        pickle.UnpicklingError: it is not.
+    """
+    at, size = 0, len(data)
+    while True:
+        found = _FIXED.match(data, at)
+        at = found.end() if found is not None else at
+        if at >= size:
+            raise pickle.UnpicklingError("the pickle has no end")
+        code = data[at]
+        if code == _STOP:
+            return
+        if code == _PUT:
+            number = int.from_bytes(data[at + 1 : at + 5], "little")
+            if number > size:
+                raise pickle.UnpicklingError(f"the pickle of {size} bytes has an object number {number}")
+            at += 5
+        elif code == _GLOBAL:
+            at = data.find(b"\n", data.find(b"\n", at) + 1) + 1
+            if not at:
+                raise pickle.UnpicklingError("the pickle has no end")
+        elif code in _COUNTED:
+            width = _COUNTED[code]
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        else:
+            raise pickle.UnpicklingError(f"the pickle has an instruction {code:#x} at byte {at}")
