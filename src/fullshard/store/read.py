@@ -18,11 +18,11 @@ from . import manifest as manifests
 from .hashed import BLOCK
 from .manifest import Manifest
 from .metadata import NAME as METADATA
-from .metadata import Index, Stored, read_index
+from .metadata import Index, read_index
 from .piece import Piece
 from .record import Record, find_record, load_record
 from .source import Entry
-from .storage import Storage
+from .storage import Storage, Stored
 
 _MOST_TOLD = 2**28  # bytes of a manifest, or of metadata, which are read as a whole
 

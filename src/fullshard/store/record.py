@@ -18,10 +18,9 @@ import torch
 
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
-from .metadata import Stored
 from .pickles import look_through
 from .source import Entry
-from .storage import Storage
+from .storage import Storage, Stored
 
 _EDGE = 1024
 """Bytes at a record's beginning and end that say everything but its elements."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,24 @@ from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint whole; see manifest.py."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One rectangle of a tensor in a file, or a value.
+
+    Attributes:
+        name: of the tensor.
+        offsets, sizes: the rectangle; both empty for a value.
+        file, begin, nbytes: where its record lies.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    nbytes: int
 
 
 class Storage(Protocol):
