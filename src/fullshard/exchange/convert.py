@@ -112,6 +112,9 @@ class _Chosen:
 def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bool) -> _Chosen:
     left_out: list[str] = []
     notes = [f"warning: {one['warning']}" for one in (source.values.get("optimizer"),) if one and "warning" in one]
+    notes += [
+        f"{name} and {known} are one tensor, of which one was lost when it was saved" for name, known in _lost(source)
+    ]
     bare = model_only or kind == "safetensors"
     kinds = (MODEL,) if bare else (MODEL, OPTIMIZER) if kind == "fullshard" else ("",)
     names = [name for name in source.entries if name.startswith(kinds)]
@@ -139,6 +142,15 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
             for name, entry in entries.items()
         }
     return _Chosen(entries, of, values, ties, left_out, notes)
+
+
+def _lost(source: Source) -> list[tuple[str, str]]:
+    """Two states of one parameter that are one tensor: PyTorch 2.13's FSDP.optim_state_dict makes such, on CPU."""
+    return [
+        (name, known)
+        for name, known in source.ties.items()
+        if name.startswith(OPTIMIZER) and name.rpartition(".")[0] == known.rpartition(".")[0]
+    ]
 
 
 HELD = {"fullshard": {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()}}

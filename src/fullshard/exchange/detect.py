@@ -24,6 +24,7 @@ from ..store.formats.safetensors_folder import SafetensorsSink, SafetensorsSourc
 from ..store.formats.torch_file import SAVING, TorchFileSink, TorchFileSource
 from ..store.metadata import NAME as METADATA
 from ..store.source import Entry, Sink, Source
+from ..store.storage import LocalStorage
 
 WRITTEN = ("fullshard", "torch", "safetensors")
 """The formats that can be written."""
@@ -82,6 +83,19 @@ def _kind_of_folder(path: Path) -> str:
     if half:
         raise CheckpointError(f"{path} has no whole checkpoint, only {half[0]}, whose writing did not end.")
     raise CheckpointError(f"{path} is no checkpoint of a known format.", got=", ".join(sorted(inside)[:5]))
+
+
+def storage_at(path: Path) -> LocalStorage:
+    """The files of a checkpoint of Fullshard or DCP; in a folder of several, of the latest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    where = Folder(path)
+    name = "" if where.is_checkpoint else where.latest()
+    if name is None:
+        raise CheckpointError(f"{path} has no whole checkpoint.")
+    return LocalStorage(path / name)
 
 
 def open_source(path: Path, model: Callable[[], nn.Module] | None = None, model_only: bool = False) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from ..errors import DamagedCheckpointError
 from ..store.formats.dcp import DcpSource
 from ..store.formats.pieced import PiecedSource
 from ..store.formats.safetensors_folder import SafetensorsSource
-from ..store.source import Source
-from .detect import kind_of, open_source
+from ..store.read import Files
+from ..store.source import MODEL, Entry, Source
+from .detect import kind_of, open_source, storage_at
 
 
 @dataclass(frozen=True)
@@ -81,28 +82,39 @@ def inspect(
     """
     given = Path(path)
     kind = kind_of(given)
+    checked: int | None = None
+    if kind == "fullshard" and hashes:
+        with Files(storage_at(given)) as files:
+            checked, damage = _compared(files, progress)
+            if damage:  # then what it holds that is no tensor may be damaged, too
+                tensors = [_found(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
+                return Inspection(given, kind, tuple(tensors), {}, {}, checked, tuple(damage))
     with open_source(given, model) as source:
-        tensors = tuple(
-            Found(name, entry.shape, entry.dtype, entry.nbytes, tuple(_files_of(source, given, name)))
-            for name, entry in source.entries.items()
-        )
-        checked, damage = _compared(source, progress) if hashes and isinstance(source, DcpSource) else (None, [])
-        return Inspection(given, kind, tensors, source.ties, source.values, checked, tuple(damage))
+        tensors = [_found(name, entry, _files_of(source, given, name)) for name, entry in source.entries.items()]
+        return Inspection(given, kind, tuple(tensors), source.ties, source.values, checked, ())
+
+
+def _found(name: str, entry: Entry, files: Iterable[str]) -> Found:
+    return Found(name, entry.shape, entry.dtype, entry.nbytes, tuple(dict.fromkeys(files)))
 
 
 def _files_of(source: Source, path: Path, name: str) -> list[str]:
     if isinstance(source, DcpSource):
-        known = source.files.index.stored
-        stored = known.get(name) or known.get(name.removeprefix("model."), [])
-        return list(dict.fromkeys(one.file for one in stored))
+        return _where(source.files, name)
     if isinstance(source, PiecedSource):
         return source.files_of(name)
     return [source.file_of(name)] if isinstance(source, SafetensorsSource) else [path.name]
 
 
-def _compared(source: DcpSource, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
+def _where(files: Files, name: str) -> list[str]:
+    """The files of a tensor, which other programs' folders may have without `model.`."""
+    known = files.index.stored
+    return [one.file for one in known.get(name) or known.get(name.removeprefix(MODEL), [])]
+
+
+def _compared(files: Files, progress: Callable[[str, int, int], None] | None) -> tuple[int | None, list[str]]:
     """Bytes whose hashes were compared, and what is wrong with them."""
-    manifest = source.files.manifest
+    manifest = files.manifest
     if manifest is None:
         return None, []
     total, done = sum(facts.nbytes for facts in manifest.files.values()), 0
@@ -111,7 +123,7 @@ def _compared(source: DcpSource, progress: Callable[[str, int, int], None] | Non
         if progress is not None:
             progress(name, done, total)
         try:
-            source.files.verify(name, 0, facts.nbytes)
+            files.verify(name, 0, facts.nbytes)
         except DamagedCheckpointError as error:
             damage.append(f"{name}: {' '.join(str(error).split())}")
         done += facts.nbytes

@@ -108,13 +108,10 @@ def _opened(step: Path, archives: list[Archive]) -> tuple[list[Archive], list[Ar
         if part:
             raise CheckpointError(f"{step} was written with tensor or pipeline parallelism ({file.name}).")
         found[kind][rank] = file
-    world = len(found["model"])
+    world = 1 + max([rank for files in found.values() for rank in files], default=0)
     for kind, files in found.items():
-        missing = sorted(set(range(max(world, 1))) - files.keys())
-        if missing or len(files) != world:
-            raise CheckpointError(
-                f"{step} is half a checkpoint: {kind}_states.pt are missing.", rank=min(missing, default=world)
-            )
+        if missing := sorted(set(range(world)) - files.keys()):
+            raise CheckpointError(f"{step} is half a checkpoint: {kind}_states.pt are missing.", rank=missing[0])
     for rank in range(world):
         archives += [Archive(found["model"][rank]), Archive(found["optim"][rank])]
     return archives[::2], archives[1::2]

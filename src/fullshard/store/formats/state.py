@@ -27,7 +27,7 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict")
 GROUPS = "param_groups"
 DEEPEST = 64  # containers within containers
-MOST = 5_000_000  # tensors and values: one dict may be in a pickle a million times, and each is one more name
+MOST = 2_000_000  # tensors and values: one dict may be in a pickle a million times, and each is one more name
 
 UNNAMED = (
     "parameters of the optimizer's state have numbers in place of names, as the file does not say which is which; "
