@@ -117,10 +117,11 @@ class Ranks:
         reduce_value(torch.zeros(1), dist.ReduceOp.SUM, group, "a checkpoint")  # the watcher sees who does not come
         try:
             talk(lines.apart if lines.is_open else group)
-        except RuntimeError as failed:
+        except (RuntimeError, ValueError) as failed:
             if isinstance(failed, FullshardError):
                 raise
-            raise RANK.explain(failed) from failed
+            # torch logs an error of a collective by its group's name, and raises a ValueError where it knows none.
+            raise RANK.explain(failed.__context__ or failed) from failed
 
 
 def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:
