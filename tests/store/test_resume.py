@@ -1,4 +1,4 @@
-"""A run that is resumed is the run that was not interrupted: dropout, shuffled data, scheduler and loss scale included."""
+"""A run that is resumed is the run that was not interrupted: with dropout, shuffled data, scheduler, loss scale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Shuffled:
-    """A loader of shuffled rows: every rank has an order and a position of its own, and draws noise from Python's random.
+    """A loader of shuffled rows: every rank has an order and a position of its own, and adds noise of `random`.
 
     Of another number of ranks it goes on from the epoch and position, in one order for all.
     """

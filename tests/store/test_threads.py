@@ -1,4 +1,4 @@
-"""`state_dict()` from another thread while steps run: training is what it is without, and the values are sharded ones."""
+"""`state_dict()` from another thread while steps run: training is what it is without, values are sharded."""
 
 from __future__ import annotations
 
