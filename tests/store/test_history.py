@@ -1,6 +1,6 @@
 """Saves that are broken off at any moment, in any way: what was acknowledged is there, and `latest` names a whole one.
 
-A planted fault ends a rank, stops it, or lets a call fail; see `history_program.py`, and `history.py` for what is checked.
+A planted fault ends a rank, stops it, or lets a call fail; see `history_program.py`. `history.py` checks the folder.
 """
 
 from __future__ import annotations

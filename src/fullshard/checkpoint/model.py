@@ -237,11 +237,29 @@ def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> N
             state[name] = row.bucket.shown(local, row.member)
 
 
-def before_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """State-dict pre-hook of `fully_shard`: what is saved is the sharded parameters, whatever the phase."""
+def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """State-dict hook of `fully_shard`: what is saved is the sharded parameters, whatever the phase.
+
+    The model is left as it is: another thread may run a step of it meanwhile, and show and free parameters.
+    """
     runner = runner_of(module)
-    if runner is not None:
-        runner.unit.show_sharded()
+    if runner is None:
+        return
+    paths: dict[int, list[str]] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(inner), []).append(f"{path}." if path else "")
+    for bucket in runner.unit.buckets:
+        for member in bucket.members:
+            for place in member.places:
+                shown = place.shown()
+                if shown is not member.sharded and shown is not member.unsharded:
+                    continue  # the user's own, put there since
+                for path in paths.get(id(place.module), ()):
+                    name = path + place.name
+                    for key in (prefix + name, prefix + clean_name(name)):  # checkpoint wrappers take their part out
+                        if isinstance(state_dict.get(key), torch.Tensor):
+                            keeps = isinstance(state_dict[key], nn.Parameter)
+                            state_dict[key] = member.sharded if keeps else member.sharded.detach()
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -252,8 +270,9 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
     Raises:
         CheckpointError: a tensor's shape is not the parameter's.
     """
-    before_state_dict(module)
     runner = runner_of(module)
+    if runner is not None:
+        runner.unit.show_sharded()
     if runner is not None and runner.phase is Phase.IDLE:
         runner.unit.reshard()  # what is gathered, and what was written to it, is about to be replaced
     cut_whole_values(Table(module, lambda name: name), state_dict, prefix)

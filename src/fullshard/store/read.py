@@ -212,7 +212,8 @@ class Files:
         for copy in copies:
             if hashes:
                 self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
-            self._record(copy.stored, copy.entry)
+            if self._record(copy.stored, copy.entry).elements is None:
+                load_record(self._bytes(copy.stored), copy.stored, copy.entry)  # raises here, not when it is read
 
     def fill(self, copies: Iterable[Copy]) -> None:
         """Read what `check` looked at into its targets.

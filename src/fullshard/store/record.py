@@ -212,7 +212,7 @@ def load_record(data: bytes, stored: Stored, entry: Entry | None) -> Any:
         _members(_Window(_Bytes(data), stored, 0))
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged record makes of zipfile and torch
-        raise _bad(stored, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise _bad(stored, f"{type(error).__name__}: {str(error).partition('. ')[0][:200]}") from error
     if entry is not None:
         fits = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (stored.sizes, entry.dtype)
         if not fits:

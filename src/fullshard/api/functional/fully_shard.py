@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...agreement import broadcast_states, checked
-from ...checkpoint.model import before_load, before_state_dict
+from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, AssertedError, ConfigError
 from ...forms import Ignored, SpmdMesh
@@ -325,7 +325,7 @@ def _make_unit(
         move_buffers(module.modules(), settings.axes.device)
         module.__dict__[RUNNER_KEY] = runner
         object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
-        module.register_state_dict_pre_hook(before_state_dict)
+        module.register_state_dict_post_hook(after_state_dict)
         module.register_load_state_dict_pre_hook(before_load)
 
 
