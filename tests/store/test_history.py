@@ -90,7 +90,7 @@ def test_a_planted_fault(zygote: Zygote, tmp_path: Path, order: dict[str, Any]) 
         assert f"rank {order['rank']}" in errors[1 - order["rank"]][0]["text"], told
         return
     assert exits == [0, 0] and 4 in steps, (exits, steps, told)
-    if order["fault"] == "short":
+    if order["fault"] == "short" or "An old checkpoint could not be removed" in told:
         assert errors == [[], []], told
         return
     words = {"kill": "exit code -9", "raise": "planted", "EIO": "Input/output error", "ENOSPC": "No space left"}

@@ -43,7 +43,7 @@ class Hashed(io.RawIOBase):
         self._hash, self._room = hashlib.sha256(), BLOCK
         self._hashes: list[str] = []
         self._at = 0
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def writable(self) -> bool:
         return True
@@ -60,7 +60,7 @@ class Hashed(io.RawIOBase):
                 wrote = self._below.write(now)
                 if wrote == 0:
                     raise OSError(errno.EIO, "nothing was written")
-            except OSError as error:
+            except Exception as error:
                 self.error = self.error or error
                 raise
             now = now[: len(now) if wrote is None else wrote]

@@ -71,6 +71,8 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
         text = f"rank {order.rank}: {type(error).__name__}: {error}"
         if order.ending is not None:
             order.job.folder.discard(order.job.name)
+        elif not path.is_dir():
+            return {}  # the first rank's writer removed the folder, and its rank tells why
         else:
             text += _note_failure(path, order, text)
         return {"error": text}
