@@ -104,6 +104,23 @@ def test_numbered_state_that_cannot_be_named_is_kept_and_said(tmp_path: Path) ->
     optimizer.load_state_dict(loaded["optimizer"])  # the numbers are numbers again
 
 
+def test_groups_that_list_something_else_are_no_optimizer(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [{"params": [{}]}]}},
+        tmp_path / "a.pt",
+    )
+    with TorchFileSource(tmp_path / "a.pt") as source:
+        assert "optimizer" in source.values["state"] and "optimizer" not in source.values
+
+
+def test_several_optimizers_are_kept_as_they_are(tmp_path: Path) -> None:
+    one = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"a": torch.ones(1)}, "optimizer": [one, one]}, tmp_path / "a.pt")
+    with TorchFileSource(tmp_path / "a.pt") as source:
+        loaded = copied(source, tmp_path / "b.pt")
+    assert same(loaded["optimizer"][1]["state"][0]["exp_avg"], torch.ones(2))
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="same name"):

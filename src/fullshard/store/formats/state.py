@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -100,7 +100,7 @@ class State:
         into[GROUPS] = []
         for index, group in enumerate(optimizer[GROUPS]):
             kept = {key: value for key, value in group.items() if key != "param_names" or not names}
-            kept["params"] = [names.get(one, one) for one in group.get("params", [])]
+            kept["params"] = [names.get(one, one) for one in group["params"]]
             into[GROUPS].append(self.plain(kept, f"optimizer.{GROUPS}.{index}"))
         for key in optimizer.keys() - {"state", GROUPS}:
             into[str(key)] = self.plain(optimizer[key], f"optimizer.{key}")
@@ -203,19 +203,24 @@ def _is_optimizer(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
     groups = value.get(GROUPS)
-    return isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and _are_names(group.get("params")) for group in groups
+    )
+
+
+def _are_names(told: Any) -> TypeGuard[list[int | str]]:
+    """Whether these are a group's parameters: names or numbers."""
+    return isinstance(told, list) and all(type(one) in (int, str) for one in told)
 
 
 def _names_by_number(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
     """Names of parameters by the numbers that plain PyTorch gives them; empty where a group does not say."""
     names: dict[Any, str] = {}
     for group in groups:
-        numbers, told = group.get("params"), group.get("param_names")
-        if not isinstance(numbers, list) or not isinstance(told, list) or len(told) != len(numbers):
+        numbers, told = group["params"], group.get("param_names")
+        if not _are_names(told) or len(told) != len(numbers):
             return {}
-        if not all(isinstance(name, str) for name in told):
-            return {}
-        names |= dict(zip(numbers, told, strict=True))
+        names |= {number: name for number, name in zip(numbers, told, strict=True) if isinstance(name, str)}
     return names if len(set(names.values())) == len(names) else {}
 
 
@@ -240,12 +245,13 @@ def nested(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> di
         return model
     states = {name: tensor for name, tensor in rest.items() if name.startswith(OPTIMIZER)}
     others = {name: tensor for name, tensor in rest.items() if name not in states}
-    if taken := {*MODEL_KEYS, *OPTIMIZER_KEYS, *told, *others} & state.keys():
-        raise CheckpointError("A file of torch.save has no place for a value of this name.", parameter=min(taken))
     root = {"model": model} if model else {}
     if optimizer or states:
         root["optimizer"] = _optimizer(optimizer, states, model)
-    return root | others | state | told
+    root |= others | told
+    if taken := root.keys() & state.keys():
+        raise CheckpointError("A file of torch.save has no place for a value of this name.", parameter=min(taken))
+    return root | state
 
 
 def _optimizer(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], model: Iterable[str]) -> dict[str, Any]:
