@@ -58,14 +58,26 @@ def tell(contents: Contents, plan: SavePlan, step: int) -> Told:
     scalars: dict[str, dict[str, Scalar]] = {}
     for one in contents.states:
         for name, own in one.scalars.items():
-            kept = {k: Scalar(_on_host(s.value), s.owns) for k, s in own.items()}
+            kept = {k: Scalar(_sent(s.value), s.owns) for k, s in own.items()}
             scalars.setdefault(name, {}).update(kept)
     groups = [{**to_json(g, "param_groups", {}), "params": sorted(g["params"])} for g in contents.groups]
     return Told(step, plan, scalars, json.dumps(groups))
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+@dataclass(frozen=True)
+class _Number:
+    """A 0-d tensor as it is sent: pickled tensors take 200 us each."""
+
+    value: Any
+    dtype: torch.dtype
+
+
+def _sent(value: Any) -> Any:
+    return _Number(value.item(), value.dtype) if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _received(value: Any) -> Any:
+    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
 
 
 Key = tuple[str, tuple[int, ...]]  # of a piece: name and offsets
@@ -188,7 +200,7 @@ def _scalars(told: Sequence[Told]) -> list[tuple[str, str, Any]]:
                 known = found.get((parameter, key))
                 if known is None or (scalar.owns and not known.owns):
                     found[parameter, key] = scalar
-    return [(parameter, key, scalar.value) for (parameter, key), scalar in found.items()]
+    return [(parameter, key, _received(scalar.value)) for (parameter, key), scalar in found.items()]
 
 
 def _short(value: Any) -> str:
