@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
-from .manifest import inside
 from .pickles import look_through
 from .source import Entry
+from .storage import inside
 
 NAME = ".metadata"
 _MOST_DIMS = 64

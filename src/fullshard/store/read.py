@@ -114,6 +114,8 @@ class Files:
         self.manifest: Manifest | None = None
         sizes = storage.sizes
         try:
+            if manifests.NAME in storage.links:  # without a manifest files would be taken as they are
+                raise DamagedCheckpointError("A manifest is a link.", got=storage.called(manifests.NAME))
             if manifests.NAME in sizes:
                 self.manifest = manifests.parse(self._small(manifests.NAME), storage.called(manifests.NAME))
             self._check_sizes()

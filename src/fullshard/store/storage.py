@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
-from .manifest import NAME as MANIFEST
 
 
 class Storage(Protocol):
@@ -16,9 +15,11 @@ class Storage(Protocol):
 
     Attributes:
         sizes: in bytes, by name. Links are not followed, and not here.
+        links: names of those that are.
     """
 
     sizes: dict[str, int]
+    links: set[str]
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         """Fill `target` from a file's byte `begin` on.
@@ -42,7 +43,6 @@ class LocalStorage:
 
     Raises:
         CheckpointError: there is no such folder.
-        DamagedCheckpointError: its manifest is a link: without one files would be taken as they are.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,8 +50,7 @@ class LocalStorage:
         self._open: dict[str, int] = {}
         if not path.is_dir():
             raise CheckpointError("There is no such checkpoint.", got=str(path))
-        if (path / MANIFEST).is_symlink():
-            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST))
+        self.links = {p.name for p in path.iterdir() if p.is_symlink()}
         self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
@@ -92,6 +91,7 @@ class RemoteStorage:
         if not self._fs.isdir(self._path):
             raise CheckpointError("There is no such checkpoint.", got=url)
         listed = self._fs.ls(self._path, detail=True)
+        self.links: set[str] = set()
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
@@ -116,6 +116,23 @@ class RemoteStorage:
         for file in self._open.values():
             file.close()
         self._open.clear()
+
+
+def inside(name: Any) -> str:
+    """A file's name, if it is one within the checkpoint's own folder.
+
+    Raises:
+        CheckpointError: it would lead out of it.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name and "\\" not in name else None
+    if path is None or path.is_absolute() or len(path.parts) != 1 or path.parts[0] in ("..", "."):
+        raise CheckpointError(
+            "A checkpoint names a file that is not in its own folder.",
+            expected="a name without folders",
+            got=repr(name)[:200],
+            remedy="do not load this checkpoint: it was damaged, or made to read other files",
+        )
+    return path.parts[0]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
