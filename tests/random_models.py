@@ -70,7 +70,7 @@ class OnSomeRanks(Around):
 class Either(nn.Module):
     """Two weights, of which a rank uses one, the other or both, as `number` and `rank` say: other than its peers.
 
-    No module is in it, so that all ranks run the same units, and one of its weights has a gradient on every rank.
+    No module is in it, so that all ranks run the same units. A rank may use one that is frozen alone.
     """
 
     number = rank = 0

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from random_events import accumulate, evaluate, failing, unshard
-from random_models import INPUTS, Model, say_who
+from random_models import INPUTS, Either, Model, say_who
 
 FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
 EVENTS = ("no sync", "evaluate", "error on all", "skip", "clip", "unshard")
@@ -154,6 +154,7 @@ def check_wide(seed: int) -> None:
             parameter.requires_grad_(draw.random() < 0.6)
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     units = sorted((name for name in names if draw.random() < 0.4), key=lambda name: -name.count("."))
+    train_both(model, units)
     reference = Reference(wide, model)
     last = model.last
     model = wide.shard(model, units)
@@ -175,6 +176,21 @@ def check_wide(seed: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         compare(wide, model, reference.model, before)
+
+
+def train_both(model: nn.Module, units: list[str]) -> None:
+    """Where a unit is frozen whole, no `Either` is frozen in part.
+
+    Else one rank's backward might come to that unit alone, after a first pass in which no rank's did: not served
+    (docs/divergence.md).
+    """
+    trains: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+        trains[unit] = trains.get(unit, False) or parameter.requires_grad
+    for module in model.modules() if False in trains.values() else ():
+        if isinstance(module, Either) and module.left.requires_grad != module.right.requires_grad:
+            module.requires_grad_(True)
 
 
 def sharded_step(wide: Wide, model: nn.Module, step: int) -> list[Tensor]:

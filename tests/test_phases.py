@@ -167,7 +167,7 @@ def test_what_leads_nowhere_leaves_no_trace() -> None:
     trace, outer, inner = Trace(), Period(0), Period(1)
     trace.entered(outer)
     trace.entered(inner)
-    trace.left(inner, leads_back=False)
+    trace.left(inner, goes_back=False)
     trace.left(outer)
     assert list(trace.rest()) == [(outer, True), (outer, False)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from fullshard.store.metadata import read_index
 from fullshard.torch_private import collectives as direct
-from fullshard.torch_private import foreach, graph_nodes, store, tensor_hooks, transforms, versions
+from fullshard.torch_private import dcp_files, foreach, graph_nodes, store, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group
 from fullshard.torch_private.group_timeout import timeout_of
@@ -327,3 +330,16 @@ def wait_twice() -> bool:
         early = not work.is_completed()
         work.wait()
     return tensor.item() == 2.0 and early == (rank == 0)
+
+
+def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
+    """`.metadata` as this torch writes it, read by an unpickler that knows `NAMED_IN_METADATA` alone."""
+    state = {"a": torch.ones(2, dtype=torch.bfloat16), "b": {"c": [1, "x"]}, "d": torch.ones(2, 2).T}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id=tmp_path)
+    index = read_index((tmp_path / ".metadata").read_bytes(), None, "here")
+    assert set(index.entries) == {"a", "d"} and index.entries["a"].dtype is torch.bfloat16 and index.values
+    assert dcp_files.StorageInfo("file", 1, 2).relative_path == "file"
+    assert dcp_files.StoragePrefix("__0_").prefix == "__0_"
+    assert hasattr(dcp_files.fsspec_writer(), "write_data")

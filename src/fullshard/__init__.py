@@ -44,6 +44,7 @@ from .errors import (
     PhaseError,
 )
 from .events import Event, record_events
+from .exchange.convert import convert
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
@@ -55,6 +56,8 @@ from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfin
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .store.background import Saving
 from .store.folder import Folder
+from .store.full_parameters import full_parameters
+from .store.hugging_face import load_safetensors, save_safetensors
 from .store.load import Loaded, load
 from .store.save import save
 from .version import VERSION
@@ -109,11 +112,14 @@ __all__ = [
     "TorchComm",
     "UnshardHandle",
     "clip_grad_norm_",
+    "convert",
     "describe",
+    "full_parameters",
     "fully_shard",
     "join",
     "load",
     "load_optimizer_state_dict",
+    "load_safetensors",
     "memory_use",
     "nonfinite_gradients",
     "optimizer_state_dict",
@@ -121,6 +127,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "save",
+    "save_safetensors",
     "set_check_nonfinite",
     "set_token_count",
     "share_comm_ctx",

@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from awkward import STEPS, load_and_compare, make, train, train_and_save, whole
+from awkward import (
+    STEPS,
+    Awkward,
+    differences,
+    load_and_compare,
+    make,
+    parts,
+    train,
+    train_and_save,
+    whole,
+)
 from torch import Tensor
 
 import fullshard
-from ways import WAYS
+from ways import WAYS, shard
 
 PAIRS = [  # saved in one way, loaded in another, on so many ranks; each way once on either side at least
     ("rows", "flat", 3),
@@ -81,3 +92,48 @@ def test_an_address_of_fsspec_serves_as_a_folder(run_ranks: Any, tmp_path: Path)
     assert not (tmp_path / names[1] / "saving").exists()
     for problems, _ in run_ranks(load_and_compare, "rows", url, want, {}, rng=False, world=3):
         assert not problems
+
+
+def load_onto_meta(way: str, folder: Path, want: dict[str, Tensor]) -> list[str]:
+    """The first thing that happens to a model that was made without memory is that a checkpoint is loaded into it."""
+    with torch.device("meta"):
+        model = Awkward(False)
+    model = shard(model, way, parts)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    fullshard.load(folder, model, optimizer, rng=False)
+    return differences(whole(model, optimizer), want)
+
+
+def compiled(folder: Path, want: dict[str, Tensor]) -> list[str]:
+    """Names in a checkpoint are those of the model that was compiled."""
+    model, optimizer = make("rows", seed=1)
+    fullshard.load(folder, torch.compile(model, backend="eager"), optimizer, rng=False)
+    return differences(whole(model, optimizer), want)
+
+
+def test_models_on_the_meta_device_and_compiled_ones_load(run_ranks: Any, tmp_path: Path) -> None:
+    (want, _), _ = run_ranks(train_and_save, "rows", tmp_path)
+    for way in ("rows", "flat"):
+        for problems in run_ranks(load_onto_meta, way, tmp_path, want, world=3):
+            assert not problems
+    for problems in run_ranks(compiled, tmp_path, want):
+        assert not problems
+
+
+def save_in_a_step(folder: Path) -> str:
+    model, _ = make("rows")
+    handle = model.blocks[1].register_forward_hook(lambda *args: fullshard.save(folder, model))
+    try:
+        model(torch.arange(6))
+    except fullshard.FullshardError as error:
+        return str(error)
+    finally:
+        handle.remove()
+    return "nothing"
+
+
+def test_in_the_middle_of_a_step_a_save_is_refused(run_ranks: Any, tmp_path: Path) -> None:
+    for said in run_ranks(save_in_a_step, tmp_path):
+        assert "in the middle of a step" in said
+    assert not fullshard.Folder(tmp_path).names()

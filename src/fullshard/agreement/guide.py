@@ -19,7 +19,7 @@ from ..mesh import MeshAxes
 from ..policies import Unused
 from ..shard import Unit
 from ..watcher import RANK
-from .first_pass import FirstPass, largest
+from .first_pass import FirstPass, is_frozen, largest
 from .shared_order import Merging, Shared, Step, completed, parents_of
 
 
@@ -37,6 +37,8 @@ class Guide:
     Attributes:
         first: compares along the pass that runs now, if it is the first of its kind.
         active: whether there is anything to do at a unit's beginning and end.
+        led_back: indices of units that were frozen in the first pass of a kind, and whose outputs needed a gradient
+            then, on any rank.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Guide:
         )
         self.first: FirstPass | None = None
         self.active = False
+        self.led_back: set[int] = set()
         self._pass_over, self._names = pass_over, names
         self._orders: dict[Hashable, list[Step]] = {}
         self._kind: Hashable = None
@@ -74,7 +77,7 @@ class Guide:
             kind: passes of one kind run units in one order.
             is_first: whether none of its kind was complete before.
         """
-        self.first = FirstPass(self.units, self.comm) if is_first and not self.zeros else None
+        self.first = FirstPass(self.units, self.comm, self.led_back) if is_first and not self.zeros else None
         self._kind = kind
         if self.zeros:
             order = self._orders.get(kind)
@@ -94,15 +97,26 @@ class Guide:
             self._come_to((index, False))
         return bool(self._while_first(lambda first: first.enter(index)))
 
-    def written(self, index: int) -> list[Member]:
+    def written(self, index: int, leads_back: bool) -> list[Member]:
         """Parameters of a gathered unit, whose forward is over, that are not what their shards hold, on any rank.
+
+        Args:
+            leads_back: whether its outputs need a gradient on this rank.
 
         Raises:
             DivergenceError: another rank is about to run a unit, or to leave another one.
         """
         if self.zeros:
             self._come_to((index, True))
-        return self._while_first(lambda first: first.written(index)) or []
+        return self._while_first(lambda first: first.written(index, leads_back)) or []
+
+    def goes_back(self, index: int) -> bool:
+        """Whether backwards go through a unit, on every rank alike, even if nothing led back to it on this one.
+
+        What a rank's outputs need differs between ranks, so it is not asked. A unit that trains has to be reduced, if
+        need be with zeros. One that is frozen is gathered for nothing where no rank needs it: a frozen backbone.
+        """
+        return self.zeros or index in self.led_back or not is_frozen(self.units[index])
 
     def end(self) -> None:
         """The pass is over.
@@ -122,8 +136,9 @@ class Guide:
         self.active = False
 
     def forget(self) -> None:
-        """The orders that ranks share are no more known."""
+        """What ranks learned together is no more known."""
         self._orders.clear()
+        self.led_back.clear()
 
     def _while_first(self, ask: Callable[[FirstPass], Any]) -> Any:
         if self.first is None:

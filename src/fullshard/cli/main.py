@@ -6,7 +6,9 @@ import importlib
 import sys
 
 COMMANDS: dict[str, str] = {
+    "convert": "write a checkpoint in another format",
     "doctor": "why did a run hang or die?",
+    "inspect": "what is in a checkpoint, and is it undamaged?",
     "verify": "does a sharded program train as one process would?",
 }
 """The commands: for each a module of this package with `run(arguments) -> int`, and what it answers in one line."""
@@ -39,5 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def refuse(text: str) -> int:
     """Say in one line why nothing was done; the exit code for that."""
-    print(f"fullshard: {' '.join(text.split())}", file=sys.stderr)
+    print(f"fullshard: {printable(' '.join(text.split()))}", file=sys.stderr)
     return 2
+
+
+def printable(line: str) -> str:
+    """A line without what could change the terminal: names in files may hold anything."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in line)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from typing import TypeVar
 
 import tyro
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from .main import refuse
+from .main import printable, refuse
 
 T = TypeVar("T")
 
@@ -32,7 +33,35 @@ def parsed(kind: type[T], command: str, arguments: list[str]) -> T | int:
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:
     """Print a text, in colours on a terminal: what patterns match in styles; as plain text elsewhere."""
-    made = Text(text)
+    made = Text("\n".join(map(printable, text.split("\n"))))
     for pattern, style in styles.items():
         made.highlight_regex(pattern, style)
     (console or Console(soft_wrap=True)).print(made)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the terminal's standard error while something runs; elsewhere nothing.
+
+    Gives a function of what is being done, the bytes done and those of all.
+    """
+    console = Console(stderr=True)
+    told = TextColumn("{task.description}", markup=False)
+    columns = (told, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def advance(name: str, done: int, total: int) -> None:
+            bar.update(task, description=printable(f"{title} {name}".strip()), completed=done, total=total)
+
+        yield advance
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: `3.0 KiB`."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

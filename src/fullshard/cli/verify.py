@@ -6,8 +6,6 @@ others by name), or a Report that it made itself. It is called once there is a p
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 import os
@@ -15,10 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -28,6 +25,7 @@ from ..errors import ConfigError
 from ..insight.verify import Report, verify
 from . import terminal
 from .main import refuse
+from .target import function_at
 
 GRACE = 20.0  # seconds that the other ranks get to end once one has failed
 STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^  cause:.*$": "yellow"}
@@ -76,7 +74,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _verified(given: Arguments) -> Report:
-    function = _function(given.target)
+    function = function_at(given.target)
     if "RANK" in os.environ and not dist.is_initialized():
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
@@ -99,44 +97,6 @@ def _verified(given: Arguments) -> Report:
         raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})")
     own = {"steps": given.steps, "seed": given.seed, "tolerance": given.tolerance}
     return verify(**{**found, **{name: value for name, value in own.items() if value is not None}})
-
-
-def _function(target: str) -> Callable[[], Any]:
-    """What SCRIPT-OR-MODULE:FUNCTION names.
-
-    Raises:
-        ConfigError: there is no such file, module or function.
-    """
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check")
-    try:
-        module = _script(Path(where)) if where.endswith(".py") else _module(where)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"there is no function {name!r} in {where}")
-    found: Callable[[], Any] = function
-    return found
-
-
-def _script(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
-    sys.path.insert(0, str(path.resolve().parent))  # as `python path` would
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> Any:
-    sys.path.insert(0, os.getcwd())  # as `python -m name` would
-    return importlib.import_module(name)
 
 
 def _start_ranks(ranks: int, arguments: list[str]) -> int:

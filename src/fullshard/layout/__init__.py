@@ -5,6 +5,7 @@ from .kinds import plan_flat, plan_rows
 from .pack import Blocks, least_slice, plan_blocks, plan_owner
 from .plan import ALIGN_BYTES, Layout, ParameterSpec, Part, Piece, Segment, Slot, dense_strides, round_up
 from .rectangles import Rectangle, rectangles
+from .windows import Window, window_of
 
 __all__ = [
     "ALIGN_BYTES",
@@ -16,6 +17,7 @@ __all__ = [
     "Rectangle",
     "Segment",
     "Slot",
+    "Window",
     "copies_out",
     "dense_strides",
     "least_slice",
@@ -25,4 +27,5 @@ __all__ = [
     "plan_rows",
     "rectangles",
     "round_up",
+    "window_of",
 ]

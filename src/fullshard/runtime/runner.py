@@ -155,13 +155,14 @@ class Runner(Asked):
         unit, root = self.unit, self.root
         written = unit.written()
         if root is not None and root.guide.active:
-            written += root.guide.written(self.index)
+            written += root.guide.written(self.index, self.period.leads_back)
         if written:
             self.kept = False
             raise unit.written_error(written)
         assigned = unit.show_sharded()
         if self.period.trace is not None:
-            self.period.trace.left(self.period, self.period.leads_back or (root is not None and root.guide.zeros))
+            goes_back = self.period.leads_back or (root is not None and root.guide.goes_back(self.index))
+            self.period.trace.left(self.period, goes_back)
         if unit.state is State.GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
             unit.free()
             self.kept = False

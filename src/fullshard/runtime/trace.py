@@ -23,7 +23,7 @@ class Period:
         trace: of the pass; None outside of one (recomputation).
         calls: whose backward is still to come.
         opened: whether its backward has begun.
-        leads_back: whether an output of a call needs a gradient, so that a backward may come.
+        leads_back: whether an output of a call needs a gradient on this rank, so that a backward may come.
         hides: whether what a call returned may hide a graph: the unit stays gathered for it.
     """
 
@@ -66,9 +66,9 @@ class Trace:
         self._steps.append((period, False))
         self._ahead[period.unit] = self._ahead.get(period.unit, 0) + 1
 
-    def left(self, period: Period, leads_back: bool = True) -> None:
-        """A unit's forward is over; nothing of it stays if no backward can lead to it."""
-        if not leads_back and self._steps and self._steps[-1] == (period, False):
+    def left(self, period: Period, goes_back: bool = True) -> None:
+        """A unit's forward is over; nothing of it stays if no rank's backward goes through it."""
+        if not goes_back and self._steps and self._steps[-1] == (period, False):
             self._pop()
             return
         self._steps.append((period, True))

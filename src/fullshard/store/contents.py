@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from ..checkpoint.held import Held, held_by, kinds_of
-from ..checkpoint.names import Named, Table, settle
+from ..checkpoint.names import Named, Table
 from ..checkpoint.optimizer import blank_states
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..names import clean_name
 from .piece import Piece, member_pieces, value_pieces
 from .source import MODEL, OPTIMIZER
+from .table import table_of
 
 
 @dataclass
@@ -97,10 +98,10 @@ def contents_of(
 
     Raises:
         CheckpointError: something that has no values yet, or state that cannot be named.
+        PhaseError: the model is in the middle of a step.
         ConfigError: two optimizers of one parameter.
     """
-    settle(model)
-    table = Table(model)
+    table = table_of(model)
     found = Contents(table)
     for turn, row in enumerate(table.parameters):
         found.model += _row_pieces(row, MODEL + row.name, row.parameter, turn, first)
@@ -111,7 +112,6 @@ def contents_of(
             found.ties[MODEL + name] = seen[id(buffer)]
             continue
         seen[id(buffer)] = MODEL + name
-        _check_values(MODEL + name, buffer)
         found.model += value_pieces(MODEL + name, buffer, turn, first)
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -123,19 +123,9 @@ def contents_of(
 
 
 def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
-    _check_values(name, value)
     if row.bucket is None or row.member is None:
         return list(value_pieces(name, value, turn, first))
     return list(member_pieces(name, row.bucket, row.member, row.bucket.part(row.bucket.shard, row.member), turn))
-
-
-def _check_values(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta or isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        raise CheckpointError(
-            "A tensor of the model has no values: it is on the meta device, or not initialised.",
-            parameter=name.removeprefix(MODEL),
-            remedy="model.to_empty(device=...) before saving or loading; lazy modules need a forward first",
-        )
 
 
 def _add_optimizer(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.names import settle
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from .background import settle_background
 from .contents import Contents, contents_of
@@ -88,6 +89,7 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
 
 def _planned(wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks) -> tuple[Reader, Loaded]:
     reader = Reader(files)
+    settle(wanted.model)
     contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, blank=True)
     reader.model(contents)
     reader.optimizers(contents, wanted.strict)

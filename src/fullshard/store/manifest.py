@@ -21,6 +21,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
 from .hashed import BLOCK, FileFacts
 from .source import Entry
-from .storage import inside
+from .storage import MANIFEST
 from .tree import dtype_name, dtype_named
 
-NAME = "manifest.json"
+NAME = MANIFEST
 VERSION = 1
 _MOST_DIMS = 64
 _OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DOTALL)
@@ -140,6 +141,23 @@ def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def inside(name: Any) -> str:
+    """A file's name, if it is one within the checkpoint's own folder.
+
+    Raises:
+        CheckpointError: it would lead out of it.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name and "\\" not in name else None
+    if path is None or path.is_absolute() or len(path.parts) != 1 or path.parts[0] in ("..", "."):
+        raise CheckpointError(
+            "A checkpoint names a file that is not in its own folder.",
+            expected="a name without folders",
+            got=repr(name)[:200],
+            remedy="do not load this checkpoint: it was damaged, or made to read other files",
+        )
+    return path.parts[0]
 
 
 def versions() -> dict[str, str]:

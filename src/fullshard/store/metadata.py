@@ -16,30 +16,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
+from .manifest import inside
 from .pickles import look_through
 from .source import Entry
-from .storage import inside
+from .storage import Stored
 
 NAME = ".metadata"
 _MOST_DIMS = 64
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One rectangle of a tensor in a file, or a value.
-
-    Attributes:
-        name: of the tensor.
-        offsets, sizes: the rectangle; both empty for a value.
-        file, begin, nbytes: where its record lies.
-    """
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    begin: int
-    nbytes: int
 
 
 @dataclass(frozen=True)

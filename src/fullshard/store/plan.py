@@ -68,6 +68,57 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
+Key = tuple[str, tuple[int, ...]]  # of a piece: name and offsets
+
+
+def held_by_several(told: Sequence[Told]) -> dict[Key, list[int]]:
+    """The ranks of every piece that more than one is going to write: nothing says that they have the same.
+
+    A norm beside tensor-parallel layers is such a one: each group of data-parallel ranks holds it, and knows of no
+    other.
+    """
+    ranks: dict[Key, list[int]] = {}
+    for rank, one in enumerate(told):
+        for item in one.plan.items:
+            if item.tensor_data is not None:
+                ranks.setdefault((item.index.fqn, tuple(item.tensor_data.chunk.offsets)), []).append(rank)
+    return {key: found for key, found in ranks.items() if len(found) > 1}
+
+
+def share_out(told: Sequence[Told], several: dict[Key, list[int]], hashes: Sequence[dict[Key, str]]) -> None:
+    """Let one rank write each of these pieces, in turns.
+
+    Args:
+        hashes: each rank's, of the values of its pieces.
+
+    Raises:
+        DivergenceError: ranks have other values.
+    """
+    writer = {}
+    for turn, (key, ranks) in enumerate(several.items()):
+        first = ranks[0]
+        for rank in ranks[1:]:
+            if hashes[rank][key] != hashes[first][key]:
+                raise DivergenceError(
+                    "Ranks hold different tensors under one name; nothing was written.",
+                    parameter=key[0],
+                    rank=rank,
+                    expected=f"the values of rank {first}",
+                    got="others",
+                    remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
+                    "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
+                )
+        writer[key] = ranks[turn % len(ranks)]
+    for rank, one in enumerate(told):
+        kept = [
+            item
+            for item in one.plan.items
+            if item.tensor_data is None
+            or writer.get((item.index.fqn, tuple(item.tensor_data.chunk.offsets)), rank) == rank
+        ]
+        one.plan = SavePlan(kept)
+
+
 def settle_plan(told: Sequence[Told]) -> Settled:
     """Compare what the ranks tell, and put it together.
 

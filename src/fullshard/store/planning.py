@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from .folder import Folder
 from .job import Ending, Job
 from .manifest import Manifest, versions
 from .piece import Piece, whole_piece
-from .plan import Settled, Told, settle_plan, tell
+from .plan import Settled, Told, held_by_several, settle_plan, share_out, tell
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER, Entry
 from .tree import to_json
-from .write import metadata_of, value_items, write_items
+from .write import bytes_of, metadata_of, value_items, write_items
 
 GROUPS = "optimizer.param_groups"
 SCALARS = "optimizer.scalars"
@@ -69,6 +70,7 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
     with ranks.step("describing what is to be saved"):
         mine = tell(contents, SavePlan(write_items(piece for piece in pieces if piece.writes)), request.step)
     told: list[Told] = ranks.gather(mine)
+    _share_out(told, pieces, ranks)
     owned: list[Any] = ranks.gather(entries.own)
     name, ending, plans = "", None, []
     values: dict[str, Any] = {}
@@ -97,6 +99,24 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
             folder.discard(name)
         raise
     return Planned(Job(folder, name, plan, values), pieces, ending)
+
+
+def _share_out(told: list[Told], pieces: list[Piece], ranks: Ranks) -> None:
+    """Let one rank write what several hold that do not know of each other; compare its values first. Collective."""
+    several = held_by_several(told)
+    asked = ranks.share(list(several))
+    if not asked:
+        return
+    wanted = set(asked)
+    hashes = {
+        (p.name, p.offsets): hashlib.sha256(bytes_of(p.tensor)).hexdigest()
+        for p in pieces
+        if p.writes and (p.name, p.offsets) in wanted
+    }
+    everyone: list[Any] = ranks.gather(hashes)
+    with ranks.step("comparing what several ranks hold"):
+        if ranks.is_first:
+            share_out(told, several, everyone)
 
 
 def _giving(value: Any) -> Callable[[], Any]:

@@ -18,11 +18,12 @@ import torch
 
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
-from .metadata import Stored
 from .pickles import look_through
 from .source import Entry
-from .storage import Storage
+from .storage import Storage, Stored
 
+_EDGE = 1024
+"""Bytes at a record's beginning and end that say everything but its elements."""
 _MOST_BYTES = 2**16
 """Of what a record says of its tensor."""
 _MOST_LISTED = 2**20  # bytes of the list of a record's parts, and of what follows it
@@ -63,6 +64,17 @@ class _Window(io.RawIOBase):
         self.storage, self.file, self.nbytes = storage, stored.file, stored.nbytes
         self.begin = stored.begin if begin is None else begin
         self._at = 0
+        edge = min(_EDGE, self.nbytes)
+        self._head = storage.read(self.file, self.begin, edge)
+        self._tail = storage.read(self.file, self.begin + self.nbytes - edge, edge)
+
+    def bytes_at(self, begin: int, nbytes: int) -> bytes:
+        """Some of its bytes; those of its edges without asking the disk again."""
+        if begin + nbytes <= len(self._head):
+            return self._head[begin : begin + nbytes]
+        if begin >= (first := self.nbytes - len(self._tail)):
+            return self._tail[begin - first : begin - first + nbytes]
+        return self.storage.read(self.file, self.begin + begin, nbytes)
 
     def readable(self) -> bool:
         return True
@@ -82,7 +94,7 @@ class _Window(io.RawIOBase):
         left = left if size < 0 else min(size, left)
         if left > _MOST_LISTED:
             raise ValueError(f"the list of a record's parts has {left} bytes")
-        data = self.storage.read(self.file, self.begin + self._at, left)
+        data = self.bytes_at(self._at, left)
         self._at += len(data)
         return data
 
@@ -163,7 +175,7 @@ def _begin(window: _Window, info: zipfile.ZipInfo) -> int:
     Raises:
         ValueError: the record says so, and cannot.
     """
-    header = window.storage.read(window.file, window.begin + info.header_offset, _HEADER.size)
+    header = window.bytes_at(info.header_offset, _HEADER.size)
     mark, name, extra = _HEADER.unpack(header)
     begin: int = info.header_offset + _HEADER.size + name + extra
     if mark != b"PK\3\4" or begin + info.compress_size > window.nbytes:
@@ -175,7 +187,7 @@ def _member(window: _Window, info: zipfile.ZipInfo) -> bytes:
     """A small member's bytes. (`ZipFile.read` would compare its crc32, which is left out: files are hashed.)"""
     if info.file_size > _MOST_BYTES:
         raise ValueError(f"{info.filename} has {info.file_size} bytes")
-    return window.storage.read(window.file, window.begin + _begin(window, info), info.file_size)
+    return window.bytes_at(_begin(window, info), info.file_size)
 
 
 def _bad(stored: Stored, got: str) -> DamagedCheckpointError:

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+"""The file that makes a checkpoint whole; see manifest.py."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One rectangle of a tensor in a file, or a value.
+
+    Attributes:
+        name: of the tensor.
+        offsets, sizes: the rectangle; both empty for a value.
+        file, begin, nbytes: where its record lies.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    nbytes: int
 
 
 class Storage(Protocol):
@@ -15,11 +37,9 @@ class Storage(Protocol):
 
     Attributes:
         sizes: in bytes, by name. Links are not followed, and not here.
-        links: names of those that are.
     """
 
     sizes: dict[str, int]
-    links: set[str]
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         """Fill `target` from a file's byte `begin` on.
@@ -43,6 +63,7 @@ class LocalStorage:
 
     Raises:
         CheckpointError: there is no such folder.
+        DamagedCheckpointError: its manifest is a link: without one files would be taken as they are.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +71,8 @@ class LocalStorage:
         self._open: dict[str, int] = {}
         if not path.is_dir():
             raise CheckpointError("There is no such checkpoint.", got=str(path))
-        self.links = {p.name for p in path.iterdir() if p.is_symlink()}
+        if (path / MANIFEST).is_symlink():
+            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST))
         self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
@@ -58,7 +80,7 @@ class LocalStorage:
             if name not in self._open:
                 self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fd = self._open[name]
-            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self.called(name))
+            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self, name)
         except OSError as error:
             raise DamagedCheckpointError(
                 "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
@@ -91,7 +113,6 @@ class RemoteStorage:
         if not self._fs.isdir(self._path):
             raise CheckpointError("There is no such checkpoint.", got=url)
         listed = self._fs.ls(self._path, detail=True)
-        self.links: set[str] = set()
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
@@ -100,7 +121,7 @@ class RemoteStorage:
                 self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
             file = self._open[name]
             file.seek(begin)
-            _fill(lambda rest, _: file.readinto(rest), target, self.called(name))
+            _fill(lambda rest, _: file.readinto(rest), target, self, name)
         except OSError as error:
             raise DamagedCheckpointError(
                 "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
@@ -116,23 +137,6 @@ class RemoteStorage:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-
-def inside(name: Any) -> str:
-    """A file's name, if it is one within the checkpoint's own folder.
-
-    Raises:
-        CheckpointError: it would lead out of it.
-    """
-    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name and "\\" not in name else None
-    if path is None or path.is_absolute() or len(path.parts) != 1 or path.parts[0] in ("..", "."):
-        raise CheckpointError(
-            "A checkpoint names a file that is not in its own folder.",
-            expected="a name without folders",
-            got=repr(name)[:200],
-            remedy="do not load this checkpoint: it was damaged, or made to read other files",
-        )
-    return path.parts[0]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -163,12 +167,14 @@ def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: str) -> None:
+def _fill(read: Callable[[memoryview, int], int], target: memoryview, storage: Storage, name: str) -> None:
     done = 0
     while done < len(target):
         got = read(target[done:], done)
         if not got:
             raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
+                "A file of a checkpoint is truncated.",
+                expected=f"{len(target) - done} bytes more",
+                got=storage.called(name),
             )
         done += got

@@ -172,6 +172,13 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(host.dtype).view(host.shape)
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements, row by row."""
+    host = _alone(tensor)
+    whole: Any = (host.view(-1) if host.dim() else host.view(1)).view(torch.uint8).numpy()
+    return memoryview(whole)
+
+
 @contextmanager
 def _without_crc() -> Iterator[None]:
     """`torch.save` without its checksums, which nothing reads: files are hashed. The setting is torch's, and global."""

@@ -1,0 +1,257 @@
+"""Saving and loading: seconds, bytes and memory, against DCP with PyTorch's FSDP2 and a whole `torch.save` by rank 0.
+
+    python benchmarks/checkpoints.py [--millions 40 200] [--rounds 3] [--folder DIR] [--out FILE.md]
+
+Two gloo ranks on the CPU, fp32 and AdamW (12 bytes a parameter). Ways take turns within each round, saves first, then
+loads; files are in the page cache when they are read. Memory is the most that a rank held in addition while it saved or
+loaded (anonymous and shared pages, looked at every 2 ms); for a save in the background, with the process beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import os
+import platform
+import queue
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import fullshard
+from models import transformer_stack
+
+SIZES = {40: (6, 768), 200: (16, 1024)}  # millions of parameters: blocks and width
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WAYS = ("fullshard rows", "fullshard flat", "dcp fsdp2", "torch.save rank 0")
+
+
+def made(way: str, millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model whose AdamW has stepped once."""
+    torch.manual_seed(0)
+    blocks, width = SIZES[millions]
+    model = transformer_stack(blocks, width)
+    for block in model.blocks:
+        if way.startswith("fullshard"):
+            fullshard.fully_shard(block, layout=way.split()[1])
+        else:
+            torch_fully_shard(block)
+    (fullshard.fully_shard if way.startswith("fullshard") else torch_fully_shard)(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.01
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(way: str, model: nn.Module, optimizer: Any, path: Path) -> None:
+    if way.startswith("fullshard"):
+        fullshard.save(path, model, optimizer, rng=False)
+    elif way.startswith("dcp"):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "all")
+    else:
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=WHOLE)
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True)
+            with (path / "all.pt").open("wb") as file:
+                torch.save({"model": model_state, "optimizer": optimizer_state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def load(way: str, model: nn.Module, optimizer: Any, path: Path) -> None:
+    if way.startswith("fullshard"):
+        fullshard.load(path, model, optimizer)
+    elif way.startswith("dcp"):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "all")
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    else:
+        found = torch.load(path / "all.pt", weights_only=True, mmap=True) if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, found.get("model", {}), options=options)
+        set_optimizer_state_dict(model, optimizer, found.get("optimizer", {}), options=options)
+
+
+def held() -> int:
+    """Bytes of this process that are no files' pages."""
+    with open("/proc/self/status") as file:
+        rows = dict(line.split(":", 1) for line in file)
+    return 1024 * sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+def measured(action: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds, and megabytes that were held in addition at most."""
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator kept for itself would hide what is taken
+    most, before, over = held(), held(), threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.wait(0.002):
+            most = max(most, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    over.set()
+    watcher.join()
+    return seconds, (most - before) / 1e6
+
+
+def check(model: nn.Module, optimizer: Any, want: list[torch.Tensor]) -> None:
+    """That what was loaded is what was saved."""
+    for got, expected in zip(tensors(model, optimizer), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def tensors(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    found = [p.to_local().clone() for p in model.parameters()]
+    return found + [optimizer.state[p]["exp_avg"].to_local().clone() for p in model.parameters()]
+
+
+def spoil(model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+            optimizer.state[p]["exp_avg"].zero_()
+
+
+def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(300))
+    ways = {way: made(way, millions) for way in WAYS if not way.startswith("torch.save")}
+    ways["torch.save rank 0"] = ways["dcp fsdp2"]
+    samples: dict[str, list[float]] = defaultdict(list)
+    for turn in range(rounds + 1):  # the first warms up
+        root = Path(folder) / str(turn)
+        kept: dict[str, tuple[float, float]] = {}
+        for way, (model, optimizer) in ways.items():
+            kept[f"save/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: save(w, m, o, r / w))
+        model, optimizer = ways["fullshard rows"]
+        saving: list[Any] = []
+        kept["stall/fullshard rows"] = measured(
+            lambda m=model, o=optimizer, r=root, s=saving: s.append(
+                fullshard.save(r / "behind", m, o, asynchronous=True)
+            )
+        )
+        kept["behind/fullshard rows"] = measured(lambda s=saving: s[0].wait())
+        for way, (model, optimizer) in ways.items():
+            want = tensors(model, optimizer) if turn == 0 else []
+            spoil(model, optimizer)
+            kept[f"load/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: load(w, m, o, r / w))
+            if want:
+                check(model, optimizer, want)
+        dist.barrier()
+        if rank == 0:
+            for way in ways:
+                size = sum(f.stat().st_size for f in (root / way).rglob("*") if f.is_file())
+                samples[f"bytes/{way}"].append(size / 1e6)
+            shutil.rmtree(root)
+        if turn:
+            for name, (seconds, megabytes) in kept.items():
+                samples[f"{name}/s"].append(seconds)
+                samples[f"{name}/MB"].append(megabytes)
+    results.put((rank, dict(samples)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(millions: int, rounds: int, folder: Path) -> dict[int, dict[str, list[float]]]:
+    context = get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        store = f"{inside}/store"
+        given = [(rank, store, inside, millions, rounds, results) for rank in range(2)]
+        processes = [context.Process(target=rank_main, args=one) for one in given]
+        for process in processes:
+            process.start()
+        found = {}
+        while len(found) < len(processes):
+            assert all(process.exitcode in (None, 0) for process in processes), "a rank failed"
+            try:
+                rank, samples = results.get(timeout=1.0)
+                found[rank] = samples
+            except queue.Empty:
+                continue
+        for process in processes:
+            process.join()
+    return found
+
+
+def table(millions: int, found: dict[int, dict[str, list[float]]]) -> str:
+    """Rows of medians over rounds; of memory, the larger of the two ranks'."""
+
+    def seconds(name: str) -> float:
+        return statistics.median(found[0][f"{name}/s"])
+
+    def spread(name: str) -> str:
+        each = found[0][f"{name}/s"]
+        return f"{seconds(name):.2f} ({min(each):.2f} to {max(each):.2f})"
+
+    def memory(name: str) -> str:
+        return f"{max(statistics.median(one[f'{name}/MB']) for one in found.values()):,.0f}"
+
+    head = "save s (spread) | of DCP's | memory MB | load s (spread) | of DCP's | memory MB | files MB"
+    rows = [f"| {millions}M parameters | {head} |", "|---" * 8 + "|"]
+    for way in WAYS:
+        cells = [way]
+        for verb in ("save", "load"):
+            name = f"{verb}/{way}"
+            cells += [spread(name), f"{seconds(name) / seconds(f'{verb}/dcp fsdp2'):.2f}", memory(name)]
+        cells.append(f"{found[0][f'bytes/{way}'][0]:,.0f}")
+        rows.append(f"| {' | '.join(cells)} |")
+    stall, behind = "stall/fullshard rows", "behind/fullshard rows"
+    share = seconds(stall) / seconds("save/fullshard rows")
+    rows.append(
+        f"\nIn the background (rows): the call takes {spread(stall)} s, {share:.0%} of a save that is waited for; "
+        f"memory {memory(stall)} MB; whole {spread(behind)} s after that."
+    )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    title = f"# Checkpoints, {datetime.date.today()}\n\n`python benchmarks/checkpoints.py --rounds {options.rounds}`; "
+    text = f"{title}torch {torch.__version__}, {os.cpu_count()} cores ({platform.machine()}), two gloo ranks.\n"
+    for millions in options.millions:
+        text += f"\n{table(millions, run(millions, options.rounds, options.folder))}\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

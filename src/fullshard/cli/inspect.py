@@ -1,0 +1,137 @@
+"""`fullshard inspect PATH`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from ..errors import FullshardError
+from ..exchange.inspect import Found, Inspection, inspect
+from . import terminal
+from .main import refuse
+from .target import function_at
+
+STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: all .*$": "bold green"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """List what is in a checkpoint: every tensor with its shape, dtype, size and file, and sums.
+
+    Of Fullshard's checkpoints all files are read and compared with the hashes that were written with them; other
+    formats have none. Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: nothing, half a checkpoint, or
+    not one that can be read.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """a file or a folder of any format that `fullshard convert` reads; its format is found out"""
+    json: bool = False
+    """print one JSON object, for programs"""
+    hashes: bool = True
+    """compare hashes, for which all files are read"""
+    model: Annotated[str | None, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")] = None
+    """see `fullshard convert --help`"""
+
+
+def run(arguments: list[str]) -> int:
+    """The command; its exit code."""
+    given = terminal.parsed(Arguments, "inspect", arguments)
+    if isinstance(given, int):
+        return given
+    try:
+        with terminal.progress("comparing hashes") as progress:
+            model = None if given.model is None else function_at(given.model)
+            found = inspect(given.path, hashes=given.hashes, model=model, progress=progress)
+    except FullshardError as error:
+        return refuse(str(error))
+    if given.json:
+        print(json.dumps(as_json(found), indent=1, default=str))
+    else:
+        show(found)
+    return 1 if found.damage else 0
+
+
+def show(found: Inspection, console: Console | None = None) -> None:
+    """Print it, in colours on a terminal."""
+    rows = [("name", "shape", "dtype", "bytes", "file")]
+    rows += [(one.name, _shape(one), _dtype(one), f"{one.nbytes:,}", _files(one)) for one in found.tensors]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}  {file}"
+        for name, shape, dtype, nbytes, file in rows
+    ]
+    terminal.show("\n".join([*lines, "", *sums(found)]), STYLES, console)
+
+
+def sums(found: Inspection) -> list[str]:
+    """What is there in sum, in lines."""
+    lines = [f"{found.path}: {found.kind}"]
+    groups: dict[str, list[Found]] = {}
+    for one in found.tensors:
+        first = one.name.partition(".")[0]
+        groups.setdefault(first if first in ("model", "optimizer") else "other", []).append(one)
+    for title, own in groups.items():
+        by_dtype: dict[str, int] = {}
+        for one in own:
+            by_dtype[_dtype(one)] = by_dtype.get(_dtype(one), 0) + one.nbytes
+        dtypes = ", ".join(f"{dtype} {terminal.size(nbytes)}" for dtype, nbytes in by_dtype.items())
+        elements = sum(one.nbytes // one.dtype.itemsize for one in own)
+        lines.append(f"{title}: {len(own):,} tensors, {elements:,} elements ({dtypes})")
+    lines.append(f"in all: {len(found.tensors):,} tensors, {terminal.size(sum(one.nbytes for one in found.tensors))}")
+    lines += [f"tied: {name} is {known}" for name, known in found.ties.items()]
+    if found.values:
+        lines.append(f"values: {', '.join(sorted(names_of(found.values)))}")
+    if found.checked is None:
+        lines.append("hashes: none compared")
+    elif not found.damage:
+        lines.append(f"hashes: all right ({terminal.size(found.checked)} of files)")
+    return [*lines, *(f"damaged: {one}" for one in found.damage)]
+
+
+def names_of(values: Any) -> list[str]:
+    """Names of the values, two levels of them."""
+    names = []
+    for key, value in values.items():
+        inner = list(value) if isinstance(value, dict) else []
+        names += [f"{key}.{one}" for one in inner] or [key]
+    return names
+
+
+def as_json(found: Inspection) -> dict[str, Any]:
+    """The same, for programs. Sizes in bytes."""
+    return {
+        "path": str(found.path),
+        "kind": found.kind,
+        "tensors": [
+            {
+                "name": one.name,
+                "shape": one.shape,
+                "dtype": _dtype(one),
+                "bytes": one.nbytes,
+                "files": one.files,
+            }
+            for one in found.tensors
+        ],
+        "ties": dict(found.ties),
+        "values": names_of(found.values),
+        "bytes": sum(one.nbytes for one in found.tensors),
+        "hashed_bytes": found.checked,
+        "damage": found.damage,
+    }
+
+
+def _shape(one: Found) -> str:
+    return "x".join(map(str, one.shape)) or "-"
+
+
+def _dtype(one: Found) -> str:
+    return str(one.dtype).removeprefix("torch.")
+
+
+def _files(one: Found) -> str:
+    return one.files[0] + (f" and {len(one.files) - 1} more" if len(one.files) > 1 else "") if one.files else "-"

@@ -1,0 +1,206 @@
+"""The zip file that `torch.save` writes: a pickle that says what there is, and a record of bytes for each storage.
+
+    name/data.pkl      the pickle, read as data (`pickled.py`)
+    name/byteorder     "little" or "big"
+    name/data/0 ...    elements of storages, not compressed
+
+Every size is checked against the file before memory is taken for it. Records are read into memory of their own, only
+the part that is asked for: nothing is mapped, so that what a process holds is what it reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ...errors import CheckpointError
+from .built import Stored
+from .pickled import decode
+
+LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
+BUFFER = 16 * 2**20  # bytes that are read at once for a few elements of each row
+ONE_READ = 2**30  # bytes: the kernel gives at most 2 GiB a call
+
+
+class Archive:
+    """A file of `torch.save`, open for reading. Close it.
+
+    Attributes:
+        path: of the file.
+        root: what the pickle says, see `pickled.decode`.
+
+    Raises:
+        CheckpointError: no zip file, a truncated one, or one that `torch.save` does not write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] = path.open("rb", buffering=0)
+        self._map: mmap.mmap | None = None
+        try:
+            self._size = path.stat().st_size
+            self._records = self._directory()
+            self.root: Any = decode(self._record("data.pkl"), str(path))
+            order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
+            if order != sys.byteorder:
+                raise CheckpointError(f"{path} was written on a machine of another byte order.", got=order)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the file go. A map of it ends with the last tensor that views it."""
+        self._file.close()
+        self._map = None
+
+    def check(self, name: str, stored: Stored) -> None:
+        """That a tensor lies within its record, and takes no more memory than the file.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        record = self._records.get(f"data/{stored.key}")
+        if record is None:
+            raise CheckpointError(f"{self.path} has no record for a tensor.", parameter=name, expected=stored.key)
+        size = stored.dtype.itemsize
+        if record[1] != stored.numel * size:
+            got = f"{record[1]:,} bytes"
+            expected = f"{stored.numel * size:,} bytes"
+            raise CheckpointError(
+                f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got
+            )
+        if 0 in stored.shape:
+            return
+        if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
+            raise CheckpointError(f"{self.path}: a tensor reaches beyond its record.", parameter=name)
+        if numel(stored.shape) * size > self._size:
+            raise CheckpointError(f"{self.path}: a tensor is larger than the file.", parameter=name, got=stored.shape)
+
+    def read(
+        self, stored: Stored, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor that was checked, or a rectangle of it. May have any stride.
+
+        Args:
+            stored: which.
+            offsets, sizes: an index and an extent for every dim; None: from the start; to the end.
+        """
+        start = stored.offset
+        shape = tuple(stored.shape if sizes is None else sizes)
+        if offsets is not None:
+            start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
+        base = self._records[f"data/{stored.key}"][0]
+        return self._strided(base, stored.dtype, start, shape, stored.stride)
+
+    def mapped(self, name: str, stored: Stored) -> torch.Tensor:
+        """A tensor as a view of the file: takes memory only while it is read, and stays when the archive is closed.
+
+        Raises:
+            CheckpointError: see `check`.
+        """
+        self.check(name, stored)
+        if 0 in stored.shape:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
+        start = self.place(stored)[0] + stored.offset * stored.dtype.itemsize
+        count = extent(stored.shape, stored.stride)
+        octets = torch.frombuffer(self._map, dtype=torch.uint8, count=count * stored.dtype.itemsize, offset=start)
+        if octets.data_ptr() % stored.dtype.itemsize:
+            octets = octets.clone()
+        return octets.view(stored.dtype).as_strided(stored.shape, stored.stride)
+
+    def place(self, stored: Stored) -> tuple[int, int]:
+        """Where the record of a tensor begins in the file, and its size, in bytes."""
+        return self._records[f"data/{stored.key}"]
+
+    def _strided(
+        self, base: int, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Read from the first element to the last; some rows at a time where far more lies there than is asked."""
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        span = extent(shape, stride)
+        if span > 2 * numel(shape) and span * dtype.itemsize > BUFFER:
+            whole = torch.empty(shape, dtype=dtype)
+            rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
+            for row in range(0, shape[0], rows):
+                some = min(rows, shape[0] - row)
+                if some == 1:
+                    part = self._strided(base, dtype, start + row * stride[0], shape[1:], stride[1:])
+                else:
+                    part = self._strided(base, dtype, start + row * stride[0], (some, *shape[1:]), stride)
+                whole[row : row + some] = part
+            return whole
+        raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8)
+        self._fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
+        return raw.view(dtype).as_strided(shape, stride)
+
+    def _fill(self, position: int, buffer: memoryview) -> None:
+        self._file.seek(position)
+        done = 0
+        while done < len(buffer):
+            count = self._file.readinto(buffer[done : done + ONE_READ])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{self.path} ends early: it became shorter while it was read.")
+            done += count
+
+    def _record(self, name: str) -> bytes:
+        if name not in self._records:
+            raise CheckpointError(f"{self.path} is a zip file, but none of torch.save: it has no {name}.")
+        position, size = self._records[name]
+        buffer = bytearray(size)
+        self._fill(position, memoryview(buffer))
+        return bytes(buffer)
+
+    def _directory(self) -> dict[str, tuple[int, int]]:
+        """Position and size in bytes of each record, by its name below the archive's own folder."""
+        try:
+            with zipfile.ZipFile(self._file) as opened:
+                listed = opened.infolist()
+            found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save."
+            ) from error
+        end = 0
+        for position, size in sorted(found.values()):
+            if position < end:
+                raise CheckpointError(f"{self.path}: its records lie on one another.")
+            end = position + size
+        if len(found) != len(listed):
+            raise CheckpointError(f"{self.path}: two of its records have the same name.")
+        if end > self._size:
+            raise CheckpointError(f"{self.path} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes")
+        return found
+
+    def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
+        if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
+            raise CheckpointError(
+                f"{self.path}: its records are compressed or encrypted, which torch.save does not do."
+            )
+        header = bytearray(LOCAL_HEADER)
+        self._fill(one.header_offset, memoryview(header))
+        if header[:4] != b"PK\3\4":
+            raise zipfile.BadZipFile("a record is not where the directory says")
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        return one.header_offset + LOCAL_HEADER + name + extra, one.file_size
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor: Python integers, which do not overflow."""
+    product = 1
+    for one in shape:
+        product *= one
+    return product
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from a tensor's first to its last; its shape has no zero."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

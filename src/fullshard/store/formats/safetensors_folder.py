@@ -1,0 +1,400 @@
+"""Folders of safetensors files, as Hugging Face's libraries read and write them.
+
+    model.safetensors                        all tensors; or
+    model.safetensors.index.json             {"metadata": {"total_size"}, "weight_map": {name: file}}, and
+    model-00001-of-00003.safetensors         the files that it names
+
+A folder is not trusted: what it names must lie in it, and every size is checked before memory is taken (`Header`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
+from ..source import MODEL, Entry, Sink, Source
+from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
+
+SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+MAX_FILE_BYTES = 5 * 2**30
+
+
+class SafetensorsSource(Source):
+    """A folder of safetensors files, or one file.
+
+    Files are mapped into memory: a tensor that is read whole, or some rows of it, is a view of the file's pages.
+
+    Args:
+        path: the folder, or a file whose name ends in `.safetensors`.
+        stem: what the names of a folder's files begin with: "model", or "adapter_model" for PEFT's.
+
+    Attributes:
+        metadata: what the writer noted in the file, or in the first one.
+
+    Raises:
+        CheckpointError: no such files; a name that leads out of the folder; a dtype that cannot be read.
+        DamagedCheckpointError: a file is truncated or is something else, or index and files say different things.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], stem: str = "model") -> None:
+        self.values: Mapping[str, Any] = {}
+        self.ties: Mapping[str, str] = {}
+        self._files: list[_File] = []
+        self._where: dict[str, _File] = {}
+        entries: dict[str, Entry] = {}
+        try:
+            for file, names in _files_of(Path(path), stem):
+                one = _File(file)
+                self._files.append(one)
+                self._check(one, names)
+                for name, entry in one.header.entries.items():
+                    if name in self._where:
+                        raise _disagree(one.path, name, f"in {self._where[name].path.name} alone", "here, too")
+                    self._where[name], entries[MODEL + name] = one, entry
+        except BaseException:
+            self.close()
+            raise
+        self.entries: Mapping[str, Entry] = entries
+        self.metadata: Mapping[str, str] = self._files[0].header.metadata
+
+    def _check(self, file: _File, names: set[str] | None) -> None:
+        """A file must hold what the index says of it, and nothing else."""
+        held = set(file.header.entries)
+        if names is not None and held != names:
+            name = min(held ^ names)
+            said = "in this file" if name in names else "in another file, or in none"
+            raise _disagree(
+                file.path, name, f"{said}, as the index says", "it is there" if name in held else "it is not"
+            )
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        entry = self.entries[name]
+        key = name.removeprefix(MODEL)
+        whole = self._where[key].tensor(key, entry)
+        if offsets is None or sizes is None:
+            return whole
+        for dim, (at, extent) in enumerate(zip(offsets, sizes, strict=True)):
+            whole = whole.narrow(dim, at, extent)
+        return whole
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds an entry."""
+        return self._where[name.removeprefix(MODEL)].path.name
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+class _File:
+    """One file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            self.header: Header = read_header(file, size, str(path))
+            # Private and writable, as torch wants it; nothing is written.
+            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+
+    def tensor(self, name: str, entry: Entry) -> torch.Tensor:
+        """A view of the whole tensor in the file."""
+        if not entry.numel:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if self._map is None:
+            raise ConfigError("A safetensors file was closed and then read.", parameter=name, got=str(self.path))
+        begin = self.header.begins[name]
+        octets = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=begin)
+        if begin % entry.dtype.itemsize:  # of other writers' files, which need not align
+            octets = octets.clone()
+        return octets.view(entry.dtype).view(entry.shape)
+
+    def close(self) -> None:
+        """Let the map go; it ends with the last tensor that views it."""
+        self._map = None
+
+
+def _files_of(path: Path, stem: str) -> list[tuple[Path, set[str] | None]]:
+    """The files to read, and which names the index says are in each."""
+    if path.is_file():
+        if path.name.endswith(INDEX):
+            return _indexed(path.parent, path.name)
+        return [(path, None)]
+    single, index = path / f"{stem}{SUFFIX}", path / f"{stem}{INDEX}"
+    if single.exists() and index.exists():
+        raise CheckpointError(
+            "A folder holds two models: one in a single file, and one in the files that an index names.",
+            got=f"{single.name} and {index.name} in {path}",
+            remedy="remove the one that is not wanted, or name the file or the index itself",
+        )
+    if index.exists():
+        return _indexed(path, index.name)
+    if not single.exists():
+        there = sorted(p.name for p in path.glob("*.safetensors*"))[:5] if path.is_dir() else "no such folder"
+        raise CheckpointError(
+            "There are no safetensors files of that name.",
+            expected=f"{stem}{SUFFIX} or {stem}{INDEX} in {path}",
+            got=", ".join(there) or "none" if isinstance(there, list) else there,
+            remedy="name the folder that has them; adapter=True reads adapter_model.safetensors",
+        )
+    return [(_inside(path, single.name), None)]
+
+
+def _indexed(folder: Path, index: str) -> list[tuple[Path, set[str] | None]]:
+    where = _inside(folder, index)
+    if where.stat().st_size > MOST_BYTES:
+        raise DamagedCheckpointError(
+            "An index of safetensors files is longer than any can be.", expected=f"{MOST_BYTES} bytes", got=str(where)
+        )
+    said = parse_json(where.read_bytes(), str(where))
+    placed = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+        raise DamagedCheckpointError(
+            f"An index of safetensors files is damaged: {where}",
+            expected='{"weight_map": {name: file}}',
+            got=str(said)[:100],
+        )
+    names: dict[str, set[str]] = {}
+    for name, file in placed.items():
+        names.setdefault(file, set()).add(name)
+    return [(_inside(folder, file), held) for file, held in names.items()]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that name in a folder, if it lies in it.
+
+    Hugging Face's own cache keeps files in `blobs` beside `snapshots`, and links to them in each snapshot.
+
+    Raises:
+        CheckpointError: the name, or the link that it is, leads elsewhere.
+        DamagedCheckpointError: there is no such file.
+    """
+    here = folder.resolve()
+    plain = Path(name).name == name and name not in (".", "..") and "\\" not in name and "\0" not in name
+    found = (here / name).resolve() if plain else here
+    homes = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
+    if not plain or found.parent not in homes:
+        raise CheckpointError(
+            "A checkpoint names a file outside of its folder.",
+            expected=f"the name of a file in {folder}",
+            got=repr(name)[:200] + (f", a link to {found}" if plain else ""),
+            remedy="do not load it unless you know why; copy the files into one folder if you do",
+        )
+    if not found.is_file():
+        raise DamagedCheckpointError(
+            "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file"
+        )
+    return here / name
+
+
+def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"The files of a checkpoint and their index say different things: {path}",
+        parameter=name,
+        expected=expected,
+        got=got,
+        remedy="copy all files again, from one version of the checkpoint",
+    )
+
+
+class SafetensorsSink(Sink):
+    """A folder of safetensors files that is being written, one tensor in memory at a time.
+
+    Files are written beside the folder, synced, and put in its place by one rename.
+
+    Args:
+        path: the folder; not there yet, or empty.
+        entries: what will be written. All names begin with `model.`, which files leave out.
+        max_file_bytes: of a file's elements; a larger tensor gets a file of its own.
+        metadata: to note in every file.
+        stem: what the names of files begin with.
+
+    Attributes:
+        folder: where files are until `finish`: others may be put there, and will be in the folder.
+
+    Raises:
+        CheckpointError: the folder is there and not empty, it cannot be made, a name or a dtype that files cannot have,
+            or not enough room on the disk.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        entries: Mapping[str, Entry],
+        max_file_bytes: int = MAX_FILE_BYTES,
+        metadata: Mapping[str, str] | None = None,
+        stem: str = "model",
+    ) -> None:
+        metadata = {"format": "pt"} if metadata is None else metadata
+        self._path = Path(path).absolute()
+        self._left = dict(entries)
+        self._planned = [
+            _Planned(name, own, *make_header(own, metadata)) for name, own in _split(entries, max_file_bytes, stem)
+        ]
+        self._where = {name: file for file in self._planned for name in file.entries}
+        self._index = _index_of(self._planned) if len(self._planned) > 1 else None
+        self._stem = stem
+        self._refuse_existing()
+        total = sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self._planned)
+        self.folder = self._path.with_name(f".{self._path.name}.saving-{secrets.token_hex(4)}")
+        try:
+            self.folder.mkdir(parents=True)
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            self.abort()
+            raise _cannot(self._path, error) from error
+        if free < total:
+            self.abort()
+            raise CheckpointError(
+                "There is not enough room for what is to be written.",
+                expected=f"{total} bytes free at {self._path.parent}",
+                got=f"{free}",
+            )
+
+    def _refuse_existing(self) -> None:
+        if self._path.is_symlink() or (self._path.exists() and not _is_empty_folder(self._path)):
+            raise CheckpointError(
+                "The folder to write to is there already, and is not empty.",
+                got=str(self._path),
+                remedy="name another one, or remove it first: nothing is overwritten",
+            )
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        key = name.removeprefix(MODEL)
+        entry = self._left.pop(name, None)
+        if entry is None or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+            raise CheckpointError(
+                "A tensor was written that is not what was announced, or twice.",
+                parameter=key,
+                expected=entry,
+                got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+            )
+        try:
+            self._where[key].write(self.folder, key, tensor)
+        except OSError as error:
+            raise _cannot(self._path, error, key) from error
+
+    def finish(self) -> None:
+        if self._left:
+            raise CheckpointError("Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL))
+        try:
+            for file in self._planned:
+                file.close(self.folder)  # those without elements, which nobody wrote to
+            if self._index is not None:
+                (self.folder / f"{self._stem}{INDEX}").write_text(json.dumps(self._index, indent=2) + "\n")
+            for path in [*self.folder.iterdir(), self.folder]:
+                _sync(path)
+            self._refuse_existing()
+            self.folder.rename(self._path)
+            _sync(self._path.parent)
+        except OSError as error:
+            raise _cannot(self._path, error) from error
+
+    def abort(self) -> None:
+        for file in self._planned:
+            file.let_go()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Planned:
+    """A file that is being written, each tensor at its place."""
+
+    def __init__(self, name: str, entries: dict[str, Entry], header: bytes, begins: dict[str, int]) -> None:
+        self.name, self.entries, self.header, self.begins = name, entries, header, begins
+        self._left = len(entries)
+        self._file: IO[bytes] | None = None
+
+    def write(self, folder: Path, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor; the file is closed after its last."""
+        file = self._opened(folder)
+        octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        file.seek(self.begins[name])
+        file.write(octets.numpy().data)
+        self._left -= 1
+        if not self._left:
+            self.close(folder)
+
+    def _opened(self, folder: Path) -> IO[bytes]:
+        if self._file is None:
+            self._file = (folder / self.name).open("xb")
+            self._file.write(self.header)
+        return self._file
+
+    def close(self, folder: Path) -> None:
+        """Write it to the disk."""
+        if self._left or not self.entries:
+            self._opened(folder)
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _split(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, Entry]]]:
+    """Names of files, and what each holds, in order."""
+    if not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
+    files: list[dict[str, Entry]] = [{}]
+    held = 0
+    for name, entry in entries.items():
+        if not name.startswith(MODEL) or name == MODEL or name.removeprefix(MODEL) == "__metadata__":
+            raise CheckpointError(
+                "safetensors files hold a model's parameters and buffers, and nothing else.",
+                parameter=name,
+                expected=f"a name that begins with {MODEL!r}",
+                remedy="leave optimizer state out",
+            )
+        if files[-1] and held + entry.nbytes > max_bytes:
+            files.append({})
+            held = 0
+        files[-1][name.removeprefix(MODEL)] = entry
+        held += entry.nbytes
+    if len(files) == 1:
+        return [(f"{stem}{SUFFIX}", files[0])]
+    return [(f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}", file) for i, file in enumerate(files, 1)]
+
+
+def _index_of(files: Sequence[_Planned]) -> dict[str, Any]:
+    total = sum(entry.nbytes for file in files for entry in file.entries.values())
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted((name, file.name) for file in files for name in file.entries)),
+    }
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _cannot(path: Path, error: OSError, parameter: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        "A folder of safetensors files could not be written.",
+        parameter=parameter,
+        got=f"{type(error).__name__}: {error}",
+        expected=f"room and rights to write {path}",
+    )

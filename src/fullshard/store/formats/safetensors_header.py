@@ -1,0 +1,200 @@
+"""The header of a safetensors file: what it says, and whether that can be.
+
+    8 bytes        length N of the header, little-endian
+    N bytes        JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, and
+                   "__metadata__": {text: text} or not; padded with spaces
+    the rest       elements, row-major, little-endian; offsets count from here, without holes or overlaps
+
+The format is that of https://github.com/huggingface/safetensors (README, "Format"). Whatever a header says is checked
+against the size of its file before any memory is taken by it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from ...errors import CheckpointError, DamagedCheckpointError
+from ..source import Entry
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""By the names that the format has for them."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST_BYTES = 100_000_000
+"""Of a header, as the safetensors library has it."""
+METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_LARGEST = 2**63 - 1  # what torch counts in
+_MOST_DIMS = 64  # of torch's tensors
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header that fits its file.
+
+    Attributes:
+        entries: by name, in the order of the data.
+        begins: by name, where elements begin in the file, in bytes.
+        metadata: what the writer noted.
+    """
+
+    entries: dict[str, Entry]
+    begins: dict[str, int]
+    metadata: dict[str, str]
+
+
+def read_header(file: IO[bytes], size: int, called: str) -> Header:
+    """The header of an open file.
+
+    Args:
+        file: at its beginning.
+        size: of the file, in bytes.
+        called: the file, for errors.
+
+    Raises:
+        DamagedCheckpointError: it is no safetensors file, or not whole.
+        CheckpointError: it has a dtype that is not known here.
+    """
+    start = file.read(_LENGTH.size)
+    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else None
+    if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
+        raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
+    try:
+        said = json.loads(file.read(length).decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
+        raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
+    if not isinstance(said, dict):
+        raise _damaged(called, "a header with names", f"{type(said).__name__}")
+    metadata = said.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(called, f"{METADATA} of texts", repr(metadata)[:100])
+    data = _LENGTH.size + length
+    found = sorted(((*_offsets(name, facts, called), name) for name, facts in said.items()), key=lambda one: one[:2])
+    entries, at = {}, 0
+    for begin, end, name in found:
+        if begin != at:
+            raise _damaged(called, f"{name!r} at {at}, where the tensor before it ends", f"at {begin}")
+        entries[name] = _entry(name, said[name], end - begin, called)
+        at = end
+    if data + at != size:
+        what = "truncated" if data + at > size else "longer than its header says"
+        raise _damaged(called, f"{data + at} bytes", f"{size}: it is {what}")
+    return Header(entries, {name: data + begin for begin, _, name in found}, metadata)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def parse_json(data: bytes, called: str) -> Any:
+    """JSON of which no name is there twice.
+
+    Raises:
+        DamagedCheckpointError: it is something else.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(called, "JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
+
+
+def _offsets(name: str, facts: Any, called: str) -> tuple[int, int]:
+    offsets = facts.get("data_offsets") if isinstance(facts, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
+        raise _damaged(called, f"{name!r} with data_offsets [begin, end]", repr(facts)[:200])
+    return offsets[0], offsets[1]
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
+    shape, kind = facts.get("shape"), facts.get("dtype")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
+        raise _damaged(called, f"{name!r} with a shape", repr(shape)[:100])
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise CheckpointError(
+            f"A safetensors file has a dtype that cannot be read: {called}",
+            parameter=name,
+            expected=", ".join(DTYPES),
+            got=repr(kind)[:100],
+        )
+    dtype, numel = DTYPES[kind], 1
+    for extent in shape:
+        numel *= extent
+    if numel * dtype.itemsize != nbytes:
+        raise _damaged(called, f"{name!r}: {numel * dtype.itemsize} bytes, for shape {shape} of {kind}", f"{nbytes}")
+    return Entry(tuple(shape), dtype)
+
+
+def _damaged(called: str, expected: str, got: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"A safetensors file is damaged, or is none: {called}",
+        expected=expected,
+        got=got,
+        remedy="copy it again from where it was whole",
+    )
+
+
+def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """A header, and where in the file each tensor begins, in bytes.
+
+    Wider elements come first, so that all of them are aligned to their size.
+
+    Raises:
+        CheckpointError: a dtype that the format does not have.
+    """
+    said: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    begins, at = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
+        if entry.dtype not in NAMES:
+            raise CheckpointError(
+                "A tensor is of a dtype that safetensors files do not have.",
+                parameter=name,
+                expected=", ".join(map(str, NAMES)),
+                got=entry.dtype,
+                remedy="cast it before it is saved",
+            )
+        begins[name] = at
+        offsets = [at, at + entry.nbytes]
+        said[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        at = offsets[1]
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_BYTES:
+        raise CheckpointError(
+            "The header of a safetensors file would be longer than readers take.",
+            expected=f"at most {MOST_BYTES} bytes",
+            got=f"{len(text)}, for {len(entries)} tensors",
+            remedy="a smaller max_file_bytes",
+        )
+    data = _LENGTH.size + len(text)
+    return _LENGTH.pack(len(text)) + text, {name: data + begin for name, begin in begins.items()}

@@ -1,0 +1,357 @@
+"""Models and adapters in folders that Hugging Face's libraries load, and out of them straight into shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..checkpoint.names import Named, Table
+from ..errors import CheckpointError, ConfigError
+from .adapters import STEM, Adapter, plain_class, table_name
+from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
+from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
+from .lora import Given, adapted, is_peft_model
+from .piece import Piece, member_pieces, value_pieces
+from .ranks import Ranks
+from .source import MODEL, Entry
+from .table import table_of
+from .whole import Wanted
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What may be cast into each other while loading: 8-bit floats have scales of their own."""
+
+
+def save_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    adapter: bool | str = False,
+    merge_lora: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a sharded model's parameters and persistent buffers in the files that `transformers` loads. Collective.
+
+    The first rank writes, one tensor after the other, into a folder beside the one that is named, which takes its place
+    when all is on the disk: it is whole or not there. The other ranks only take part in the gathers. Memory on every
+    rank is that of `full_parameters`, and a tensor more in host memory on the first.
+
+    Names are those of the unwrapped model's `state_dict`; of tied parameters the first is written, which transformers
+    ties again by the model's configuration. A model of transformers gets its `config.json` (and
+    `generation_config.json`) with it, so that `from_pretrained(folder)` loads it. Its tokenizer is yours to save.
+
+    Args:
+        model: sharded by either front-end, in whole or in part, or not at all.
+        folder: where to; not there yet, or empty.
+        dtype: cast floating-point tensors to this; None: as they are stored.
+        max_file_bytes: of elements in one file; a larger tensor gets a file of its own. An adapter is one file.
+        bucket_bytes: of whole values that are gathered together; see `full_parameters`.
+        adapter: write only the adapter's weights, in PEFT's format, for `peft.PeftModel.from_pretrained(base, folder)`;
+            True: of the active adapter, or its name.
+        merge_lora: add LoRA's weights to those they adapt, and write the base model; see `full_parameters`. Shards are
+            not changed.
+        process_group: the ranks that hold the model; None: all.
+
+    Raises:
+        ConfigError: arguments that cannot be, or do not go together; peft is not installed.
+        CheckpointError: the folder is there and not empty, cannot be written, or there is no room; a dtype that files
+            do not have. On every rank, whichever it happened on; nothing is left then.
+        PhaseError: called in the middle of a step.
+    """
+    check_dtype(dtype)
+    if adapter and merge_lora:
+        raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
+    ranks = Ranks(process_group)
+    own = _Own.of(model, adapter, ranks) if adapter else None
+    sink: SafetensorsSink | None = None
+    try:
+        with ranks.step("planning the files"):
+            given = _plain(wanted_of(model, dtype, merge_lora, buffers=True)) if own is None else own.given(dtype)
+            entries = {MODEL + one.name: Entry(one.shape, one.given_dtype) for one in given}
+            if own is not None:
+                max_file_bytes = sum(entry.nbytes for entry in entries.values()) + 1
+            if ranks.is_first:
+                sink = SafetensorsSink(folder, entries, max_file_bytes, stem="model" if own is None else STEM)
+        with ranks.step("save_safetensors"):
+            tensors: Any = stream(given, bucket_bytes, ranks)
+            for name, tensor in tensors:
+                try:
+                    if sink is not None:
+                        sink.write(MODEL + name, tensor)
+                except Exception as error:
+                    tensors.throw(error)  # tells the other ranks why
+            if sink is not None:
+                if own is None:
+                    _save_configs(model, sink.folder, dtype, merge_lora)
+                else:
+                    own.adapter.save_config(sink.folder)
+                sink.finish()
+    finally:
+        if sink is not None:
+            sink.abort()
+
+
+def _plain(given: list[Given]) -> list[Given]:
+    """These, of which none is of a class of its own.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    odd = next((one for one in given if one.wanted.is_odd), None)
+    if odd is not None:
+        raise CheckpointError(
+            "A parameter is of a class of its own, which safetensors files do not hold.",
+            parameter=odd.name,
+            got=type(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)).__name__,
+            remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first",
+        )
+    return given
+
+
+@dataclass
+class _Own:
+    """An adapter and what belongs to it.
+
+    Attributes:
+        rows: by the name in PEFT's files.
+    """
+
+    adapter: Adapter
+    table: Table
+    rows: dict[str, Named]
+
+    @classmethod
+    def of(cls, model: nn.Module, wanted: bool | str, ranks: Ranks) -> _Own:
+        """Of `model`'s adapter. Collective: PEFT is asked on the first rank, so that all have the same answer."""
+        names: dict[str, str] = {}
+        with ranks.step("looking for the model's adapter"):
+            table, adapter = table_of(model), Adapter(model, wanted)
+            names = adapter.names(table) if ranks.is_first else {}
+        rows = {row.name: row for row in table.parameters}
+        return cls(adapter, table, {name: rows[row] for name, row in ranks.share(names).items()})
+
+    def given(self, dtype: torch.dtype | None) -> list[Given]:
+        """What is written."""
+        return _plain([Given(Wanted(name, row, dtype)) for name, row in self.rows.items()])
+
+
+def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, merged: bool) -> None:
+    """Write what a model of transformers is built by, if the names in the folder are this model's."""
+    prefix = adapted(model).prefix if merged else ""
+    for path, module in model.named_modules():
+        config = module.__dict__.get("config")
+        if config is None or is_peft_model(module) or not hasattr(config, "save_pretrained"):
+            continue
+        path = table_name(f"{path}.") if path else ""
+        if path != prefix:
+            return
+        config = copy.deepcopy(config)
+        config.architectures = [plain_class(module).__name__]
+        if dtype is not None:
+            config.dtype = dtype
+        config.save_pretrained(str(folder))
+        generation = getattr(module, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(str(folder))
+        return
+
+
+# Loading.
+
+
+class LoadedNames(NamedTuple):
+    """What `load_safetensors(strict=False)` left alone, as `nn.Module.load_state_dict` tells it.
+
+    Attributes:
+        missing_keys: of the model, without a tensor in the files.
+        unexpected_keys: of tensors in the files that the model does not have.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    adapter: bool | str = False,
+    base: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadedNames:
+    """Read safetensors files into a sharded model, each rank only what it owns, straight into its shard. Collective.
+
+    Everything is compared on all ranks before anything is changed: names, shapes, dtypes, and that all files are whole.
+    No tensor is whole in memory: files are mapped, and this rank's rectangles are copied out of them.
+
+    Args:
+        model: sharded by either front-end, in whole or in part, or not at all; between steps. One that was made on the
+            meta device needs `to_empty` first, and whatever is not in the files to be initialised.
+        folder: a local folder (with `model.safetensors`, or `model.safetensors.index.json` and its files), one file, or
+            an index. Hugging Face's own cache (`snapshots/...`) is one. Every rank reads it.
+        strict: whether names must be the same on both sides; False: what one side lacks is left as it is. Tied
+            parameters are given once, under any of their names.
+        adapter: read an adapter in PEFT's format into the model's; True: the active one, or its name.
+        base: of a model that PEFT made, read the base model's files into it; its adapters stay as they are.
+        process_group: the ranks that hold the model; None: all.
+
+    Returns:
+        What was left alone.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes that do not fit (floating-point numbers of 16 bits and more are cast to
+            each other), a name that leads out of the folder, or an adapter of other settings. On every rank; nothing
+            was changed.
+        DamagedCheckpointError: a file is missing, truncated, or not what its header or the index says; as before.
+        ConfigError: no such adapter; peft is not installed; arguments that do not go together.
+        PhaseError: called in the middle of a step.
+    """
+    if adapter and base:
+        raise ConfigError("adapter and base exclude each other: files hold one or the other.")
+    ranks = Ranks(process_group)
+    own = _Own.of(model, adapter, ranks) if adapter else None
+    made: list[SafetensorsSource] = []
+    try:
+        with ranks.step("comparing safetensors files with the model"):
+            table = table_of(model) if own is None else own.table
+            for _, runner in table.units:
+                if runner is not None:
+                    runner.reshard()  # what is gathered is about to be out of date
+            if own is not None:
+                own.adapter.check_config(Path(folder))
+            made.append(SafetensorsSource(folder, "model" if own is None else STEM))
+            plan = _Plan(made[0], table, ranks.is_first)
+            for row, known in _names_of(model, table, own, base):
+                plan.add(row, known)
+            left = plan.close(strict)
+        with ranks.step("reading safetensors files, of which the model may hold a part now,"), torch.no_grad():
+            plan.fill()
+    finally:
+        for source in made:
+            source.close()
+    return left
+
+
+def _names_of(model: nn.Module, table: Table, own: _Own | None, base: bool) -> list[tuple[Named | str, list[str]]]:
+    """Parameters, and names of buffers; and what files may call them."""
+    if own is not None:
+        return [(row, [name]) for name, row in own.rows.items()]
+    named: list[tuple[Named | str, list[str]]] = [(row, row.names) for row in table.parameters]
+    named += [(name, [name]) for name in table.buffers]
+    if not base:
+        return named
+    facts = adapted(model)
+    found: list[tuple[Named | str, list[str]]] = []
+    for row, names in named:
+        known = [name for one in names if (name := facts.base_name(one, unused=True)) is not None]
+        if known:
+            found.append((row, known))
+    return found
+
+
+@dataclass
+class _Plan:
+    """What is read where; everything is checked while it is made.
+
+    Attributes:
+        reads: pieces of shards and buffers, and the names in the files of what fills them.
+    """
+
+    source: SafetensorsSource
+    table: Table
+    is_first: bool
+    reads: list[tuple[Piece, str]] = field(default_factory=list)
+    _asked: set[str] = field(default_factory=set)
+    _missing: list[str] = field(default_factory=list)
+
+    def add(self, row: Named | str, known: list[str]) -> None:
+        """Plan to read a parameter or buffer from the first of its names that files have."""
+        entries: Mapping[str, Entry] = self.source.entries
+        present = [MODEL + name for name in known if MODEL + name in entries]
+        own = row if isinstance(row, str) else row.name
+        if not present:
+            self._missing.append(own)
+            return
+        self._asked.update(present)
+        value: Any = self.table.buffers[row] if isinstance(row, str) else row
+        dtype = value.dtype if isinstance(row, str) else Wanted(own, row).own_dtype
+        for name in present:
+            _check(own, tuple(value.shape), dtype, entries[name])
+        for piece in self._pieces(row, own):
+            for other in present[1:]:
+                self._compare(piece, present[0], other)
+            self.reads.append((piece, present[0]))
+
+    def _pieces(self, row: Named | str, name: str) -> Iterator[Piece]:
+        if isinstance(row, str):
+            yield from value_pieces(name, self.table.buffers[row], 0, self.is_first)
+        elif row.bucket is None or row.member is None:
+            yield from value_pieces(name, row.parameter, 0, self.is_first)
+        else:
+            local = row.bucket.part(row.bucket.shard, row.member)
+            yield from member_pieces(name, row.bucket, row.member, local, 0)
+
+    def _compare(self, piece: Piece, first: str, other: str) -> None:
+        """A tied parameter under two of its names must have one value."""
+        read = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, other)]
+        octets = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in read]
+        if not torch.equal(*octets):
+            raise CheckpointError(
+                "A parameter is tied in the model, and files hold several values of it; nothing was loaded.",
+                parameter=piece.name,
+                expected=f"the same values under {first.removeprefix(MODEL)} and {other.removeprefix(MODEL)}",
+                remedy="make the model without tying these (tie_word_embeddings=False, say)",
+            )
+
+    def close(self, strict: bool) -> LoadedNames:
+        """Compare the names.
+
+        Raises:
+            CheckpointError: they differ, and `strict`.
+        """
+        unexpected = [name.removeprefix(MODEL) for name in self.source.entries if name not in self._asked]
+        if strict and (self._missing or unexpected):
+            raise CheckpointError(
+                "Safetensors files and the model have different names; nothing was loaded.",
+                parameter=(self._missing or unexpected)[0],
+                expected=f"{_some(self._missing)}, which the files lack"
+                if self._missing
+                else "the model's names alone",
+                got=f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
+                remedy="load them into the model they are of; base=True reads a base model's files into an adapted "
+                "one, adapter=True an adapter's; strict=False leaves both alone",
+            )
+        return LoadedNames(self._missing, unexpected)
+
+    def fill(self) -> None:
+        """Read this rank's rectangles into its shards."""
+        for piece, name in self.reads:
+            if piece.tensor.numel():
+                piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
+
+
+def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entry) -> None:
+    for what, expected, got in (("shape", shape, entry.shape), ("dtype", dtype, entry.dtype)):
+        if expected != got and not (what == "dtype" and dtype in _FLOATS and entry.dtype in _FLOATS):
+            raise CheckpointError(
+                f"Safetensors files do not fit the model: a tensor has another {what}; nothing was loaded.",
+                parameter=name,
+                expected=expected,
+                got=got,
+                remedy="load them into the model they are of, or fix its configuration",
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

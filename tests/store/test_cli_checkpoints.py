@@ -1,0 +1,126 @@
+"""`fullshard convert` and `fullshard inspect`: what they print, one line for what is wrong, and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from files import Runs, program
+
+from fullshard import convert
+from fullshard.cli.main import main
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save(program(), "a.pt")
+    return tmp_path
+
+
+def test_convert_then_inspect(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "a.pt", "b"]) == 0
+    assert capsys.readouterr().out.startswith("wrote b (fullshard): 25 tensors, ")
+    assert main(["inspect", "b"]) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if line.startswith("model.odd.weight "))
+    assert row.split() == ["model.odd.weight", "13x3", "float32", "156", "__0_0.distcp"]
+    assert "tied: model.head.weight is model.embedding.weight" in text and "hashes: all right" in text
+    assert main(["convert", "b", "c", "--to", "safetensors", "--dtype", "bfloat16"]) == 0
+    assert "left out: optimizer state (9 tensors)" in capsys.readouterr().out
+    assert main(["inspect", "c", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kind"] == "safetensors" and told["hashed_bytes"] is None
+    (odd,) = [one for one in told["tensors"] if one["name"] == "model.odd.weight"]
+    assert odd == {
+        "name": "model.odd.weight", "shape": [13, 3], "dtype": "bfloat16", "bytes": 78, "files": ["model.safetensors"]
+    }  # fmt: skip
+
+
+def test_damage_is_found_by_hashes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert("a.pt", "b")
+    (file,) = Path("b").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert main(["inspect", "b"]) == 1
+    assert f"damaged: {file.name}: " in capsys.readouterr().out
+    assert main(["convert", "b", "c.pt"]) == 2
+    assert "damaged" in capsys.readouterr().err and not Path("c.pt").exists()
+
+
+def half_folder() -> None:
+    convert("a.pt", "bad")
+    Path("bad/.metadata").unlink()
+    Path("bad/manifest.json").unlink()
+
+
+def half_file() -> None:
+    Path("bad").write_bytes(Path("a.pt").read_bytes()[:-30])
+
+
+def missing_part() -> None:
+    convert("a.pt", "bad")
+    Path("bad/__0_0.distcp").unlink()
+
+
+def of_index() -> None:
+    Path("bad").mkdir()
+    Path("bad/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+
+
+def outside() -> None:
+    convert("a.pt", "bad", to="safetensors")
+    Path("bad/model.safetensors").rename("out.safetensors")
+    Path("bad/model.safetensors.index.json").write_text('{"weight_map": {"a": "../out.safetensors"}}')
+
+
+def being_written() -> None:
+    Path("bad/step-000000001.saving-12ab").mkdir(parents=True)
+
+
+def hostile_name() -> None:
+    torch.save({"model": {"a": Runs(Path("ran"))}, "x\x1b[2Jy": Runs(Path("ran"))}, "bad")
+
+
+BAD = {
+    "nothing": lambda: None,
+    "an empty folder": lambda: Path("bad").mkdir(),
+    "an empty file": lambda: Path("bad").touch(),
+    "text": lambda: Path("bad").write_text("hello, this is no checkpoint"),
+    "the old format": lambda: torch.save({"a": torch.ones(1)}, "bad", _use_new_zipfile_serialization=False),
+    "half a folder": half_folder,
+    "half a file": half_file,
+    "a part that is missing": missing_part,
+    "an index of nothing": of_index,
+    "an index that leads out": outside,
+    "a folder being written": being_written,
+    "a pickle that runs": hostile_name,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_wrong_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture[str], bad: str) -> None:
+    BAD[bad]()
+    for arguments in (["inspect", "bad"], ["convert", "bad", "new.pt"]):
+        assert main(arguments) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith("fullshard: ") and told.err.count("\n") == 1 and told.out == ""
+        assert "\x1b" not in told.err
+    assert not Path("new.pt").exists() and not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a.pt"], ["a.pt", "a.pt"], ["a.pt", "b", "--to", "zip"], ["a.pt", "b", "--model", "nothing"]]
+)
+def test_arguments_that_make_no_sense(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(["convert", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not Path("b").exists()
+
+
+def test_names_cannot_change_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a\x1b[2J\nb": torch.ones(1)}, "a.pt")
+    assert main(["inspect", "a.pt"]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""Every format into every other, bit for bit; nothing dropped unsaid, nothing left behind, one tensor in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from files import Awkward, program, same, trained
+from torch import Tensor
+
+import fullshard
+from fullshard import CheckpointError, ConfigError, convert
+from fullshard.exchange.detect import open_source
+
+NAMES = {"fullshard": "folder", "torch": "file.pt", "safetensors": "folder.safetensors"}
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, ties too, and those among the values."""
+    with open_source(path) as source:
+        found = {name: source.read(name).clone() for name in source.entries}
+        return found | {name: found[known] for name, known in source.ties.items()}
+
+
+def values(path: Path) -> dict[str, Any]:
+    with open_source(path) as source:
+        return {key: value for key, value in source.values.items() if key != "optimizer" or value.get("param_groups")}
+
+
+@pytest.mark.parametrize("first", NAMES)
+@pytest.mark.parametrize("second", NAMES)
+def test_a_model_there_and_back(tmp_path: Path, first: str, second: str) -> None:
+    model = Awkward().state_dict()
+    torch.save(model, tmp_path / "start.pt")
+    here = tmp_path / "start.pt"
+    for number, kind in enumerate((first, second, "torch")):
+        place = tmp_path / str(number)
+        place.mkdir()
+        done = convert(here, place / NAMES[kind])
+        assert not done.left_out and done.target_kind == kind
+        here = place / NAMES[kind]
+    loaded = torch.load(here, weights_only=True)
+    assert loaded.keys() == model.keys()
+    assert all(same(loaded[name], value) for name, value in model.items())
+    if "safetensors" not in (first, second):
+        assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
+
+
+def test_a_whole_program_there_and_back(tmp_path: Path) -> None:
+    saved = program()
+    torch.save(saved, tmp_path / "a.pt")
+    assert not convert(tmp_path / "a.pt", tmp_path / "b").left_out
+    assert not convert(tmp_path / "b", tmp_path / "c.pt").left_out
+    first, second, third = (tensors(tmp_path / name) for name in ("a.pt", "b", "c.pt"))
+    assert first.keys() == second.keys() == third.keys()
+    assert all(same(value, second[name]) and same(value, third[name]) for name, value in first.items())
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert (loaded["step"], loaded["epoch"], loaded["settings"]) == (12, 3, saved["settings"])
+    assert same(loaded["generator"]["state"], saved["generator"]["state"]) and loaded["generator"]["list"][1] == 5
+    model, _ = trained()
+    model.load_state_dict(loaded["model"])
+    (group,) = loaded["optimizer"]["param_groups"]
+    assert same(group["lr"], torch.tensor(0.01)) and group["betas"] == (0.9, 0.999)
+
+
+def test_fullshard_loads_what_was_converted_and_converts_what_it_saved(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b")
+    fresh = Awkward()
+    again = torch.optim.AdamW([(n, p) for n, p in fresh.named_parameters() if p.requires_grad], lr=torch.tensor(0.5))
+    assert fullshard.load(tmp_path / "b", fresh, again).step == 7
+    assert all(same(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
+    for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert all(same(value, other[key]) for key, value in one.items())
+    fullshard.save(tmp_path / "c", fresh, again, step=8)
+    convert(tmp_path / "c", tmp_path / "d.pt")
+    loaded = torch.load(tmp_path / "d.pt", weights_only=True)
+    assert loaded["step"] == 8
+    assert all(same(value, loaded["model"][name]) for name, value in model.state_dict().items())
+
+
+def test_folders_of_other_programs(tmp_path: Path) -> None:
+    model, _ = trained()
+    state = {name: value for name, value in model.state_dict().items() if value.numel()}
+    dcp.save({"model": state, "epoch": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "b.safetensors")
+    assert all(
+        same(value, state[name.removeprefix("model.")]) for name, value in tensors(tmp_path / "b.safetensors").items()
+    )
+
+
+def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
+    torch.save({**program(), "model": Awkward().state_dict()}, tmp_path / "a.pt")
+    done = convert(tmp_path / "a.pt", tmp_path / "b", to="safetensors")
+    assert {"optimizer state (9 tensors)", "optimizer", "step", "state: epoch"} <= {*done.left_out}
+    assert "model.head.weight is tied to model.embedding.weight: written as a tensor of its own" in done.notes
+    assert "state: epoch" in convert(tmp_path / "a.pt", tmp_path / "c.pt", model_only=True).left_out
+    assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == Awkward().state_dict().keys()
+    torch.save(
+        {"model": {"a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [], "own": 1}}, tmp_path / "d.pt"
+    )
+    assert convert(tmp_path / "d.pt", tmp_path / "e").left_out == ("optimizer: own",)
+
+
+def test_numbers_in_place_of_names_and_averages_that_are_one_are_noted(tmp_path: Path) -> None:
+    one = torch.ones(2)
+    states = {"state": {0: {"exp_avg": one, "exp_avg_sq": one}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"a": torch.ones(2)}, "optimizer": states}, tmp_path / "a.pt")
+    notes = " ".join(convert(tmp_path / "a.pt", tmp_path / "b.pt").notes)
+    assert "numbers in place of names" in notes and "exp_avg_sq and optimizer.state.0.exp_avg are one tensor" in notes
+
+
+def test_weights_are_cast_and_nothing_else(tmp_path: Path) -> None:
+    saved = program()
+    torch.save(saved, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype=torch.bfloat16)
+    before, after = tensors(tmp_path / "a.pt"), tensors(tmp_path / "b.pt")
+    for name, value in before.items():
+        cast = name.startswith("model.") and value.dtype.is_floating_point
+        assert same(after[name], value.to(torch.bfloat16) if cast else value)
+    with pytest.raises(ConfigError, match="floating-point"):
+        convert(tmp_path / "a.pt", tmp_path / "c.pt", dtype=torch.int64)
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(program(), tmp_path / "a.pt")
+    (tmp_path / "there").mkdir()
+    for name in ("a.pt", "there"):
+        with pytest.raises(CheckpointError, match="nothing is overwritten"):
+            convert(tmp_path / "a.pt", tmp_path / name)
+    with pytest.raises(CheckpointError, match="no folder"):
+        convert(tmp_path / "a.pt", tmp_path / "x" / "y.pt")
+
+    def stop(name: str, done: int, total: int) -> None:
+        if done > 300:
+            raise KeyboardInterrupt
+
+    for kind, name in NAMES.items():
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "a.pt", tmp_path / name, to=kind, progress=stop)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["a.pt", "there"], kind
+    monkeypatch.setattr("shutil.disk_usage", lambda _: os.terminal_size((0, 0)) and type("U", (), {"free": 10}))
+    with pytest.raises(CheckpointError, match="not enough room"):
+        convert(tmp_path / "a.pt", tmp_path / "b.pt")
+
+
+MEASURE = """
+import json, threading, time
+from fullshard import convert
+
+def held():
+    # Anonymous memory: pages of files that are read or written can be dropped by the system at any time.
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
+
+def peak_of(kind):
+    convert("small.pt", f"small-{kind}", to=kind)  # what is imported and made once
+    before = peak = held()
+    done = []
+    working = threading.Thread(target=lambda: done.append(convert("large.pt", f"large-{kind}", to=kind)))
+    working.start()
+    while working.is_alive():
+        peak = max(peak, held())
+        time.sleep(0.001)
+    assert done
+    return peak - before
+
+print(json.dumps({kind: peak_of(kind) for kind in ("torch", "fullshard", "safetensors")}))
+"""
+
+
+def test_memory_is_of_one_tensor_and_a_buffer(tmp_path: Path) -> None:
+    one = 40 * 2**20
+    torch.save({"a": torch.ones(3)}, tmp_path / "small.pt")
+    with torch.serialization.skip_data():  # 400 MiB of holes
+        torch.save({f"layer{i}": torch.empty(one // 4) for i in range(10)}, tmp_path / "large.pt")
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=250
+    )
+    peaks = json.loads(ran.stdout)
+    assert len(peaks) == 3 and max(peaks.values()) < one + 64 * 2**20, peaks
+    assert min(peaks.values()) > one / 2, "a tensor is seen while it is held"

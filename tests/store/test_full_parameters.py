@@ -1,0 +1,177 @@
+"""Whole parameters, bucket by bucket: the same in every layout, bounded, and no rank is left waiting."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fullshard
+from fullshard import CheckpointError, ConfigError, PhaseError
+from fullshard import FullyShardedDataParallel as FSDP
+from models import EXAMPLES
+from test_tensor_parallel import Model, parallel_model
+from ways import error_of, every_way, shard
+
+
+def memory_of(model: Any) -> list[Any]:
+    """Where shards and what is gathered lie, and what it is."""
+    from fullshard.runtime import runners_in
+
+    found = []
+    for runner in runners_in(model):
+        for bucket in runner.unit.buckets:
+            gathered = [m.unsharded.untyped_storage().nbytes() for m in bucket.members if m.unsharded is not None]
+            found.append((bucket.shard.data_ptr(), bucket.shard.tolist(), bucket.shard._version, gathered))
+        found.append(runner.unit.state)
+    return found
+
+
+def all_of(way: str, name: str) -> None:
+    """Sharded and gathered, in small buckets and large ones: names, order, values, and nothing is touched."""
+    example = EXAMPLES[name]
+    want = dict(example.make().named_parameters())
+    for keep in (False, True):
+        model = shard(example.make(), way, example.units, keep=keep)
+        if keep:
+            with torch.no_grad():
+                model(example.batch(0, dist.get_rank())[0])
+        before = memory_of(model)
+        for bucket_bytes, dtype in ((1, None), (200, torch.bfloat16), (1 << 30, None)):
+            got = dict(fullshard.full_parameters(model, bucket_bytes=bucket_bytes, dtype=dtype))
+            assert list(got) == list(want)
+            for key, tensor in got.items():
+                assert type(tensor) is Tensor and not tensor.requires_grad
+                assert tensor.dtype == (dtype or want[key].dtype) and tensor.shape == want[key].shape
+                assert torch.equal(tensor, want[key].detach().to(tensor.dtype)), (key, keep, bucket_bytes)
+                tensor.zero_()  # is the caller's
+        assert memory_of(model) == before, keep
+
+
+@every_way
+@pytest.mark.parametrize("name", ["odd_mlp", "tied_across"])
+def test_whole_values_in_the_models_order(run_ranks, way, name):
+    run_ranks(all_of, way, name)
+
+
+def of_parallel() -> None:
+    example = EXAMPLES["odd_mlp"]
+    for model, plain in (
+        (parallel_model(fullshard, (2, 2), hidden=9), Model(hidden=9)),
+        (shard(example.make(), "rows", example.units, hybrid=True), example.make()),
+        (torch.compile(shard(example.make(), "flat", example.units)), example.make()),
+    ):
+        got, want = dict(fullshard.full_parameters(model, bucket_bytes=300)), dict(plain.named_parameters())
+        assert list(got) == list(want) and all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_other_meshes_and_compiled_models(run_ranks):
+    """Tensor parallelism, replicas, and names without what `torch.compile` puts in."""
+    run_ranks(of_parallel, world=4)
+
+
+def buffers_and_integers() -> None:
+    """Persistent buffers on request; what is no floating-point number keeps its dtype; a part that no unit holds."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(3), "free": torch.nn.Linear(3, 2)})
+    model["norm"].register_buffer("scratch", torch.zeros(2), persistent=False)
+    fullshard.fully_shard(model["norm"])
+    got = {name: t.dtype for name, t in fullshard.full_parameters(model, dtype=torch.float16, buffers=True)}
+    half, names = torch.float16, ["norm.weight", "norm.bias", "free.weight", "free.bias"]
+    want = dict.fromkeys(names, half) | {"norm.running_mean": half, "norm.running_var": half}
+    assert got == want | {"norm.num_batches_tracked": torch.int64}
+    assert list(got)[:4] == names
+
+
+def test_buffers_and_what_no_unit_holds(run_ranks):
+    run_ranks(buffers_and_integers)
+
+
+def held_at_once(way: str, bucket_bytes: int) -> tuple[int, int]:
+    """The most buckets that are alive while the next is gathered, and the most bytes of one."""
+    model = shard(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]), way)
+    alive: list[Any] = []
+    most = largest = 0
+    for _, tensor in fullshard.full_parameters(model, bucket_bytes=bucket_bytes):
+        if not any(ref() is tensor._base for ref in alive):
+            alive.append(weakref.ref(tensor._base))
+        largest = max(largest, tensor.untyped_storage().nbytes())
+        most = max(most, sum(ref() is not None for ref in alive))
+    return most, largest
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "owner"])
+def test_two_buckets_are_alive_at_most(run_ranks, way):
+    """As the docstring says: the loop's variable keeps the bucket before. A bucket's padding is told there, too."""
+    for most, largest in run_ranks(held_at_once, way, 40_000):
+        assert most <= 2
+        assert largest <= 40_000 + max(40_000 // 8, 4 * (1 << 14))
+        assert way == "rows" or largest > 20_000, "parameters of other layouts are views of their bucket"
+
+
+def left_early(way: str, stops: list[int], how: str) -> str:
+    """What a rank meets when those in `stops` leave the loop after two of many buckets."""
+    model = shard(EXAMPLES["odd_mlp"].make(), way, EXAMPLES["odd_mlp"].units)
+    mine = dist.get_rank() in stops
+    try:
+        for number, _ in enumerate(fullshard.full_parameters(model, bucket_bytes=1)):
+            if mine and number == 1:
+                if how == "break":
+                    break
+                raise OSError("the engine that was fed is gone")
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing"
+    # No collective is left over: what follows is right.
+    want = dict(EXAMPLES["odd_mlp"].make().named_parameters())
+    assert all(torch.equal(t, want[name]) for name, t in fullshard.full_parameters(model))
+    return said
+
+
+def test_a_rank_that_stops_alone_is_told_to_the_others(run_ranks):
+    first, second = run_ranks(left_early, "flat", [0], "break")
+    assert first == "nothing"
+    assert second.startswith("CheckpointError") and "rank 0" in second and "left before its end" in second
+    first, second = run_ranks(left_early, "rows", [1], "raise")
+    assert second == "OSError: the engine that was fed is gone"
+    assert first.startswith("CheckpointError") and "rank 1" in first
+
+
+def test_ranks_that_stop_together_are_not_told(run_ranks):
+    assert run_ranks(left_early, "flat", [0, 1], "break") == ["nothing", "nothing"]
+
+
+def refused() -> list[str]:
+    example = EXAMPLES["odd_mlp"]
+    model = shard(example.make(), "originals", example.units)
+    problems = []
+
+    def expect(kind: Any, fragment: str, action: Any) -> None:
+        error = error_of(action)
+        if not isinstance(error, kind) or fragment not in str(error):
+            problems.append(f"{fragment}: {error!r}")
+
+    expect(ConfigError, "dtype", lambda: fullshard.full_parameters(model, dtype=torch.int8))
+    expect(ConfigError, "bucket_bytes", lambda: fullshard.full_parameters(model, bucket_bytes=0))
+    expect(ConfigError, "no LoRA", lambda: list(fullshard.full_parameters(model, merge_lora=True)))
+    with FSDP.summon_full_params(model):
+        expect(PhaseError, "summon_full_params", lambda: list(fullshard.full_parameters(model)))
+    with torch.device("meta"):
+        empty = torch.nn.Linear(3, 3)
+    fullshard.fully_shard(empty)
+    expect(CheckpointError, "meta", lambda: list(fullshard.full_parameters(empty)))
+    empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in empty.parameters():
+            p.fill_(2.0)
+    if any(bool((t != 2).any()) for _, t in fullshard.full_parameters(empty)):
+        problems.append("storage that was replaced is not noticed")
+    return problems
+
+
+def test_what_cannot_be_is_refused_by_name(run_ranks):
+    assert run_ranks(refused) == [[], []]

@@ -1,0 +1,435 @@
+"""Safetensors folders: written in bounded memory, read by the library that defines them, and by us into any layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import CheckpointError
+from fullshard.errors import DamagedCheckpointError
+from fullshard.store.formats import safetensors_folder
+from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
+from fullshard.store.formats.safetensors_header import DTYPES
+from fullshard.store.source import Entry
+from models import EXAMPLES
+from quantised import GatheredInt8
+from test_tensor_parallel import Model, parallel_model
+from ways import error_of, every_way, named_error, shard
+
+
+def files_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, as the library reads them."""
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def state_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """An example's state, a tied parameter once."""
+    model = EXAMPLES[name].make(dtype)
+    return {key: p.detach() for key, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return got.keys() == want.keys() and all(
+        got[key].dtype == want[key].dtype and torch.equal(got[key], want[key]) for key in want
+    )
+
+
+# There and back.
+
+
+def there_and_back(way: str, name: str, folder: Path) -> None:
+    """Saved, read by the library, and loaded into a model with other numbers, which then is the same."""
+    example = EXAMPLES[name]
+    model = shard(example.make(), way, example.units, keep=True)
+    with torch.no_grad():
+        model(example.batch(0, dist.get_rank())[0])  # units stay gathered
+    fullshard.save_safetensors(model, folder / "one")
+    fullshard.save_safetensors(model, folder / "many", max_file_bytes=2000, dtype=torch.bfloat16)
+    want = state_of(name)
+    assert os.listdir(folder / "one") == ["model.safetensors"]
+    assert same(files_in(folder / "one"), want)
+    narrow = {key: t.bfloat16() if t.is_floating_point() else t for key, t in want.items()}
+    assert same(files_in(folder / "many"), narrow)
+    index = json.loads((folder / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in narrow.values())
+    sizes = {file: sum(narrow[n].nbytes for n, f in index["weight_map"].items() if f == file) for file in
+             set(index["weight_map"].values())}  # fmt: skip
+    assert set(os.listdir(folder / "many")) == {*sizes, "model.safetensors.index.json"} and len(sizes) > 1
+    assert all(size <= 2000 or list(index["weight_map"].values()).count(file) == 1 for file, size in sizes.items())
+
+    for saved, expected in (("one", want), ("many", narrow)):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+            model(example.batch(0, dist.get_rank())[0])  # gathered, of the wrong numbers
+        assert fullshard.load_safetensors(model, folder / saved) == ([], [])
+        got = dict(fullshard.full_parameters(model, buffers=True))
+        assert same(got, {key: t.to(want[key].dtype) for key, t in expected.items()})
+        reference = example.make()
+        reference.load_state_dict(got, strict=False)
+        model.eval(), reference.eval()
+        inputs = example.batch(1, dist.get_rank())[0]
+        assert torch.equal(model(inputs), reference(inputs)), "what was gathered before is computed with"
+
+
+@every_way
+@pytest.mark.parametrize("name", ["odd_mlp", "tied_across"])
+def test_there_and_back(run_ranks, tmp_path, way, name):
+    run_ranks(there_and_back, way, name, tmp_path)
+
+
+def buffers_are_kept(folder: Path) -> None:
+    """The first rank's are written, and every rank reads them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    fullshard.fully_shard(model)
+    model[1].running_mean.fill_(5.0 + dist.get_rank())
+    model[1].num_batches_tracked.fill_(7)
+    fullshard.save_safetensors(model, folder, dtype=torch.float16)
+    saved = files_in(folder)
+    assert saved.keys() == model.state_dict().keys()
+    assert saved["1.num_batches_tracked"].item() == 7 and saved["1.running_mean"].dtype == torch.float16
+    model[1].num_batches_tracked.zero_()
+    fullshard.load_safetensors(model, folder)
+    assert model[1].running_mean.tolist() == [5.0] * 3 and model[1].num_batches_tracked.item() == 7
+
+
+def test_buffers_are_kept(run_ranks, tmp_path):
+    run_ranks(buffers_are_kept, tmp_path / "saved")
+
+
+def load_elsewhere(way: str, folder: Path) -> None:
+    """Into a model made without values, on other ranks; and only what this rank owns is read."""
+    example = EXAMPLES["odd_mlp"]
+    with torch.device("meta"):
+        model = example.build()
+    if way in ("wrapper", "originals"):
+        model = shard(
+            model, way, example.units, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False)
+        )
+    else:
+        shard(model, way, example.units).to_empty(device="cpu")
+    read: list[int] = []
+    plain = SafetensorsSource.read
+
+    def counting(self: Any, name: str, offsets: Any = None, sizes: Any = None) -> Tensor:
+        found = plain(self, name, offsets, sizes)
+        read.append(found.numel())
+        return found
+
+    SafetensorsSource.read = counting  # type: ignore[method-assign]
+    try:
+        fullshard.load_safetensors(model, folder)
+    finally:
+        SafetensorsSource.read = plain  # type: ignore[method-assign]
+    want = state_of("odd_mlp")
+    assert same(dict(fullshard.full_parameters(model)), want)
+    everyone: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, sum(read))
+    assert sum(everyone) == sum(t.numel() for t in want.values()), everyone
+
+
+@every_way
+def test_loads_on_four_ranks_what_each_owns(run_ranks, tmp_path, way):
+    save_file(state_of("odd_mlp"), tmp_path / "model.safetensors")
+    run_ranks(load_elsewhere, way, tmp_path, world=4)
+
+
+def of_parallel(folder: Path) -> None:
+    model = parallel_model(fullshard, (2, 2), hidden=9)
+    fullshard.save_safetensors(model, folder)
+    want = {name: p.detach() for name, p in Model(hidden=9).named_parameters()}
+    assert same(files_in(folder), want)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    fullshard.load_safetensors(model, folder)
+    assert same(dict(fullshard.full_parameters(model)), want)
+
+
+def test_tensor_parallel_parameters(run_ranks, tmp_path):
+    run_ranks(of_parallel, tmp_path / "saved", world=4)
+
+
+def test_without_ranks(tmp_path):
+    """In one process, of a plain model, with every dtype that files have; odd sizes stay aligned."""
+    model = nn.Module()
+    for i, dtype in enumerate(DTYPES.values()):
+        model.register_buffer(f"b{i}", torch.arange(3).to(dtype))
+    model.register_buffer("scalar", torch.tensor(2.0))
+    model.register_buffer("nothing", torch.empty(0, 4))
+    (tmp_path / "saved").mkdir()  # empty: as good as none
+    fullshard.save_safetensors(model, tmp_path / "saved")
+    read = load_file(tmp_path / "saved" / "model.safetensors")
+    assert set(read) == set(dict(model.named_buffers()))
+    for name, buffer in model.named_buffers():
+        assert read[name].dtype == buffer.dtype and torch.equal(octets(read[name]), octets(buffer)), name
+        buffer.zero_()
+    fullshard.load_safetensors(model, tmp_path / "saved")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(octets(read[name]), octets(buffer)), name
+
+
+def of_a_class_of_its_own(folder: Path) -> list[str]:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(GatheredInt8(torch.ones(4, 4)))
+    fullshard.fully_shard(model)
+    error = error_of(lambda: fullshard.save_safetensors(model, folder))
+    return named_error(error, "weight", "class of its own", kinds=CheckpointError)
+
+
+def test_tensor_subclasses_are_refused(run_ranks, tmp_path):
+    assert run_ranks(of_a_class_of_its_own, tmp_path / "saved") == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def octets(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# What does not fit is refused on every rank, and nothing is changed.
+
+
+def refused(folder: Path, change: str) -> tuple[str, str, bool]:
+    """The error of a load, and whether the model is as it was."""
+    example = EXAMPLES["tied_across"]
+    model = shard(example.make(), "flat", example.units)
+    before = {name: t.clone() for name, t in fullshard.full_parameters(model)}
+    error = error_of(lambda: fullshard.load_safetensors(model, folder, strict=change != "lenient"))
+    after = dict(fullshard.full_parameters(model))
+    return type(error).__name__, str(error), same(after, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", "blocks.1.norm1.weight"),
+        ("unexpected", "stranger"),
+        ("shape", "(3, 2)"),
+        ("dtype", "torch.int32"),
+        ("eight bits", "float8"),
+        ("tie", "several values"),
+    ],
+)
+def test_what_does_not_fit(run_ranks, tmp_path, change, said):
+    state = {name: t.clone() + 1 for name, t in state_of("tied_across").items()}
+    name = "blocks.1.norm1.weight"
+    tied = next(name for name in EXAMPLES["tied_across"].make().state_dict() if name not in state)
+    if change == "missing":
+        del state[name]
+    elif change == "unexpected":
+        state["stranger"] = torch.zeros(1)
+    elif change == "tie":
+        state[tied] = torch.zeros_like(EXAMPLES["tied_across"].make().state_dict()[tied])
+    else:
+        state[name] = {
+            "shape": torch.zeros(3, 2), "dtype": state[name].int(), "eight bits": state[name].to(torch.float8_e4m3fn)
+        }[change]  # fmt: skip
+    save_file(state, tmp_path / "model.safetensors")
+    for kind, text, unchanged in run_ranks(refused, tmp_path, change):
+        assert kind == "CheckpointError" and said in text and unchanged, text
+
+
+def lenient(folder: Path) -> tuple[list[str], list[str]]:
+    example = EXAMPLES["tied_across"]
+    model = shard(example.make(), "rows", example.units)
+    left = fullshard.load_safetensors(model, folder, strict=False)
+    got, want = dict(fullshard.full_parameters(model)), state_of("tied_across")
+    assert torch.equal(got["norm.weight"], want["norm.weight"])
+    assert torch.equal(got["tokens.weight"], want["tokens.weight"] + 1), "given under its other name"
+    return left.missing_keys, left.unexpected_keys
+
+
+def test_names_that_are_left_alone(run_ranks, tmp_path):
+    state = {name: t + 1 for name, t in state_of("tied_across").items() if name != "norm.weight"}
+    state["head.weight"] = state.pop("tokens.weight")
+    save_file({**state, "stranger": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert run_ranks(lenient, tmp_path) == [(["norm.weight"], ["stranger"])] * 2
+
+
+# A rank that cannot write ends on all ranks, and leaves nothing.
+
+
+def cannot_write(folder: Path, what: str) -> tuple[str, str]:
+    model = shard(EXAMPLES["odd_mlp"].make(), "rows", EXAMPLES["odd_mlp"].units)
+    plain = safetensors_folder.os.fsync
+    if what == "full" and dist.get_rank() == 0:
+
+        def full(fd: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        safetensors_folder.os.fsync = full
+    try:
+        error = error_of(
+            lambda: fullshard.save_safetensors(model, folder / "saved", max_file_bytes=300, bucket_bytes=300)
+        )
+    finally:
+        safetensors_folder.os.fsync = plain
+    dist.barrier()
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(("what", "said"), [("full", "No space left"), ("there", "not empty")])
+def test_a_failing_write_is_told_on_all_ranks(run_ranks, tmp_path, what, said):
+    if what == "there":
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved" / "precious").write_text("kept")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for kind, text in run_ranks(cannot_write, tmp_path, what):
+        assert kind == "CheckpointError" and said in text, text
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_sink_takes_what_was_announced(tmp_path):
+    entries = {"model.a": Entry((2,), torch.float32), "model.b": Entry((3,), torch.int8)}
+    with pytest.raises(CheckpointError, match=r"optimizer\.state"):
+        SafetensorsSink(tmp_path / "x", {"optimizer.state.a.exp_avg": Entry((2,), torch.float32)})
+    for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        with SafetensorsSink(tmp_path / "x", entries) as sink, pytest.raises(CheckpointError, match="announced"):
+            sink.write("model.a", wrong)
+    with SafetensorsSink(tmp_path / "x", entries) as sink:
+        sink.write("model.a", torch.ones(2))
+        with pytest.raises(CheckpointError, match="Not all"):
+            sink.finish()
+    assert not list(tmp_path.iterdir())
+    with SafetensorsSink(tmp_path / "x", entries) as sink:
+        sink.write("model.a", torch.ones(2))
+        sink.write("model.b", torch.ones(3, dtype=torch.int8))
+        assert not (tmp_path / "x").exists()
+        sink.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+# A folder is not trusted.
+
+
+def raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def tensor(begin: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+DAMAGED = {
+    "empty": b"",
+    "header longer than the file": raw({"a": tensor(0, 4, [1])}, bytes(4), length=1 << 40),
+    "header of 2^64 - 1": raw({}, length=2**64 - 1),
+    "no JSON": raw(b"\xff\xfe{"),
+    "nested": raw(b"[" * 100_000),
+    "a list": raw([]),
+    "truncated": raw({"a": tensor(0, 8, [2])}, bytes(7)),
+    "too long": raw({"a": tensor(0, 8, [2])}, bytes(9)),
+    "overlapping": raw({"a": tensor(0, 8, [2]), "b": tensor(4, 12, [2])}, bytes(12)),
+    "a hole": raw({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)),
+    "shape bigger than data": raw({"a": tensor(0, 8, [3])}, bytes(8)),
+    "shape that overflows": raw({"a": tensor(0, 0, [2**62, 2**62])}),
+    "a million dims": raw({"a": tensor(0, 4, [2**62] * 1_000_000)}, bytes(4)),
+    "negative shape": raw({"a": tensor(0, 4, [-1, -1])}, bytes(4)),
+    "shape of booleans": raw({"a": tensor(0, 4, [True])}, bytes(4)),
+    "offsets backwards": raw({"a": tensor(4, 0, [1])}, bytes(4)),
+    "no offsets": raw({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
+    "metadata": raw({"__metadata__": {"a": 1}}),
+    "a name twice": raw(b'{"a": %b, "a": %b}' % ((json.dumps(tensor(0, 4, [1])).encode(),) * 2), bytes(4)),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_files_are_refused(tmp_path, what):
+    (tmp_path / "model.safetensors").write_bytes(DAMAGED[what])
+    with pytest.raises(DamagedCheckpointError, match=str(tmp_path)):
+        SafetensorsSource(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(raw({"a": tensor(0, 4, [1], "F31")}, bytes(4)))
+    with pytest.raises(CheckpointError, match="F31"):
+        SafetensorsSource(tmp_path)
+
+
+def index(folder: Path, weight_map: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["../secret.safetensors", "absolute", "link", "sub/../../secret.safetensors", "..", ""])
+def test_names_cannot_leave_the_folder(tmp_path, how):
+    secret = tmp_path / "secret.safetensors"
+    save_file({"a": torch.ones(1)}, secret)
+    name = {"absolute": str(secret), "link": "model-00001.safetensors"}.get(how, how)
+    folder = index(tmp_path / "folder", {"a": name})
+    if how == "link":
+        (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        SafetensorsSource(folder)
+
+
+def test_links_of_the_hub_cache_and_within_the_folder_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123"
+    blobs.mkdir(), snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(1)}, blobs / "beef")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/beef")
+    with SafetensorsSource(snapshot) as source:
+        assert source.read("model.a").item() == 1
+    (tmp_path / "alias").symlink_to(snapshot)  # the folder that a user names may be a link
+    assert SafetensorsSource(tmp_path / "alias").entries == {"model.a": Entry((1,), torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("what", "weight_map"),
+    [
+        ("a name that the file lacks", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}),
+        ("a name that the index lacks", {"a": "one.safetensors"}),
+        ("a file that is not there", {"a": "one.safetensors", "b": "three.safetensors"}),
+        ("no names", {}),
+        ("no text", {"a": 1}),
+        ("a list", []),
+    ],
+)
+def test_an_index_that_is_not_of_its_files(tmp_path, what, weight_map):
+    folder = index(tmp_path / "folder", weight_map)
+    save_file(
+        {"a": torch.ones(1), **({"d": torch.ones(1)} if "index lacks" in what else {})}, folder / "one.safetensors"
+    )
+    save_file({"b": torch.ones(1)}, folder / "two.safetensors")
+    with pytest.raises(DamagedCheckpointError):
+        SafetensorsSource(folder)
+
+
+def test_one_name_in_two_files(tmp_path):
+    folder = index(tmp_path / "folder", {"a": "one.safetensors", "b": "two.safetensors"})
+    save_file({"a": torch.ones(1)}, folder / "one.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.ones(1)}, folder / "two.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="different things"):
+        SafetensorsSource(folder)
+
+
+def test_two_models_in_one_folder(tmp_path):
+    save_file({"a": torch.ones(1)}, index(tmp_path, {"a": "model.safetensors"}) / "model.safetensors")
+    with pytest.raises(CheckpointError, match="two models"):
+        SafetensorsSource(tmp_path)
+    assert list(SafetensorsSource(tmp_path / "model.safetensors.index.json").entries) == ["model.a"]
+    assert list(SafetensorsSource(tmp_path / "model.safetensors").entries) == ["model.a"]
+
+
+def test_rectangles_of_unaligned_tensors(tmp_path):
+    """Other writers need not align: what is read is right all the same."""
+    values = torch.arange(6, dtype=torch.float32).view(2, 3)
+    header = {"a": tensor(0, 1, [1], "U8"), "b": tensor(1, 25, [2, 3])}
+    (tmp_path / "model.safetensors").write_bytes(raw(header, b"\7" + values.numpy().tobytes()))
+    with SafetensorsSource(tmp_path) as source:
+        assert torch.equal(source.read("model.b"), values)
+        assert torch.equal(source.read("model.b", (1, 1), (1, 2)), values[1:, 1:])
