@@ -5,8 +5,8 @@
 
 `torchrun` ends all ranks when one dies; with `--max-restarts` it starts as many again. Here the job is started by a few
 lines of Python that ask for one rank fewer each time (on several machines, whatever starts jobs does that). A
-checkpoint loads on any number of ranks. What has to stay the same is the batch of all ranks together: every rank takes its share
-of the same rows, and weighs its loss so that the mean over ranks is the mean over the rows.
+checkpoint loads on any number of ranks. What has to stay the same is the batch of all ranks together: every rank takes
+its share of the same rows, and weighs its loss so that the mean over ranks is the mean over the rows.
 """
 
 import argparse
