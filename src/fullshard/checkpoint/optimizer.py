@@ -8,6 +8,7 @@ of the table; a file does not know which of them was used, nor on how many ranks
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,8 +29,12 @@ Blank = Literal["never", "unless stepped", "where missing"]
 def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
     """The state that a first step would make for `tensors`, zeroed, by id; the optimizer and they stay as they are.
 
-    Made by a step with learning rate 0 and zero gradients, which changes no parameter.
+    Made by a step with learning rate 0 and zero gradients, which changes no parameter. Of an optimizer that computes
+    losses itself (L-BFGS) that cannot be had, and none is made.
     """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return {id(tensor): {} for tensor in tensors}
     saved = [(tensor, tensor.grad) for group in optimizer.param_groups for tensor in group["params"]]
     rates = [group.get("lr") for group in optimizer.param_groups]
     blank = {id(t) for t in tensors}

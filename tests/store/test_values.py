@@ -1,0 +1,85 @@
+"""What is saved besides the model comes back as it was, or is refused when it is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forged import all_of, same, small
+from torch import nn
+
+import fullshard
+from fullshard import CheckpointError
+from fullshard.store.background import WRITER
+
+
+def test_tensors_of_one_path_keep_their_values(tmp_path: Path) -> None:
+    state = {"a": {"b.c": torch.zeros(2), "b": {"c": torch.ones(2)}}, "a.b": {"c": torch.full((2,), 2.0)}}
+    fullshard.save(tmp_path, small(0)[0], state=state)
+    found = fullshard.load(tmp_path, small(1)[0]).state
+    assert found["a"]["b.c"].tolist() == [0, 0] and found["a"]["b"]["c"].tolist() == [1, 1]
+    assert found["a.b"]["c"].tolist() == [2, 2]
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    fullshard.save(tmp_path, small(0)[0], step=1, state={"deep": nested(60)})
+    assert fullshard.load(tmp_path, small(1)[0]).state["deep"] == nested(60)
+    within_itself: list[Any] = []
+    within_itself.append(within_itself)
+    for value in (nested(61), within_itself, {"a": object()}, {"a": {1: print}}):
+        with pytest.raises(CheckpointError, match="cannot be kept"):
+            fullshard.save(tmp_path, small(0)[0], step=2, state={"deep": value})
+    assert fullshard.Folder(tmp_path).names() == ["step-000000001"]
+
+
+def with_lbfgs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = small(seed)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(2, 3)).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(loss)
+    return model, optimizer
+
+
+def test_optimizer_state_of_lists_of_tensors(tmp_path: Path) -> None:
+    model, optimizer = with_lbfgs(0)
+    fullshard.save(tmp_path, model, optimizer)
+    again, other = with_lbfgs(1)
+    fullshard.load(tmp_path, again, other)
+    (want,), (got,) = optimizer.state.values(), other.state.values()
+    assert want["old_dirs"] and len(got["old_dirs"]) == len(want["old_dirs"])
+    assert all(torch.equal(a, b) for a, b in zip(got["old_dirs"], want["old_dirs"], strict=True))
+
+
+def test_a_save_in_the_background_that_cannot_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small(0)
+    before = all_of(model, optimizer)
+
+    def no_room(nbytes: int) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WRITER, "_room", no_room)
+        with pytest.raises(CheckpointError, match="No space left"):
+            fullshard.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+    fullshard.save(tmp_path, model, optimizer, step=2, asynchronous=True).wait()
+    again, other = small(1)
+    assert fullshard.load(tmp_path, again, other).step == 2 and same(all_of(again, other), before)
