@@ -92,6 +92,9 @@ def test_an_address_of_fsspec_serves_as_a_folder(run_ranks: Any, tmp_path: Path)
     assert not (tmp_path / names[1] / "saving").exists()
     for problems, _ in run_ranks(load_and_compare, "rows", url, want, {}, rng=False, world=3):
         assert not problems
+    model, optimizer = make("plain")
+    with pytest.raises(fullshard.ConfigError, match="Saves in the background meet in a folder that is on a disk"):
+        fullshard.save(url, model, optimizer, asynchronous=True)
 
 
 def load_onto_meta(way: str, folder: Path, want: dict[str, Tensor]) -> list[str]:

@@ -87,7 +87,8 @@ class Adapter:
                 known[id(stand_ins[name])] = table_name(self._prefix + name)
         rows = {name: row for row in table.parameters for name in row.names}
         found = {}
-        given = self._names_of(
+        names_of: Any = self._names_of  # whose annotations differ between versions of PEFT
+        given = names_of(
             self.model, state_dict=dict(stand_ins), adapter_name=self.name, save_embedding_layers=embeddings
         )
         for name, stand_in in given.items():

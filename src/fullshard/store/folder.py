@@ -43,6 +43,9 @@ class Folder:
         path: ROOT.
     """
 
+    on_disk = True
+    """Whether processes meet in it: files appear at once, and are renamed in one step."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path: Any = Path(path).absolute()
 

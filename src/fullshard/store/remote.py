@@ -37,6 +37,8 @@ class RemoteFolder(Folder):
         ConfigError: fsspec, or what it needs for this kind of address, is not installed.
     """
 
+    on_disk = False
+
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.path = ""

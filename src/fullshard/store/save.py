@@ -79,6 +79,13 @@ def save(
     with ranks.step("looking at the arguments"):
         where = folder_at(folder)
         request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
+        if asynchronous and not where.on_disk:
+            raise ConfigError(
+                "Saves in the background meet in a folder that is on a disk.",
+                expected="a path",
+                got=str(where),
+                remedy="save there without asynchronous=True, or save to a disk and copy",
+            )
     assert request is not None and where is not None
     if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
         raise CheckpointError(
