@@ -244,10 +244,10 @@ def test_nothing_is_left_after_a_step(seen, layout):
 
 @both_layouts
 def test_storages_at_each_event(seen, layout):
-    """Counted without the engine: the shard and its gradients so far, and of whole units no more than four.
+    """Counted without the engine: the shard and its gradients so far, and of whole units no more than five.
 
-    Those are two gathered, one sent in reduction, and its sum coming back or the next one's gradients as
-    autograd makes them. The engine's own account may only miss the last: autograd owns those.
+    Those are two gathered, one sent in reduction, its sum coming back, and the next one's gradients as autograd makes
+    them. The engine's own account may only miss the last two: how long a sum is on its way is up to the machine.
     """
     step = seen(layout)
     reduced = 0
@@ -255,8 +255,8 @@ def test_storages_at_each_event(seen, layout):
         reduced += nbytes // 2 if verb == "reduce" else 0
         held = BLOCKS * BLOCK_BYTES // 2 + reduced
         where = f"at {verb} of {unit!r}: {stored} bytes stored, {held} of them sharded, live {live}"
-        assert stored <= held + 4 * BLOCK_BYTES + LARGE, where
-        assert -LARGE <= stored - held - live <= BLOCK_BYTES, where
+        assert stored <= held + 5 * BLOCK_BYTES + LARGE, where
+        assert -LARGE <= stored - held - live <= 2 * BLOCK_BYTES, where
 
 
 @both_layouts
