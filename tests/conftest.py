@@ -65,6 +65,8 @@ _MANY = {
     **dict.fromkeys(("test_autograd", "test_state_dict_helpers", "test_user_gradients", "test_models"), 4),
     **dict.fromkeys(("test_offload", "test_wrapper_state", "test_method_effects", "test_wrapper_events"), 2),
     **dict.fromkeys(("test_stuck", "test_tensor_parallel", "test_out_of_memory", "test_compiled_optimizers"), 2),
+    **dict.fromkeys(("test_history", "test_damage", "test_convert", "test_verify", "test_gather_extensions"), 3),
+    **dict.fromkeys(("test_comm_methods", "test_dcp_folders", "test_safetensors", "test_fsdp1"), 2),
     **dict.fromkeys(("test_process_groups", "test_several_roots", "test_wrapper_optimizer", "test_precision"), 2),
 }
 
