@@ -30,6 +30,7 @@ def in_one_process() -> float:
     return loss.item()
 
 
+@pytest.mark.timeout(700)  # eleven processes import torch, on a machine that may be busy
 def test_a_job_that_loses_a_rank_goes_on_with_the_others(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / "elastic.py", "--ranks", "4", "--out", tmp_path, "--lose", "2:7"],
@@ -37,7 +38,7 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_others(tmp_path: Path) -> None
         capture_output=True,
         check=False,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     told = run.stdout + run.stderr
     assert run.returncode == 0 and "goes on with 3" in run.stdout, told

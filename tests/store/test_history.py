@@ -142,6 +142,7 @@ def test_a_slow_disk_is_waited_for(zygote: Zygote, tmp_path: Path, asynchronous:
     assert exits == [0, 0] and check(tmp_path) == [1, 2], printed(tmp_path)
 
 
+@pytest.mark.further  # the others' processes are forked; one that imports torch is in test_save_and_load.py
 def test_the_process_beside_a_rank_as_it_is(zygote: Zygote, tmp_path: Path) -> None:
     assert zygote.run(tmp_path, asynchronous=True, real_writer=True, steps=3) == [0, 0], printed(tmp_path)
     assert check(tmp_path) == [1, 2, 3]
