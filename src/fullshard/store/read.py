@@ -279,12 +279,3 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().view(1)
     whole: Any = flat.view(torch.uint8).numpy()
     return memoryview(whole)
-
-
-def pieces_as_asked(entries: dict[str, Entry], names: Sequence[str]) -> list[Piece]:
-    """A piece for each whole tensor, in new memory on the CPU."""
-    return [
-        Piece(n, e.shape, (0,) * len(e.shape), e.shape, torch.empty(e.shape, dtype=e.dtype))
-        for n in names
-        for e in (entries[n],)
-    ]

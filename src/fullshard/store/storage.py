@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,15 +77,11 @@ class LocalStorage:
         self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        try:
+        with _told(self, name):
             if name not in self._open:
                 self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fd = self._open[name]
             _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self, name)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
-            ) from error
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         return _read(self, name, begin, nbytes)
@@ -116,16 +113,12 @@ class RemoteStorage:
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        try:
+        with _told(self, name):
             if name not in self._open:
                 self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
             file = self._open[name]
             file.seek(begin)
             _fill(lambda rest, _: file.readinto(rest), target, self, name)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint cannot be read.", got=f"{self.called(name)}: {error}"
-            ) from error
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         return _read(self, name, begin, nbytes)
@@ -159,6 +152,17 @@ def file_system(url: str) -> tuple[Any, str]:
             "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
         ) from error
     return fs, str(path).rstrip("/")
+
+
+@contextmanager
+def _told(storage: Storage, name: str) -> Iterator[None]:
+    """Say of which file a system's error is."""
+    try:
+        yield
+    except OSError as error:
+        raise DamagedCheckpointError(
+            "A file of a checkpoint cannot be read.", got=f"{storage.called(name)}: {error}"
+        ) from error
 
 
 def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:

@@ -1,7 +1,7 @@
 """Pieces into DCP's files: one file a rank, written from front to back, hashed on the way.
 
-DCP's own writer copies every piece that is a view, keeps the copies until the last is written, and sums each byte up
-twice (crc32); this one writes from the shard's memory. The files are the same: records of `torch.save`, one a piece,
+DCP's own writer copies every piece that is a view, keeps the copies until the last is written, and has a crc32 made of
+every byte; this one writes from the shard's memory. The files are the same: records of `torch.save`, one a piece,
 which DCP's readers read. Everything else is DCP's: planning, metadata, and the file systems behind its writers.
 """
 

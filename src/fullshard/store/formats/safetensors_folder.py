@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
+from ..folder import sync_folder
 from ..source import MODEL, Entry, Sink, Source
 from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
 
@@ -294,10 +295,10 @@ class SafetensorsSink(Sink):
             if self._index is not None:
                 (self.folder / f"{self._stem}{INDEX}").write_text(json.dumps(self._index, indent=2) + "\n")
             for path in [*self.folder.iterdir(), self.folder]:
-                _sync(path)
+                sync_folder(path)
             self._refuse_existing()
             self.folder.rename(self._path)
-            _sync(self._path.parent)
+            sync_folder(self._path.parent)
         except OSError as error:
             raise _cannot(self._path, error) from error
 
@@ -381,14 +382,6 @@ def _index_of(files: Sequence[_Planned]) -> dict[str, Any]:
 
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _cannot(path: Path, error: OSError, parameter: str | None = None) -> CheckpointError:
