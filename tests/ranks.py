@@ -4,6 +4,7 @@
     RankPool.run(fn, *args)   -- task ->  fn(*args), on every rank at the same time
                               <- reply -  its result, or its exception and traceback
                               -- settle -> collect garbage, one all-reduce: no collective is left unmatched
+                              -- SIGSTOP   until the next task
 
 `fn` is a module-level function and results are picklable. A rank that raises, dies or does not answer ends
 the whole pool (its peers may wait in a collective for ever); the next task starts a new one. Processes are
@@ -13,7 +14,9 @@ forked from one server that has imported torch already, so a pool of 4 starts in
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -91,6 +94,7 @@ class RankPool:
             task = pickle.dumps((list(sys.path), pickle.dumps((fn, args, kwargs))))
             replies = self._exchange(task, timeout, getattr(fn, "__name__", str(fn)))
             self._exchange(b"", timeout, "settling: a collective was left unmatched")
+            self._signal(signal.SIGSTOP)  # until the next task: else gloo's threads take a core together
         except BaseException:
             self.close()
             raise
@@ -116,7 +120,13 @@ class RankPool:
         __tracebackhide__ = True
         for rank in self.ranks:
             rank.connection.send_bytes(message)
+        self._signal(signal.SIGCONT)
         return self._collect(timeout, what)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid or 0, number)
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
         """One reply from every rank, within `timeout` seconds of now."""
@@ -203,6 +213,8 @@ def serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which ends its ranks
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: one that is stopped sees no end of file
+
     import torch
     import torch.distributed as dist
 
@@ -211,6 +223,7 @@ def serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
     connection.send_bytes(pickle.dumps((True, None)))
     gc.collect()
+    torch_caches()
     gc.freeze()  # torch's own objects need not be looked at after every task
     with contextlib.suppress(EOFError):
         while True:
@@ -240,12 +253,19 @@ def perform(message: bytes, rank: int) -> bytes:
         return pickle.dumps((False, (pickled, report)))
 
 
+@functools.cache
+def torch_caches() -> list[Any]:
+    """The `lru_cache`s of torch's that may hold meshes. Looks at all objects, so call it before `gc.freeze`."""
+    found = [one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)]
+    return [one for one in found if str(one.__module__).startswith("torch.distributed.tensor")]
+
+
 def settle() -> bytes:
     """Leaves nothing behind: garbage and groups gone, defaults restored, all ranks at the same collective."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -260,5 +280,10 @@ def settle() -> bytes:
     if groups := [group for group in _world.pg_map if group not in kept]:
         for group in groups:  # a gloo group's threads wake 100 times a second, used or not
             dist.destroy_process_group(group)
-        debug._clear_sharding_prop_cache()  # its meshes equal those of later tasks, which have other groups
+        # torch's caches of meshes, which hold the groups and equal those of later tasks, which have others.
+        debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        for cached in torch_caches():
+            cached.cache_clear()
+        gc.collect()
     return pickle.dumps((True, None))

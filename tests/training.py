@@ -31,7 +31,7 @@ LAYOUTS = ("rows", "flat")
 PACKED = (fullshard.Blocks("row"), fullshard.Blocks(5), "owner")  # flat to the engine, cut at granules only
 BatchOf = Callable[[int], Batch]  # the step's batch of that number
 Scenario = Callable[[nn.Module, Example, BatchOf], Tensor]  # leaves gradients, returns the loss
-FP32 = 1e-6  # relative difference of norms, per tensor
+FP32 = 5e-6  # relative difference of norms, per tensor: sums of another order, on any processor
 FP64 = 1e-13
 
 

@@ -43,7 +43,7 @@ def fill(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
     for i, tensor in enumerate([*module.parameters(recurse=False), *module.buffers(recurse=False)]):
         with torch.no_grad():
-            tensor.copy_(torch.linspace(-1, 1, tensor.numel()).view(tensor.shape) / (i + 1))
+            tensor.copy_(torch.linspace(-0.3, 0.3, tensor.numel()).view(tensor.shape) / (i + 1))
 
 
 def from_meta(given: bool, originals: bool, policy: bool) -> None:

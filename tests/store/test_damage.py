@@ -37,7 +37,7 @@ def grow(path: Path) -> None:
 
 def of_a_newer_format(folder: Path) -> None:
     forged = Forged(folder)
-    forged.manifest |= {"version": 2, "news": "that nobody knows yet"}
+    forged.manifest |= {"version": 3, "news": "that nobody knows yet"}
     forged.write_manifest(json.dumps(forged.manifest).encode())
 
 
@@ -50,8 +50,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], tuple[s
     "a file is cut": (lambda f: cut(f / "__0_0.distcp"), DamagedCheckpointError, ("truncated", "__0_0.distcp")),
     "a file has grown": (lambda f: grow(f / "__0_0.distcp"), DamagedCheckpointError, ("longer", "__0_0.distcp")),
     "a file is gone": (lambda f: (f / "__0_0.distcp").unlink(), DamagedCheckpointError, ("missing", "__0_0.distcp")),
-    "a bit of a tensor": (lambda f: flip(f / "__0_0.distcp"), DamagedCheckpointError, ("sha256", "__0_0.distcp")),
-    "a bit of the metadata": (lambda f: flip(f / ".metadata"), DamagedCheckpointError, ("sha256", ".metadata")),
+    "a bit of a tensor": (lambda f: flip(f / "__0_0.distcp"), DamagedCheckpointError, ("xxh3", "__0_0.distcp")),
+    "a bit of the metadata": (lambda f: flip(f / ".metadata"), DamagedCheckpointError, ("xxh3", ".metadata")),
     "a bit of the manifest": (lambda f: flip(f / "manifest.json"), DamagedCheckpointError, ("manifest", "hash")),
     "the manifest is cut": (lambda f: cut(f / "manifest.json"), DamagedCheckpointError, ("manifest", "damaged")),
     "the manifest is empty": (
@@ -66,7 +66,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], tuple[s
     "latest is empty": (lambda f: (f.parent / "latest").write_text(""), DamagedCheckpointError, ("latest", NEWEST)),
     "latest leads away": (
         lambda f: (f.parent / "latest").write_text("../step-000000002"), DamagedCheckpointError, ("latest", NEWEST)),
-    "a newer format": (of_a_newer_format, CheckpointError, ("newer", "version 2", "update")),
+    "a newer format": (of_a_newer_format, CheckpointError, ("newer", "version 3", "update")),
 }  # fmt: skip
 """What is done to the newest checkpoint, the error, and words in it."""
 

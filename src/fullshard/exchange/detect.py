@@ -98,13 +98,16 @@ def storage_at(path: Path) -> LocalStorage:
     return LocalStorage(path / name)
 
 
-def open_source(path: Path, model: Callable[[], nn.Module] | None = None, model_only: bool = False) -> Source:
+def open_source(
+    path: Path, model: Callable[[], nn.Module] | None = None, model_only: bool = False, hashes: bool = True
+) -> Source:
     """Open the checkpoint at a path, whatever its format.
 
     Args:
         path: a file or a folder.
         model: returns the model as it is before wrapping, for formats that do not say what parameters there are.
         model_only: do not read anything else.
+        hashes: compare those of what is read, where the format has them.
 
     Raises:
         CheckpointError: nothing, half a checkpoint, a damaged one, or something else.
@@ -113,7 +116,7 @@ def open_source(path: Path, model: Callable[[], nn.Module] | None = None, model_
     kind = kind_of(path)
     try:
         if kind == "fullshard":
-            return DcpSource(path)
+            return DcpSource(path, hashes)
         if kind == "torch":
             return TorchFileSource(path)
         if kind == "deepspeed":

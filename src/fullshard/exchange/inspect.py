@@ -89,7 +89,7 @@ def inspect(
             if damage:  # then what it holds that is no tensor may be damaged, too
                 tensors = [_found(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
                 return Inspection(given, kind, tuple(tensors), {}, {}, checked, tuple(damage))
-    with open_source(given, model) as source:
+    with open_source(given, model, hashes=hashes) as source:
         tensors = [_found(name, entry, _files_of(source, given, name)) for name, entry in source.entries.items()]
         return Inspection(given, kind, tuple(tensors), source.ties, source.values, checked, ())
 

@@ -1,4 +1,9 @@
-"""Files hashed while they are written: one SHA-256 of every 16 MiB, so that a reader checks only what it reads."""
+"""Files hashed while they are written: one hash of every 16 MiB, so that a reader checks only what it reads.
+
+XXH3 of 128 bits (Y. Collet, https://xxhash.com) where the package `xxhash` is installed, else SHA-256, which takes many
+times as long on a processor without instructions for it. A file's entry in the manifest says which. Both find what
+chance does to a file; neither is a signature: who may write the file may write the manifest, too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,48 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import CheckpointError
+
+try:
+    import xxhash
+except ImportError:  # an extra: checkpoints are then written with SHA-256
+    xxhash = None  # type: ignore[assignment]
+
 BLOCK = 16 * 2**20
 """Bytes of a file that one hash is of."""
+CHUNK = 2**19
+"""Bytes that are written or read, and hashed, in one go: they stay in the processor's cache in between."""
+
+KINDS: Mapping[str, Callable[[], Any] | None] = {
+    "sha256": hashlib.sha256,
+    "xxh3_128": None if xxhash is None else xxhash.xxh3_128,
+}
+"""How files may be hashed, by the name that the manifest gives it; None: not without a package that is missing."""
+
+
+def new_hash(kind: str, file: str) -> Any:
+    """An object with `update` and `hexdigest`.
+
+    Args:
+        file: what it is for, for the error.
+
+    Raises:
+        CheckpointError: it cannot be made here.
+    """
+    made = KINDS.get(kind)
+    if made is None:
+        raise CheckpointError(
+            "A checkpoint's files cannot be checked here: the package that makes their hashes is not installed.",
+            expected=f"hashes of kind {kind}, of {file}",
+            got="no package xxhash",
+            remedy="pip install xxhash (or 'fullshard[fast]'), or leave hashes out: load(check=False), "
+            "fullshard inspect --no-hashes",
+        )
+    return made()
 
 
 @dataclass(frozen=True)
@@ -20,11 +61,13 @@ class FileFacts:
 
     Attributes:
         nbytes: its length.
-        sha256: of every `BLOCK` bytes, in hexadecimal.
+        hashes: of every `BLOCK` bytes, in hexadecimal.
+        kind: of `KINDS`.
     """
 
     nbytes: int
-    sha256: tuple[str, ...]
+    hashes: tuple[str, ...]
+    kind: str = "sha256"
 
 
 class Hashed(io.RawIOBase):
@@ -40,7 +83,8 @@ class Hashed(io.RawIOBase):
 
     def __init__(self, below: Any, progress: Callable[[int], None] | None = None) -> None:
         self._below, self._progress = below, progress
-        self._hash, self._room = hashlib.sha256(), BLOCK
+        self._kind = "sha256" if KINDS["xxh3_128"] is None else "xxh3_128"
+        self._hash, self._room = new_hash(self._kind, "a file"), BLOCK
         self._hashes: list[str] = []
         self._at = 0
         self.error: Exception | None = None
@@ -55,7 +99,7 @@ class Hashed(io.RawIOBase):
         view = memoryview(data).cast("B")
         rest = view
         while len(rest):
-            now = rest[: self._room]
+            now = rest[: min(self._room, CHUNK)]
             try:
                 wrote = self._below.write(now)
                 if wrote == 0:
@@ -76,13 +120,13 @@ class Hashed(io.RawIOBase):
 
     def _next_block(self) -> None:
         self._hashes.append(self._hash.hexdigest())
-        self._hash, self._room = hashlib.sha256(), BLOCK
+        self._hash, self._room = new_hash(self._kind, "a file"), BLOCK
 
     def facts(self) -> FileFacts:
         """Of what was written. Call it once, at the end."""
         if self._room != BLOCK:
             self._next_block()
-        return FileFacts(self._at, tuple(self._hashes))
+        return FileFacts(self._at, tuple(self._hashes), self._kind)
 
     def sync(self) -> None:
         """Wait until it is on the disk, if there is one."""

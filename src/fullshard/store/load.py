@@ -73,11 +73,11 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
     made: list[tuple[Files, Reader, Loaded]] = []
     with ExitStack() as opened:
         with ranks.step("comparing a checkpoint with the model", files=True):
-            files = opened.enter_context(Files(folder.storage(name)))
+            files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
             made.append((files, *_planned(wanted, files, folder, name, ranks)))
         files, reader, loaded = made[0]
         with ranks.step("checking a checkpoint's files", files=True):
-            files.check(reader.copies, wanted.hashes)
+            files.check(reader.copies)
         reading = "reading a checkpoint's files, of which the model may hold a part now,"
         with ranks.step(reading, files=True), torch.no_grad():
             files.fill(reader.copies)

@@ -9,7 +9,9 @@
         "layouts": {"blocks.0": "rows", ...},
         "values": {"optimizer": {...}, "state": {...}, "extra": {...}},      see tree.py
         "ranks": [{"rng": ...}, ...],                                          the same, of one rank each
-        "files": {"__0_0.distcp": {"bytes": 4096, "sha256": [one per 16 MiB of the file]}, ...}}}
+        "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": [one per 16 MiB of the file]}, ...}}}
+
+Version 1 is that with `"sha256"` for all files; a reader of version 1 reads what was written without `xxhash`.
 
 A checkpoint is whole if this file is there and right: it is written after all others.
 """
@@ -28,13 +30,13 @@ import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..version import VERSION as FULLSHARD
-from .hashed import BLOCK, FileFacts
+from .hashed import BLOCK, KINDS, FileFacts
 from .source import Entry
 from .storage import MANIFEST
 from .tree import dtype_name, dtype_named
 
 NAME = MANIFEST
-VERSION = 1
+VERSION = 2
 _MOST_DIMS = 64
 _OUTER = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":(.*)\}\n', re.DOTALL)
 
@@ -58,9 +60,9 @@ class Manifest:
         """The file."""
         inner = asdict(self) | {
             "format": "fullshard",
-            "version": VERSION,
+            "version": 1 if all(f.kind == "sha256" for f in self.files.values()) else VERSION,
             "tensors": {k: {"shape": list(e.shape), "dtype": dtype_name(e.dtype)} for k, e in self.tensors.items()},
-            "files": {k: {"bytes": f.nbytes, "sha256": list(f.sha256)} for k, f in self.files.items()},
+            "files": {k: {"bytes": f.nbytes, f.kind: list(f.hashes)} for k, f in self.files.items()},
         }
         body = json.dumps(inner, separators=(",", ":"), allow_nan=False)
         digest = hashlib.sha256(body.encode()).hexdigest()
@@ -103,10 +105,11 @@ def parse(data: bytes, where: str) -> Manifest:
 def _manifest(inner: dict[str, Any]) -> Manifest:
     files = {}
     for name, facts in inner["files"].items():
-        nbytes, hashes = _count(facts["bytes"]), tuple(map(str, facts["sha256"]))
+        kind = next((known for known in KINDS if known in facts), "sha256")
+        nbytes, hashes = _count(facts["bytes"]), tuple(map(str, facts[kind]))
         if len(hashes) != math.ceil(nbytes / BLOCK):
             raise ValueError(f"file {name!r} of {nbytes} bytes has {len(hashes)} hashes")
-        files[inside(name)] = FileFacts(nbytes, hashes)
+        files[inside(name)] = FileFacts(nbytes, hashes, kind)
     tensors = {}
     for name, facts in inner["tensors"].items():
         shape = tuple(_count(extent) for extent in facts["shape"])

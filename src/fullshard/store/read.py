@@ -5,7 +5,6 @@ Elements are read straight into the memory that they are for. `record.py` tells 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,12 @@ import torch
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
 from . import manifest as manifests
-from .hashed import BLOCK
+from .hashed import BLOCK, CHUNK, new_hash
 from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
-from .record import Record, find_record, load_record
+from .record import Record, Records, load_record
 from .source import Entry
 from .storage import Storage, Stored
 
@@ -98,6 +97,7 @@ class Files:
 
     Args:
         storage: the folder.
+        hashes: whether the hashes of what is read are compared.
 
     Attributes:
         manifest: Fullshard's; None in a folder that another program wrote.
@@ -107,10 +107,11 @@ class Files:
         DamagedCheckpointError: a file is missing, truncated or not what was written.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, hashes: bool = True) -> None:
+        self.storage, self._hashes = storage, hashes
         self._verified: set[tuple[str, int]] = set()
-        self._scratch = memoryview(bytearray())  # of at most one block
+        self._scratch = memoryview(bytearray(CHUNK))
+        self._finder = Records(storage)
         self._records: dict[tuple[Stored, torch.dtype], Record] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes
@@ -180,7 +181,7 @@ class Files:
         Raises:
             DamagedCheckpointError: they differ.
         """
-        if self.manifest is None or not nbytes:
+        if self.manifest is None or not nbytes or not self._hashes:
             return
         facts = self.manifest.files.get(name)
         if facts is None:
@@ -189,29 +190,28 @@ class Files:
             if (name, block) in self._verified:
                 continue
             at = block * BLOCK
-            length = min(BLOCK, facts.nbytes - at)
-            if len(self._scratch) < length:
-                self._scratch = memoryview(bytearray(length))
-            data = self._scratch[:length]
-            self.storage.read_into(name, at, data)
-            if hashlib.sha256(data).hexdigest() != facts.sha256[block]:
+            end, found = min(at + BLOCK, facts.nbytes), new_hash(facts.kind, self.storage.called(name))
+            for part in range(at, end, CHUNK):
+                data = self._scratch[: min(CHUNK, end - part)]
+                self.storage.read_into(name, part, data)
+                found.update(data)
+            if found.hexdigest() != facts.hashes[block]:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is damaged: it is not what was written.",
-                    expected=f"sha256 {facts.sha256[block][:16]}...",
-                    got=f"another, of bytes {at} to {at + len(data)} of {self.storage.called(name)}",
+                    expected=f"{facts.kind} {facts.hashes[block][:16]}...",
+                    got=f"another, of bytes {at} to {end} of {self.storage.called(name)}",
                     remedy="load another checkpoint (load(..., fall_back=True) takes the newest whole one)",
                 )
             self._verified.add((name, block))
 
-    def check(self, copies: Iterable[Copy], hashes: bool = True) -> None:
+    def check(self, copies: Iterable[Copy]) -> None:
         """Look at every record that is going to be read.
 
         Raises:
             DamagedCheckpointError: one is not what the metadata says, or has another hash than the manifest says.
         """
         for copy in copies:
-            if hashes:
-                self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
+            self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
             if self._record(copy.stored, copy.entry).elements is None:
                 load_record(self._bytes(copy.stored), copy.stored, copy.entry)  # raises here, not when it is read
 
@@ -257,7 +257,7 @@ class Files:
     def _record(self, stored: Stored, entry: Entry) -> Record:
         key = stored, entry.dtype
         if key not in self._records:
-            self._records[key] = find_record(self.storage, stored, entry)
+            self._records[key] = self._finder.find(stored, entry)
         return self._records[key]
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ def _told(written: Written) -> str:
          r.storage_data.length)
         for r in written.results
     ]  # fmt: skip
-    return json.dumps({"rows": rows, "facts": {k: (f.nbytes, f.sha256) for k, f in written.facts.items()}})
+    return json.dumps({"rows": rows, "facts": {k: (f.nbytes, f.hashes, f.kind) for k, f in written.facts.items()}})
 
 
 def _read(text: str) -> Written:
@@ -122,7 +122,7 @@ def _read(text: str) -> Written:
         WriteResult(MetadataIndex(name, offset), length, StorageInfo(file, begin, length))
         for name, offset, file, begin, length in told["rows"]
     ]
-    return Written(results, {name: FileFacts(n, tuple(h)) for name, (n, h) in told["facts"].items()})
+    return Written(results, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in told["facts"].items()})
 
 
 def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:

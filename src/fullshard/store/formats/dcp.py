@@ -24,7 +24,7 @@ from ..read import Files, copies_for
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
 from ..storage import LocalStorage
 from ..tree import from_json, to_json
-from ..write import LocalWriter, metadata_of, value_items, write_items, write_record
+from ..write import LocalWriter, Records, metadata_of, value_items, write_items
 
 
 class DcpSource(Source):
@@ -32,6 +32,7 @@ class DcpSource(Source):
 
     Args:
         path: a checkpoint; or a folder of Fullshard's checkpoints, of which the newest is meant.
+        hashes: see `Files`.
 
     Attributes:
         files: what is read.
@@ -40,12 +41,12 @@ class DcpSource(Source):
         CheckpointError: there is none, or it is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], hashes: bool = True) -> None:
         where = Folder(path)
         name = "" if where.is_checkpoint else where.latest()
         if name is None:
             raise CheckpointError("There is no checkpoint here.", got=str(path))
-        self.files = Files(LocalStorage(where.at(name)))
+        self.files = Files(LocalStorage(where.at(name)), hashes)
         index, manifest = self.files.index, self.files.manifest
         self._prefix = "" if any(n.startswith((MODEL, OPTIMIZER)) for n in index.entries) else MODEL
         known: Mapping[str, str] = {} if manifest is None else manifest.ties
@@ -132,6 +133,7 @@ class DcpSink(Sink):
         self._writer = LocalWriter(self._here)
         self._file = (self._here / "__0_0.distcp").open("wb")
         self._stream = Hashed(self._file)
+        self._records = Records(self._stream, "__0_0.distcp")
         self._results: list[Any] = []
         self._items: list[Any] = []
 
@@ -149,7 +151,7 @@ class DcpSink(Sink):
 
     def _add(self, item: Any, data: Any) -> None:
         self._items.append(item)
-        self._results.append(write_record(self._stream, data, item, "__0_0.distcp"))
+        self._results.append(self._records.write(data, item))
 
     def finish(self) -> None:
         optimizer = self._values.get("optimizer", {})

@@ -1,0 +1,114 @@
+"""How files are hashed: XXH3 where its package is there, else SHA-256; what was written with either loads."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from forged import outcome, save_small
+
+from fullshard import CheckpointError
+from fullshard.exchange.inspect import inspect
+from fullshard.store import hashed
+from fullshard.store.hashed import BLOCK, CHUNK, Hashed
+from fullshard.store.piece import whole_piece
+from fullshard.store.record import Records as Finder
+from fullshard.store.source import Entry
+from fullshard.store.storage import LocalStorage, Stored
+from fullshard.store.write import Records, saved, write_items
+
+NEWEST = "step-000000003"
+WITHOUT = MappingProxyType({**hashed.KINDS, "xxh3_128": None})
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / NEWEST / "manifest.json").read_bytes())["manifest"]
+
+
+def test_either_kind_loads_and_says_which_it_is(tmp_path, monkeypatch):
+    save_small(tmp_path / "fast")
+    with monkeypatch.context() as without:
+        without.setattr(hashed, "KINDS", WITHOUT)
+        save_small(tmp_path / "slow")
+        assert outcome(tmp_path / "slow")[0] is None
+    fast, slow = manifest(tmp_path / "fast"), manifest(tmp_path / "slow")
+    assert (fast["version"], slow["version"]) == (2, 1)  # what reads version 1 alone says that it cannot read the first
+    assert all(set(facts) == {"bytes", "xxh3_128"} for facts in fast["files"].values())
+    assert all(set(facts) == {"bytes", "sha256"} for facts in slow["files"].values())
+    assert outcome(tmp_path / "fast")[0] is None
+    assert outcome(tmp_path / "slow")[0] is None
+
+
+def test_without_the_package_it_is_named(tmp_path, monkeypatch):
+    save_small(tmp_path)
+    monkeypatch.setattr(hashed, "KINDS", WITHOUT)
+    error, unchanged, _ = outcome(tmp_path)
+    assert isinstance(error, CheckpointError) and unchanged
+    assert "pip install xxhash" in str(error) and "check=False" in str(error) and "xxh3_128" in str(error)
+    assert outcome(tmp_path, check=False)[0] is None
+    with pytest.raises(CheckpointError, match="--no-hashes"):
+        inspect(tmp_path)
+    assert inspect(tmp_path, hashes=False).tensors
+
+
+@pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, BLOCK, BLOCK + 3])
+def test_hashes_are_those_of_the_bytes(length):
+    """However they are cut when they are written."""
+    data = bytes(range(251)) * (length // 251 + 1)
+    kept = io.BytesIO()
+    stream = Hashed(kept)
+    for begin in range(0, length, 700_001):
+        stream.write(data[begin : min(begin + 700_001, length)])
+    facts = stream.facts()
+    assert kept.getvalue() == data[:length]
+    assert facts.nbytes == length
+    wanted = []
+    for begin in range(0, length, BLOCK):
+        found = hashed.new_hash(facts.kind, "")
+        found.update(data[begin : min(begin + BLOCK, length)])
+        wanted.append(found.hexdigest())
+    assert list(facts.hashes) == wanted
+
+
+SHAPES = ((), (0,), (1,), (7,), (1, 1), (40, 30), (3, 0, 2), (64, 64))
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_records_are_those_of_torch_save(dtype):
+    """Also those whose surroundings were kept from one before: byte for byte."""
+    for shape in SHAPES:
+        kept = io.BytesIO()
+        stream = Hashed(kept)
+        records = Records(stream, "a file")
+        tensors = [torch.randint(0, 2, shape).to(dtype) + number for number in range(3)]
+        places = []
+        for number, tensor in enumerate(tensors):
+            (item,) = write_items([whole_piece(f"tensor {number}", tensor, True)])
+            places.append(records.write(tensor, item).storage_data)
+        for tensor, place in zip(tensors, places, strict=True):
+            wanted = io.BytesIO()
+            saved(tensor, Hashed(wanted))
+            assert kept.getvalue()[place.offset : place.offset + place.length] == wanted.getvalue()
+
+
+def test_records_that_look_alike_are_still_looked_at(tmp_path):
+    """What was made of one record's surroundings is used for another only if these are the same."""
+    places, data = [], b""
+    for turned in (False, False, True):  # the last says other strides: it is not row by row
+        kept = io.BytesIO()
+        tensor = torch.randn(64, 64)
+        torch.save(tensor.t() if turned else tensor, kept)
+        places.append(Stored("x", (0, 0), (64, 64), "records", len(data), len(kept.getvalue())))
+        data += kept.getvalue()
+    assert len({place.nbytes for place in places}) == 1
+    (tmp_path / "records").write_bytes(data)
+    finder = Finder(LocalStorage(tmp_path))
+    found = [finder.find(place, Entry((64, 64), torch.float32)).elements for place in places]
+    assert found[2] is None
+    assert found[1] - places[1].begin == found[0] - places[0].begin
