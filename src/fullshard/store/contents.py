@@ -22,22 +22,9 @@ from ..checkpoint.names import Named, Table
 from ..checkpoint.optimizer import blank_states
 from ..errors import ConfigError
 from ..names import clean_name
-from .piece import Piece, member_pieces, value_pieces
+from .piece import Piece, Scalar, member_pieces, value_pieces
 from .source import MODEL, OPTIMIZER
 from .table import table_of
-
-
-@dataclass
-class Scalar:
-    """One value for a whole parameter, such as its step count.
-
-    Attributes:
-        value: a 0-d tensor or a Python value.
-        owns: whether this rank holds any of the parameter: what ranks say that hold none does not count.
-    """
-
-    value: Any
-    owns: bool
 
 
 @dataclass(eq=False)

@@ -56,6 +56,23 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
+@dataclass
+class Scalar:
+    """One value for a whole parameter, such as its step count.
+
+    Attributes:
+        value: a 0-d tensor or a Python value.
+        owns: whether this rank holds any of the parameter: what ranks say that hold none does not count.
+    """
+
+    value: Any
+    owns: bool
+
+
+Key = tuple[str, tuple[int, ...]]
+"""Of a piece: name and offsets."""
+
+
 def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
     """A tensor that every rank has whole."""
     shape = tuple(tensor.shape)

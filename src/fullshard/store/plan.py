@@ -6,19 +6,17 @@ written.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..errors import CheckpointError, DivergenceError
-from .contents import Contents, Scalar
+from .piece import Key, Scalar
 from .source import OPTIMIZER, Entry
-from .tree import to_json
 
 
 @dataclass
@@ -27,15 +25,22 @@ class Told:
 
     Attributes:
         step: the training step it saves.
-        plan: the pieces it writes.
+        plan: the pieces it can write; None: as at the last save, whose number is `known` (see `known.py`).
         scalars: of optimizer state, by parameter and key.
         groups: of its optimizers, as JSON, parameters sorted.
     """
 
     step: int
-    plan: SavePlan
+    plan: SavePlan | None
     scalars: dict[str, dict[str, Scalar]]
     groups: str
+    known: str | None = None
+
+    @property
+    def items(self) -> list[WriteItem]:
+        """Of the plan."""
+        assert self.plan is not None
+        return list(self.plan.items)
 
 
 @dataclass
@@ -53,17 +58,6 @@ class Settled:
     plain: dict[str, dict[str, Any]]
 
 
-def tell(contents: Contents, plan: SavePlan, step: int) -> Told:
-    """What this rank tells."""
-    scalars: dict[str, dict[str, Scalar]] = {}
-    for one in contents.states:
-        for name, own in one.scalars.items():
-            kept = {k: Scalar(_sent(s.value), s.owns) for k, s in own.items()}
-            scalars.setdefault(name, {}).update(kept)
-    groups = [{**to_json(g, "param_groups", {}), "params": sorted(g["params"])} for g in contents.groups]
-    return Told(step, plan, scalars, json.dumps(groups))
-
-
 @dataclass(frozen=True)
 class _Number:
     """A 0-d tensor as it is sent: pickled tensors take 200 us each."""
@@ -72,15 +66,13 @@ class _Number:
     dtype: torch.dtype
 
 
-def _sent(value: Any) -> Any:
+def sent(value: Any) -> Any:
+    """A scalar as it is sent to the first rank."""
     return _Number(value.item(), value.dtype) if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def _received(value: Any) -> Any:
     return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
-
-
-Key = tuple[str, tuple[int, ...]]  # of a piece: name and offsets
 
 
 def held_by_several(told: Sequence[Told]) -> dict[Key, list[int]]:
@@ -91,7 +83,7 @@ def held_by_several(told: Sequence[Told]) -> dict[Key, list[int]]:
     """
     ranks: dict[Key, list[int]] = {}
     for rank, one in enumerate(told):
-        for item in one.plan.items:
+        for item in one.items:
             if item.tensor_data is not None:
                 ranks.setdefault((item.index.fqn, tuple(item.tensor_data.chunk.offsets)), []).append(rank)
     return {key: found for key, found in ranks.items() if len(found) > 1}
@@ -124,15 +116,18 @@ def share_out(told: Sequence[Told], several: dict[Key, list[int]], hashes: Seque
     for rank, one in enumerate(told):
         kept = [
             item
-            for item in one.plan.items
+            for item in one.items
             if item.tensor_data is None
             or writer.get((item.index.fqn, tuple(item.tensor_data.chunk.offsets)), rank) == rank
         ]
         one.plan = SavePlan(kept)
 
 
-def settle_plan(told: Sequence[Told]) -> Settled:
+def settle_plan(told: Sequence[Told], known: dict[str, Entry] | None = None) -> Settled:
     """Compare what the ranks tell, and put it together.
+
+    Args:
+        known: all tensors, if these were compared before.
 
     Raises:
         DivergenceError: ranks save different steps, tensors of other shapes or dtypes, or other optimizers.
@@ -148,7 +143,7 @@ def settle_plan(told: Sequence[Told]) -> Settled:
                     got=_short(mine),
                     remedy="let all ranks call save() after the same step, with the same optimizers",
                 )
-    entries = _entries(told)
+    entries = _entries(told) if known is None else dict(known)
     scalars: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for parameter, key, value in _scalars(told):
@@ -164,7 +159,7 @@ def _entries(told: Sequence[Told]) -> dict[str, Entry]:
     found: dict[str, tuple[Entry, int]] = {}
     counted: dict[str, int] = {}
     for rank, one in enumerate(told):
-        for item in one.plan.items:
+        for item in one.items:
             if item.tensor_data is None:
                 continue
             name, data = item.index.fqn, item.tensor_data

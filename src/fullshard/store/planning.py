@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,13 +18,15 @@ from .contents import Contents, contents_of
 from .entries import Entries, Stateful, entries_of
 from .folder import Folder
 from .job import Ending, Job
+from .known import Known, OfAll, keep, outline_of
 from .manifest import Manifest, versions
 from .piece import Piece, whole_piece
-from .plan import Settled, Told, held_by_several, settle_plan, share_out, tell
+from .plan import Settled, settle_plan
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER, Entry
+from .telling import AllTold, compare_several, tell_first
 from .tree import to_json
-from .write import bytes_of, metadata_of, value_items, write_items
+from .write import metadata_of, value_items, write_items
 
 GROUPS = "optimizer.param_groups"
 SCALARS = "optimizer.scalars"
@@ -66,26 +68,18 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
     given = {key: _giving(value) for key, value in request.state.items()}
     given |= {name: module.get_extra_state for name, module in contents.extra.items()}
     entries = entries_of(given, ranks)
-    pieces, mine = [*contents.pieces, *entries.pieces], None
-    with ranks.step("describing what is to be saved"):
-        mine = tell(contents, SavePlan(write_items(piece for piece in pieces if piece.writes)), request.step)
-    told: list[Told] = ranks.gather(mine)
-    _share_out(told, pieces, ranks)
-    owned: list[Any] = ranks.gather(entries.own)
-    name, ending, plans = "", None, []
-    values: dict[str, Any] = {}
+    pieces = [*contents.pieces, *entries.pieces]
+    told = tell_first(request.model, contents, entries, pieces, request.step, ranks)
+    compare_several(told, pieces, ranks)
+    first: _First | None = None
+    orders: list[tuple[str, SavePlan | None, str]] = []
     with ranks.step("planning the save", files=True):
         if ranks.is_first:
-            settled = settle_plan(told)
-            added, values, groups, scalars = _of_first(contents, settled)
-            pieces += added
-            told[0].plan = SavePlan([*told[0].plan.items, *write_items(added), *value_items(values)])
-            plans = [_prefixed(one.plan, rank) for rank, one in enumerate(told)]
-            ending = _ending(request, contents, settled, groups, scalars, entries, owned, plans, added)
+            first = _first(request, contents, entries, told)
             name = folder.begin(request.step)
+            orders = [(name, plan, first.number) for plan in first.plans]
     try:
-        name = ranks.share(name)
-        plan = ranks.scatter(plans)
+        name, plan, number = ranks.scatter(orders)
         with ranks.step("looking for the folder that the first rank made", files=True):
             if not folder.sees(name):
                 raise CheckpointError(
@@ -95,36 +89,63 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
                     remedy="save into a folder that all ranks share, on every machine under the same path",
                 )
     except BaseException:
-        if ranks.is_first:
-            folder.discard(name)
+        if orders:
+            folder.discard(orders[0][0])
         raise
-    return Planned(Job(folder, name, plan, values), pieces, ending)
+    if plan is None:
+        assert told.known is not None
+        plan = told.known.plan
+    known = Known(number, outline_of(pieces), plan, None if first is None else first.of_all)
+    keep(request.model, ranks.rank, ranks.size, known)
+    if first is None:
+        return Planned(Job(folder, name, plan, {}), pieces, None)
+    return Planned(Job(folder, name, plan, first.values), [*pieces, *first.added], first.ending)
 
 
-def _share_out(told: list[Told], pieces: list[Piece], ranks: Ranks) -> None:
-    """Let one rank write what several hold that do not know of each other; compare its values first. Collective."""
-    several = held_by_several(told)
-    asked = ranks.share(list(several))
-    if not asked:
-        return
-    wanted = set(asked)
-    hashes = {
-        (p.name, p.offsets): hashlib.sha256(bytes_of(p.tensor)).hexdigest()
-        for p in pieces
-        if p.writes and (p.name, p.offsets) in wanted
-    }
-    everyone: list[Any] = ranks.gather(hashes)
-    with ranks.step("comparing what several ranks hold"):
-        if ranks.is_first:
-            share_out(told, several, everyone)
+@dataclass
+class _First:
+    """What the first rank settles.
+
+    Attributes:
+        plans: of every rank; None: as at the last save.
+        number: of what was settled.
+        added, values: what the first rank writes for all: tensors, and what is none.
+        ending: see there.
+        of_all: kept for the next save.
+    """
+
+    plans: list[SavePlan | None]
+    number: str
+    added: list[Piece]
+    values: dict[str, Any]
+    ending: Ending
+    of_all: OfAll
+
+
+def _first(request: Request, contents: Contents, entries: Entries, told: AllTold) -> _First:
+    """Settle who writes what, and what the whole is."""
+    known = told.known.of_all if told.as_known and told.known is not None else None
+    settled = settle_plan(told.each, None if known is None else known.entries)
+    held = {name: entry for name, entry in settled.entries.items() if name not in settled.scalars}
+    added, values, groups, scalars = _of_first(contents, settled)
+    outline = (outline_of(added), (*values, *contents.ties, *contents.ties.values()))
+    if told.known is not None and known is not None and known.added == outline:
+        plans: list[SavePlan | None] = [None] * len(told.each)
+        number, of_all = told.known.number, known
+    else:
+        items = [one.items for one in told.each]
+        items[0] += [*write_items(added), *value_items(values)]
+        made = [SavePlan(each, storage_data=StoragePrefix(f"__{rank}_")) for rank, each in enumerate(items)]
+        plans, number = [*made], secrets.token_hex(8)
+        metadata = metadata_of(made, _paths(contents, made))
+        of_all = OfAll(told.can_write, told.several, held, outline, metadata)
+    manifest = _manifest(request, contents, settled, groups, scalars, entries, told.owned, added)
+    ending = Ending(of_all.metadata, manifest, request.keep_last, request.keep_every)
+    return _First(plans, number, added, values, ending, of_all)
 
 
 def _giving(value: Any) -> Callable[[], Any]:
     return value.state_dict if isinstance(value, Stateful) else lambda: value
-
-
-def _prefixed(plan: SavePlan, rank: int) -> SavePlan:
-    return SavePlan(plan.items, storage_data=StoragePrefix(f"__{rank}_"))
 
 
 def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[str, Any], Any, Any]:
@@ -143,7 +164,7 @@ def _of_first(contents: Contents, settled: Settled) -> tuple[list[Piece], dict[s
     return [whole_piece(name, tensor, True) for name, tensor in tensors.items()], values, groups, scalars
 
 
-def _ending(
+def _manifest(
     request: Request,
     contents: Contents,
     settled: Settled,
@@ -151,15 +172,11 @@ def _ending(
     scalars: Any,
     entries: Entries,
     owned: list[Any],
-    plans: list[SavePlan],
     added: list[Piece],
-) -> Ending:
-    names = {row.name: row for row in contents.table.parameters}
-    paths = {name: path_of(name, names) for plan in plans for name in {item.index.fqn for item in plan.items}}
-    paths |= {name: path_of(name, names) for name in contents.ties}
-    manifest = Manifest(
+) -> Manifest:
+    return Manifest(
         step=request.step,
-        world=len(plans),
+        world=len(owned),
         time=time.time(),
         tensors={**settled.entries, **{p.name: Entry(p.shape, p.dtype) for p in added}},
         ties=contents.ties,
@@ -174,7 +191,13 @@ def _ending(
         },
         writer=versions(),
     )
-    return Ending(metadata_of(plans, paths), manifest, request.keep_last, request.keep_every)
+
+
+def _paths(contents: Contents, plans: list[SavePlan]) -> dict[str, tuple[Any, ...]]:
+    """See `path_of`."""
+    names = {row.name: row for row in contents.table.parameters}
+    written = {item.index.fqn for plan in plans for item in plan.items}
+    return {name: path_of(name, names) for name in [*written, *contents.ties]}
 
 
 def path_of(name: str, parameters: Container[str]) -> tuple[Any, ...]:

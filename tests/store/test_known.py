@@ -1,0 +1,143 @@
+"""What was settled at the last save is used while it is true, and no longer: every save is as a first one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.store import known, telling
+from fullshard.store.plan import Told
+
+
+class Head(nn.Module):
+    """A linear map with another name for its weight, if asked for, and a buffer of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 4)
+        self.register_buffer("seen", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def made() -> tuple[Any, torch.optim.Optimizer]:
+    model = fullshard.fully_shard(Head())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CHANGES = {
+    "nothing": step,
+    "no state yet": lambda model, optimizer: optimizer.state.clear(),
+    "settings": lambda model, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.3)),
+    "a longer buffer": lambda model, optimizer: model.register_buffer("seen", torch.arange(5.0)),
+    "a buffer of another dtype": lambda model, optimizer: model.register_buffer("seen", torch.arange(3)),
+    "another name": lambda model, optimizer: model.register_buffer("also_seen", model.seen),
+    "a buffer less": lambda model, optimizer: model.__delattr__("seen"),
+    "one rank forgets": lambda model, optimizer: known.forget(model) if dist.get_rank() == 1 else None,
+    "the first rank forgets": lambda model, optimizer: known.forget(model) if dist.get_rank() == 0 else None,
+}
+
+
+def saved_again(change: str, folder: Path) -> dict[str, Any]:
+    """Saves, changes something, saves again; and saves the same once more with nothing known."""
+    model, optimizer = made()
+    step(model, optimizer)
+    told: list[bool] = []
+
+    def counting(*given: Any) -> Told:
+        found = tell(*given)
+        told.append(found.plan is not None)
+        return found
+
+    tell, telling._told = telling._told, counting
+    try:
+        fullshard.save(folder / "all", model, optimizer, step=1, state={"numbers": torch.arange(3.0)})
+        CHANGES[change](model, optimizer)
+        fullshard.save(folder / "all", model, optimizer, step=2, state={"numbers": torch.arange(3.0) + 1})
+        known.forget(model)
+        fullshard.save(folder / "all", model, optimizer, step=3, state={"numbers": torch.arange(3.0) + 1})
+    finally:
+        telling._told = tell
+    return {"told": told, "second": content(folder, 2), "third": content(folder, 3)}
+
+
+def content(folder: Path, number: int) -> dict[str, Any]:
+    """What is in a checkpoint: PyTorch's reader's view of the metadata, and all values."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(folder / "all" / f"step-{number:09}")
+    metadata = reader.read_metadata()
+    state = {
+        name: torch.empty(facts.size, dtype=facts.properties.dtype)
+        for name, facts in metadata.state_dict_metadata.items()
+        if hasattr(facts, "size")
+    }
+    dcp.load(state, checkpoint_id=folder / "all" / f"step-{number:09}")
+    places = {(index.fqn, tuple(index.offset or ())): i.relative_path for index, i in metadata.storage_data.items()}
+    return {"values": {n: t.tolist() for n, t in state.items()}, "paths": metadata.planner_data, "places": places}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_save_is_what_it_would_be_with_nothing_known(run_ranks: Any, tmp_path: Path, change: str) -> None:
+    for rank, found in enumerate(run_ranks(saved_again, change, tmp_path)):
+        assert found["second"] == found["third"]
+        first, *second, last = found["told"]
+        assert first and last  # in full
+        if change in ("nothing", "settings"):
+            assert second == [False]
+        elif change == "the first rank forgets":
+            assert second == [rank == 0, True]  # asked again
+        elif change == "one rank forgets":
+            assert second == [rank == 1]
+
+
+def on_two_groups(folder: Path) -> list[int]:
+    """One model saved over all ranks and by each alone, in turn: nobody goes by what is known of another group."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    steps = []
+    model = nn.Linear(3, 3)
+    for number in range(1, 4):
+        with torch.no_grad():
+            model.weight.fill_(number)
+        fullshard.save(folder / "all", model, step=number)
+        fullshard.save(folder / f"rank {dist.get_rank()}", model, step=number, process_group=alone)
+        for where in ("all", f"rank {dist.get_rank()}"):
+            other = nn.Linear(3, 3)
+            steps.append(fullshard.load(folder / where, other, process_group=alone, rng=False).step)
+            assert torch.equal(other.weight, model.weight)
+    return steps
+
+
+def test_groups_are_told_apart(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(on_two_groups, tmp_path) == [[1, 1, 2, 2, 3, 3]] * 2
+
+
+def test_a_model_that_is_gone_is_forgotten(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(gone, tmp_path) == [0, 0]
+
+
+def gone(folder: Path) -> int:
+    import gc
+
+    before = len(known._known)
+    model, optimizer = made()
+    fullshard.save(folder, model, optimizer)
+    assert len(known._known) == before + 1
+    del model, optimizer
+    gc.collect()
+    return len(known._known) - before
