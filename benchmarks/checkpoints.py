@@ -159,7 +159,7 @@ def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, re
         saving: list[Any] = []
         kept["stall/fullshard rows"] = measured(
             lambda m=model, o=optimizer, r=root, s=saving: s.append(
-                fullshard.save(r / "behind", m, o, asynchronous=True)
+                fullshard.save(r / "behind", m, o, rng=False, asynchronous=True)
             )
         )
         kept["behind/fullshard rows"] = measured(lambda s=saving: s[0].wait())

@@ -167,9 +167,14 @@ def test_demo_on_two_ranks_goes_on_on_one(tmp_path: Path, text: Path) -> None:
 
     assert "after step 6 of 8" in run(command(two, text, "--steps", "8"))  # resumed on one rank
     assert len(losses(two)) == 8
-    assert "finished before" in run(command(two, text, "--steps", "8"))
-    run(command(two, text, "--steps", "3", "--layers", "1", "--fresh"))
-    assert len(losses(two)) == 3
+
+
+@pytest.mark.further
+def test_a_finished_demo_begins_anew_when_asked(tmp_path: Path, text: Path) -> None:
+    run(command(tmp_path, text, "--steps", "2"))
+    assert "finished before" in run(command(tmp_path, text, "--steps", "2"))
+    run(command(tmp_path, text, "--steps", "3", "--layers", "1", "--fresh"))
+    assert len(losses(tmp_path)) == 3
 
 
 def test_demo_saves_when_interrupted(tmp_path: Path, text: Path) -> None:

@@ -7,6 +7,7 @@ chance does to a file; neither is a signature: who may write the file may write 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import io
@@ -21,6 +22,9 @@ try:
     import xxhash
 except ImportError:  # an extra: checkpoints are then written with SHA-256
     xxhash = None  # type: ignore[assignment]
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux (sync_file_range(2)): begin, and do not wait
 
 BLOCK = 16 * 2**20
 """Bytes of a file that one hash is of."""
@@ -113,6 +117,7 @@ class Hashed(io.RawIOBase):
             self._room -= len(now)
             if not self._room:
                 self._next_block()
+                self._start_writing(BLOCK)
             rest = rest[len(now) :]
         if self._progress is not None:
             self._progress(len(view))
@@ -128,11 +133,22 @@ class Hashed(io.RawIOBase):
             self._next_block()
         return FileFacts(self._at, tuple(self._hashes), self._kind)
 
+    def _start_writing(self, nbytes: int) -> None:
+        """Let the last bytes go to the disk while others are made: `sync` has the less to wait for."""
+        number = self._descriptor()
+        if number is not None and _sync_file_range is not None:
+            _sync_file_range(number, ctypes.c_int64(self._at - nbytes), ctypes.c_int64(nbytes), _SYNC_WRITE)
+
     def sync(self) -> None:
         """Wait until it is on the disk, if there is one."""
         self._below.flush()
+        number = self._descriptor()
+        if number is not None:
+            os.fsync(number)
+
+    def _descriptor(self) -> int | None:
+        """Of the file; None of a remote one: closing it is what makes it last."""
         try:
-            number = self._below.fileno()
-        except (AttributeError, OSError):  # a remote file: closing it is what makes it last
-            return
-        os.fsync(number)
+            return int(self._below.fileno())
+        except (AttributeError, OSError):
+            return None

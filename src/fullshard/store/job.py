@@ -17,6 +17,7 @@ from .folder import Folder
 from .hashed import FileFacts
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest
+from .packed import Packed
 from .piece import Piece
 from .write import Planner
 
@@ -34,7 +35,7 @@ class Job:
 
     folder: Folder
     name: str
-    plan: SavePlan
+    plan: Packed[SavePlan]
     values: dict[str, Any]
 
 
@@ -48,7 +49,7 @@ class Ending:
         keep_last, keep_every: see `Folder.prune`.
     """
 
-    metadata: Metadata
+    metadata: Packed[Metadata]
     manifest: Manifest
     keep_last: int | None
     keep_every: int | None
@@ -76,7 +77,7 @@ def write(job: Job, pieces: Iterable[Piece], progress: Callable[[int], None] | N
     """Write this rank's file, and wait until it is on the disk."""
     writer = job.folder.writer(job.name)
     writer.progress = progress
-    results = writer.write_data(job.plan, Planner(pieces, job.values)).wait()
+    results = writer.write_data(job.plan.value, Planner(pieces, job.values)).wait()
     return Written(results, writer.facts)
 
 
@@ -84,7 +85,7 @@ def end(folder: Folder, name: str, ending: Ending, written: Sequence[Written]) -
     """Write metadata and manifest, and let the checkpoint take its place; its name."""
     writer = folder.writer(name)
     writer.facts, writer.ties = {}, ending.manifest.ties
-    writer.finish(ending.metadata, [one.results for one in written])
+    writer.finish(ending.metadata.value, [one.results for one in written])
     facts: Mapping[str, FileFacts] = writer.facts
     for one in written:
         facts = {**facts, **one.facts}

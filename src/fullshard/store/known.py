@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from .packed import Packed
 from .piece import Key, Piece
 from .source import Entry
 
@@ -37,7 +38,7 @@ class OfAll:
     several: dict[Key, list[int]]
     entries: dict[str, Entry]
     added: tuple[Outline, tuple[str, ...]]
-    metadata: Metadata
+    metadata: Packed[Metadata]
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Known:
 
     number: str
     outline: Outline
-    plan: SavePlan
+    plan: Packed[SavePlan]
     of_all: OfAll | None = None
 
 

@@ -20,6 +20,7 @@ from .folder import Folder
 from .job import Ending, Job
 from .known import Known, OfAll, keep, outline_of
 from .manifest import Manifest, versions
+from .packed import Packed
 from .piece import Piece, whole_piece
 from .plan import Settled, settle_plan
 from .ranks import Ranks
@@ -92,14 +93,16 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
         if orders:
             folder.discard(orders[0][0])
         raise
-    if plan is None:
+    if plan is not None:
+        packed = Packed(plan)
+    else:
         assert told.known is not None
-        plan = told.known.plan
-    known = Known(number, outline_of(pieces), plan, None if first is None else first.of_all)
+        packed = told.known.plan
+    known = Known(number, outline_of(pieces), packed, None if first is None else first.of_all)
     keep(request.model, ranks.rank, ranks.size, known)
     if first is None:
-        return Planned(Job(folder, name, plan, {}), pieces, None)
-    return Planned(Job(folder, name, plan, first.values), [*pieces, *first.added], first.ending)
+        return Planned(Job(folder, name, packed, {}), pieces, None)
+    return Planned(Job(folder, name, packed, first.values), [*pieces, *first.added], first.ending)
 
 
 @dataclass
@@ -137,7 +140,7 @@ def _first(request: Request, contents: Contents, entries: Entries, told: AllTold
         items[0] += [*write_items(added), *value_items(values)]
         made = [SavePlan(each, storage_data=StoragePrefix(f"__{rank}_")) for rank, each in enumerate(items)]
         plans, number = [*made], secrets.token_hex(8)
-        metadata = metadata_of(made, _paths(contents, made))
+        metadata = Packed(metadata_of(made, _paths(contents, made)))
         of_all = OfAll(told.can_write, told.several, held, outline, metadata)
     manifest = _manifest(request, contents, settled, groups, scalars, entries, told.owned, added)
     ending = Ending(of_all.metadata, manifest, request.keep_last, request.keep_every)

@@ -128,15 +128,16 @@ class PieceWriter:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`; see `StorageWriter.finish`. Nothing that a path or a process can be told by is in it."""
         places = {result.index: result.storage_data for each in results for result in each}
+        found = dict(metadata.state_dict_metadata)
         for name, first in self.ties.items():
-            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+            found[name] = found[first]
             places |= {MetadataIndex(name, i.offset): info for i, info in list(places.items()) if i.fqn == first}
-        metadata.storage_data, metadata.storage_meta = places, None
-        metadata.version = CURRENT_DCP_VERSION
         here: Any = self
         with here.fs.create_stream(here.fs.concat_path(here.path, ".metadata"), "wb") as below:
             stream = Hashed(below, self.progress)
-            pickle.dump(metadata, stream)
+            whole = Metadata(found, metadata.planner_data, places)
+            whole.version = CURRENT_DCP_VERSION
+            pickle.dump(whole, stream)
             stream.sync()
         self.facts[".metadata"] = stream.facts()
 
