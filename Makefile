@@ -25,10 +25,10 @@ demo: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) examples/pretrain.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --all-ways $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --all-ways $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py [--millions 40 200] [--rounds 3] [--folder DIR] [--out FILE.md]
 
-Two gloo ranks on the CPU, fp32 and AdamW (12 bytes a parameter). Ways take turns within each round, saves first, then
-loads; files are in the page cache when they are read. Memory is the most that a rank held in addition while it saved or
-loaded (anonymous and shared pages, looked at every 2 ms); for a save in the background, with the process beside it.
+Two gloo ranks on the CPU, fp32 and AdamW (12 bytes a parameter). Ways take turns within each round: a save, and a
+load of what it wrote, which is in the page cache then. Memory is the most that a rank held in addition while it saved
+or loaded (anonymous and shared pages, looked at every 2 ms); for a save in the background, with the process beside it.
 """
 
 from __future__ import annotations
@@ -155,6 +155,15 @@ def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, re
         kept: dict[str, tuple[float, float]] = {}
         for way, (model, optimizer) in ways.items():
             kept[f"save/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: save(w, m, o, r / w))
+            want = tensors(model, optimizer) if turn == 0 else []
+            spoil(model, optimizer)
+            kept[f"load/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: load(w, m, o, r / w))
+            if want:
+                check(model, optimizer, want)
+            if rank == 0:
+                size = sum(f.stat().st_size for f in (root / way).rglob("*") if f.is_file())
+                samples[f"bytes/{way}"].append(size / 1e6)
+                shutil.rmtree(root / way)
         model, optimizer = ways["fullshard rows"]
         saving: list[Any] = []
         kept["stall/fullshard rows"] = measured(
@@ -163,17 +172,8 @@ def rank_main(rank: int, store: str, folder: str, millions: int, rounds: int, re
             )
         )
         kept["behind/fullshard rows"] = measured(lambda s=saving: s[0].wait())
-        for way, (model, optimizer) in ways.items():
-            want = tensors(model, optimizer) if turn == 0 else []
-            spoil(model, optimizer)
-            kept[f"load/{way}"] = measured(lambda w=way, m=model, o=optimizer, r=root: load(w, m, o, r / w))
-            if want:
-                check(model, optimizer, want)
         dist.barrier()
         if rank == 0:
-            for way in ways:
-                size = sum(f.stat().st_size for f in (root / way).rglob("*") if f.is_file())
-                samples[f"bytes/{way}"].append(size / 1e6)
             shutil.rmtree(root)
         if turn:
             for name, (seconds, megabytes) in kept.items():
