@@ -7,8 +7,32 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 
-def adjust(state: ModuleType, told: Callable[[str], None]) -> None:
+
+def adjust_plugin(dataclasses: ModuleType, told: Callable[[str], None]) -> None:
+    """Let version 1's `sync_module_states`, and so efficient loading, work where there is no accelerator.
+
+    Args:
+        dataclasses: `accelerate.utils.dataclasses`.
+        told: see `clients.watch`.
+    """
+    original = dataclasses.FullyShardedDataParallelPlugin.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        try:
+            original(self)
+        except RuntimeError as error:
+            # The last thing it looks at: the device on which weights that are on meta are made.
+            if not self.sync_module_states or torch.accelerator.is_available() or "no available devices" not in str(error):
+                raise
+            self.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
+
+    dataclasses.FullyShardedDataParallelPlugin.__post_init__ = post_init
+
+
+def adjust_state(state: ModuleType, told: Callable[[str], None]) -> None:
     """Let `AcceleratorState` choose FSDP on CPU ranks as it does on others.
 
     Args:
@@ -19,7 +43,7 @@ def adjust(state: ModuleType, told: Callable[[str], None]) -> None:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        first = not self.initialized
+        first = not state.AcceleratorState._shared_state
         original(self, *args, **kwargs)
         plugin = kwargs.get("fsdp_plugin")
         if not first or plugin is None or self.distributed_type is not state.DistributedType.MULTI_CPU:

@@ -11,7 +11,8 @@ from types import ModuleType
 from . import accelerate
 
 ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
-    "accelerate.state": accelerate.adjust,
+    "accelerate.state": accelerate.adjust_state,
+    "accelerate.utils.dataclasses": accelerate.adjust_plugin,
 }
 """By the module that is changed: what changes it, given the module and what to call with a line to print."""
 
