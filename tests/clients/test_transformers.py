@@ -32,15 +32,20 @@ def trainer_of(way: str, folder: str, model: Any = None, cls: Any = None, **more
     arguments = (transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments)(
         output_dir=folder,
         use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
-        learning_rate=1e-2,
         logging_steps=1,
         max_grad_norm=0.5,
         report_to=[],
         disable_tqdm=True,
-        **{"save_strategy": "no", "gradient_accumulation_steps": 2, **WAYS[way], **more},
+        **{
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "save_strategy": "no",
+            "learning_rate": 1e-2,
+            "gradient_accumulation_steps": 2,
+            **WAYS[way],
+            **more,
+        },
     )
     return (cls or transformers.Trainer)(
         model=llama() if model is None else model,

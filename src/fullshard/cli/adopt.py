@@ -22,13 +22,14 @@ from .main import refuse
 USAGE = """usage: fullshard adopt [--lenient] SCRIPT ARGS...
        fullshard adopt [--lenient] -m MODULE ARGS...
 
-Run a program with Fullshard in the place of PyTorch's FSDP: every public name of torch.distributed.fsdp is Fullshard's.
+Run a program with Fullshard in the place of PyTorch's FSDP: public names of torch.distributed.fsdp are Fullshard's.
 Under torchrun: torchrun --nproc-per-node 2 -m fullshard adopt SCRIPT ARGS...
 With Accelerate: accelerate launch ... -m fullshard adopt SCRIPT ARGS...
 
   --lenient   warn of private names of torch.distributed.fsdp that the program uses, and hand out PyTorch's own
 
-What it took over is printed first; docs/adopt.md tells about each client library. Exit code: the program's; 2 bad input."""
+What it took over is printed first; docs/adopt.md tells about each client library.
+Exit code: the program's; 2 bad input."""
 
 LENIENT = "FULLSHARD_ADOPT_LENIENT"
 """Set in the environment of processes that an adopted program starts, which cannot be given arguments."""

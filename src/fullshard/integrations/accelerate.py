@@ -25,7 +25,11 @@ def adjust_plugin(dataclasses: ModuleType, told: Callable[[str], None]) -> None:
             original(self)
         except RuntimeError as error:
             # The last thing it looks at: the device on which weights that are on meta are made.
-            if not self.sync_module_states or torch.accelerator.is_available() or "no available devices" not in str(error):
+            if (
+                not self.sync_module_states
+                or torch.accelerator.is_available()
+                or "no available devices" not in str(error)
+            ):
                 raise
             self.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
 

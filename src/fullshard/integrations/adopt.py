@@ -101,6 +101,7 @@ OURS: Mapping[str, Any] = {
             "StateDictConfig",
             "StateDictSettings",
             "StateDictType",
+            "TrainingState",
         )
     },
 }
@@ -131,7 +132,8 @@ class Adopted:
         return "\n".join(lines)
 
 
-_adopted: Adopted | None = None
+_adoptions: list[Adopted] = []
+"""At most one: it is for good."""
 
 
 def adopt(lenient: bool = False) -> Adopted:
@@ -152,29 +154,28 @@ def adopt(lenient: bool = False) -> Adopted:
         PhaseError: modules were sharded by PyTorch's front-ends already.
         PrivateNameError: later, when the program asks for a private name.
     """
-    global _adopted
-    if _adopted is not None:
-        _adopted.lenient = lenient
-        return _adopted
+    if _adoptions:
+        _adoptions[0].lenient = lenient
+        return _adoptions[0]
     modules = {name: importlib.import_module(name) for name in PUBLIC}
     _check_unused(modules[FSDP])
-    _adopted = Adopted(lenient)
+    adopted = Adopted(lenient)
+    _adoptions.append(adopted)
     originals: dict[int, str] = {}
     for module, name in _to_replace(modules):
         originals[id(vars(module)[name])] = name
-        _adopted.names.setdefault(module.__name__, []).append(name)
-    kept_alive = _replace(originals, _adopted)
-    private.guard(_adopted, [one for name, one in list(sys.modules.items()) if _guarded(name)], kept_alive)
+        adopted.names.setdefault(module.__name__, []).append(name)
+    kept_alive = _replace(originals, adopted)
+    private.guard(adopted, [one for name, one in list(sys.modules.items()) if _guarded(name)], kept_alive)
     clients.watch(_told)
     if dist.get_node_local_rank(fallback_rank=0) == 0:
-        print(_adopted, flush=True)
-    return _adopted
+        print(adopted, flush=True)
+    return adopted
 
 
 def _told(note: str) -> None:
     """A client library was imported and changed."""
-    assert _adopted is not None
-    _adopted.notes.append(note)
+    _adoptions[0].notes.append(note)
     if dist.get_node_local_rank(fallback_rank=0) == 0:
         print(f"fullshard: {note}", flush=True)
 
