@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from . import accelerate, transformers
+from . import accelerate, peft, transformers
 
 ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
     "accelerate.state": accelerate.adjust_state,
     "accelerate.utils.dataclasses": accelerate.adjust_plugin,
+    "peft.peft_model": peft.adjust_model,
+    "peft.utils.save_and_load": peft.adjust_states,
     "transformers.modeling_utils": transformers.adjust_models,
 }
 """By the module that is changed: what changes it, given the module and what to call with a line to print."""

@@ -139,8 +139,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 "device_mesh": device_mesh,
                 "comm": kind,
                 "reduction": reduction,
+                "ignored_states": list(ignored_states) if ignored_states is not None else None,
             }
-            common["ignored_states"] = list(ignored_states) if ignored_states is not None else None
             blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
         check_plans([*(block for block, _ in blocks), plan])
         for note in arguments.notes:
