@@ -8,13 +8,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from . import accelerate, peft, transformers
+from . import accelerate, lightning, peft, transformers
 
 ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
     "accelerate.state": accelerate.adjust_state,
     "accelerate.utils.dataclasses": accelerate.adjust_plugin,
+    "lightning.fabric.connector": lightning.adjust_connector,
+    "lightning.pytorch.trainer.connectors.accelerator_connector": lightning.adjust_connector,
+    "lightning_fabric.connector": lightning.adjust_connector,
     "peft.peft_model": peft.adjust_model,
     "peft.utils.save_and_load": peft.adjust_states,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": lightning.adjust_connector,
     "transformers.modeling_utils": transformers.adjust_models,
 }
 """By the module that is changed: what changes it, given the module and what to call with a line to print."""
