@@ -131,7 +131,7 @@ def test_no_backward_sync_skips_communication(run_adopted, kind):
 
 def without_sync(kind: str) -> bool:
     fabric = fabric_of(kind)
-    model, optimizer = made(fabric, kind)
+    model, _ = made(fabric, kind)
     for step, batch in enumerate(loader(sampled=True)):
         with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=step % 2 == 0):
             fabric.backward(loss_of(model, batch))
