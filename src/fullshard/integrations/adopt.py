@@ -46,15 +46,6 @@ PUBLIC = (
 )
 """Where programs import PyTorch's names from."""
 
-BOUND_INSIDE = (
-    "torch.distributed.pipelining.stage",
-    "torch.distributed.pipelining.schedules",
-    "torch.distributed._composable.replicate_with_fsdp",
-    "torch.distributed._tools.fsdp2_mem_tracker",
-    "torch.distributed.optim.named_optimizer",
-)
-"""PyTorch's own modules that ask for its classes; those that are imported later take what they find then."""
-
 OURS: Mapping[str, Any] = {
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "CustomPolicy": policies.CustomPolicy,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from . import accelerate, lightning, peft, transformers
+from . import accelerate, lightning, peft, pytorch, transformers
 
 ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
     "accelerate.state": accelerate.adjust_state,
@@ -19,6 +19,8 @@ ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
     "peft.peft_model": peft.adjust_model,
     "peft.utils.save_and_load": peft.adjust_states,
     "pytorch_lightning.trainer.connectors.accelerator_connector": lightning.adjust_connector,
+    "torch.distributed._tools.fsdp2_mem_tracker": pytorch.adjust_tracker,
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": pytorch.adjust_checkpoints,
     "transformers.modeling_utils": transformers.adjust_models,
 }
 """By the module that is changed: what changes it, given the module and what to call with a line to print."""
