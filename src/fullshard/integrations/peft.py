@@ -37,7 +37,6 @@ def adjust_states(save_and_load: ModuleType, told: Callable[[str], None]) -> Non
         shown = {_shown(name, paths): value for name, value in given.items()}
         return {clean_name(name): value for name, value in original(model, shown, *args, **kwargs).items()}
 
-    save_and_load.get_peft_model_state_dict = get_peft_model_state_dict
     rebind(original, get_peft_model_state_dict)
 
 

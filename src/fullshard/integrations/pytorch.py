@@ -39,7 +39,6 @@ def adjust_checkpoints(checkpoint_wrapper: ModuleType, told: Callable[[str], Non
             if chosen is not None and path:
                 model.set_submodule(path, checkpoint_wrapper_fn(module, **chosen))
 
-    checkpoint_wrapper.apply_activation_checkpointing = apply_activation_checkpointing
     rebind(original, apply_activation_checkpointing)
 
 
