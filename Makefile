@@ -8,10 +8,11 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-all bench lint clean help
+.PHONY: demo test test-all test-clients bench lint clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
+	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"
 	@echo "make bench  side-by-side benchmark table"
 	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
 
@@ -29,6 +30,14 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --all-ways $(ARGS)
+
+CLIENTS := $(VENV)/.clients
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable ".[dev,hf,lightning,trl]"
+	@touch $@
+
+test-clients: $(CLIENTS)
+	$(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

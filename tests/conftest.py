@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,11 @@ from ranks import RankPools
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Programs of client libraries need packages of their own: they are run by name, `make test-clients`."""
+    return True if collection_path.name == "clients" and not any("clients" in one for one in config.args) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,11 +24,14 @@ FLOORS = {
     "runtime": 9,
     "checkpoint": 10, "optim": 10,
     "api": 11, "store": 11,
-    "insight": 12, "exchange": 12,
-    "cli": 13, "integrations": 13,
-    "wrap": 14, "comm_hooks": 14, "state_dict": 14,
+    "insight": 12, "exchange": 12, "integrations": 12,
+    "cli": 13,
+    "wrap": 14, "comm_hooks": 14, "state_dict": 14, "__main__": 14,
     "__init__": 15,
 }  # fmt: skip
+
+ADOPT = "integrations/adopt.py"
+"""The one file that may name PyTorch's front-ends: it puts names into them, and imports them when it is called."""
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
 PURE = ("layout", "runtime/schedule.py", "agreement/course.py", "watcher/report.py", "insight/doctor/")
@@ -63,6 +66,7 @@ EXPORTS = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PhaseError",
+    "PrivateNameError",
     "RecordingComm",
     "RowShard",
     "ShardPlacementResult",
@@ -75,6 +79,7 @@ EXPORTS = [
     "StateDictType",
     "TorchComm",
     "UnshardHandle",
+    "adopt",
     "clip_grad_norm_",
     "convert",
     "describe",
@@ -105,7 +110,7 @@ EXPORTS = [
 ]
 
 
-FACES = {"__init__", "wrap", "comm_hooks", "state_dict"}  # names only
+FACES = {"__init__", "__main__", "wrap", "comm_hooks", "state_dict"}  # names only
 
 
 def package_of(path: Path) -> str:
@@ -208,6 +213,18 @@ def test_classes_have_at_most_fifteen_attributes(path: Path) -> None:
 def test_nothing_imports_pytorchs_own_fsdp_or_testing(path: Path) -> None:
     for name in imports_of(path):
         assert not name.startswith(FORBIDDEN), f"{path} imports {name}"
+
+
+@by_file
+def test_nothing_names_pytorchs_own_fsdp_to_import_it(path: Path) -> None:
+    """By `importlib` or `sys.modules`, say; `adopt` alone does."""
+    named = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(FORBIDDEN)
+    }
+    if str(path.relative_to(SOURCE)) != ADOPT:
+        assert named <= {"torch.distributed.fsdp"} and (not named or path.name == "private.py"), f"{path}: {named}"
 
 
 def test_layouts_and_schedule_are_pure() -> None:

@@ -42,6 +42,7 @@ from .errors import (
     FullshardError,
     LayoutError,
     PhaseError,
+    PrivateNameError,
 )
 from .events import Event, record_events
 from .exchange.convert import convert
@@ -49,6 +50,7 @@ from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
 from .insight.verify import verify
+from .integrations.adopt import adopt
 from .layout import Blocks
 from .mesh.axes import ShardPlacementResult
 from .mesh.data_parallel import DataParallelMeshDims
@@ -98,6 +100,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PhaseError",
+    "PrivateNameError",
     "RecordingComm",
     "RowShard",
     "Saving",
@@ -111,6 +114,7 @@ __all__ = [
     "StateDictType",
     "TorchComm",
     "UnshardHandle",
+    "adopt",
     "clip_grad_norm_",
     "convert",
     "describe",

@@ -12,6 +12,7 @@
       NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
       AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
+      PrivateNameError (a ConfigError, ImportError too) a program's use of PyTorch's private FSDP names
       UnevenError      (a LayoutError, NotImplementedError too) a parameter that would have to be split unevenly
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
@@ -102,6 +103,10 @@ class ArgumentTypeError(ConfigError, TypeError):
 
 class AssertedError(ConfigError, AssertionError):
     """An argument that PyTorch asserts is right."""
+
+
+class PrivateNameError(ConfigError, ImportError):
+    """An adopted program's use of a name that is private in PyTorch's FSDP; libraries may do without on ImportError."""
 
 
 class UnevenError(LayoutError, NotImplementedError):

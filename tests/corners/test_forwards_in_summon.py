@@ -99,6 +99,37 @@ def generation(library: str, originals: bool, before: int) -> bool:
 
 
 @pytest.mark.parametrize("originals", WRAPPERS)
+def test_generation_while_all_is_summoned(run_ranks, originals):
+    """Without gradients, as Transformers' `Seq2SeqTrainer` evaluates: of the model and of the wrapped module.
+
+    PyTorch's wrapper loses its whole parameters in the first such call.
+    """
+    assert all(run_ranks(generation_of_all, originals))
+
+
+def generation_of_all(originals: bool) -> bool:
+    model, reference = nets(originals)
+    summon = LIBRARIES["ours"].FullyShardedDataParallel.summon_full_params
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(3):
+        with summon(model, writeback=step == 1):
+            for _ in range(1 + dist.get_rank()):  # nothing is gathered: ranks may call as often as they like
+                x = inputs(step, dist.get_rank())
+                torch.testing.assert_close(model.module.generate(x), reference.generate(x))
+                with torch.no_grad():
+                    torch.testing.assert_close(model(x), reference(x))
+        step_both(model, reference, optimizers, step)
+    torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
+    with summon(model, writeback=False, rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
+        else:
+            with pytest.raises(UsageError, match="whole parameters"):
+                model(inputs(9, 0))
+    return True
+
+
+@pytest.mark.parametrize("originals", WRAPPERS)
 def test_forwards_of_what_is_summoned_are_refused_by_name(run_ranks, originals):
     """And of what is around it; the model trains on."""
     assert all(run_ranks(refused, originals))

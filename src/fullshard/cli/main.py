@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS: dict[str, str] = {
+    "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
     "convert": "write a checkpoint in another format",
     "doctor": "why did a run hang or die?",
     "inspect": "what is in a checkpoint, and is it undamaged?",

@@ -1,6 +1,7 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
+from .managed import mark_managed
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
@@ -25,6 +26,7 @@ __all__ = [
     "find_root",
     "is_unit",
     "left_alone",
+    "mark_managed",
     "move_buffers",
     "notice_torch",
     "own_modules",

@@ -18,12 +18,13 @@ class Showing:
     Attributes:
         unsharded: whether modules show the unsharded parameters.
         summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
+        whole_here: whether it does so on this rank.
     """
 
-    __slots__ = ("_covered", "_places", "_switches", "summoned", "unsharded")
+    __slots__ = ("_covered", "_places", "_switches", "summoned", "unsharded", "whole_here")
 
     def __init__(self) -> None:
-        self.unsharded = self.summoned = False
+        self.unsharded = self.summoned = self.whole_here = False
         self._switches: list[tuple[Any, str, Any, Any]] | None = None  # targets and names, what either form shows there
         self._places: list[tuple[Place, Member]] = []  # of the switches
         self._covered: list[
@@ -34,9 +35,9 @@ class Showing:
         """Parameters, or where they are registered, are others now."""
         self._switches = None
 
-    def summon(self, summoned: bool) -> None:
-        """Whole parameters that the user asked for are shown, or no more."""
-        self.summoned = summoned
+    def summon(self, summoned: bool, here: bool = False) -> None:
+        """Whole parameters that the user asked for are shown, on this rank if `here`; or no more."""
+        self.summoned, self.whole_here = summoned, here
 
     def show_unsharded(self, members: Callable[[], Sequence[Member]]) -> Member | None:
         """Register the unsharded parameters on the modules.

@@ -29,6 +29,7 @@ from ...runtime import (
     find_root,
     is_unit,
     left_alone,
+    mark_managed,
     move_buffers,
     notice_torch,
     own_modules,
@@ -49,6 +50,7 @@ from ...shard import (
 from ..gradients import check_reduction
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
+from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
@@ -323,6 +325,7 @@ def _make_unit(
     runner = Runner(unit, modules, own, find_root)
     for module in modules:
         move_buffers(module.modules(), settings.axes.device)
+        mark_managed(own_modules(module), originals=True)
         module.__dict__[RUNNER_KEY] = runner
         object.__setattr__(module, "__class__", _unit_class(type(module)))  # past torch.compile's __setattr__
         module.register_state_dict_post_hook(after_state_dict)
@@ -333,3 +336,6 @@ def _unit_class(cls: type) -> type:
     if cls not in _classes:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     return _classes[cls]
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]  # where PyTorch has it

@@ -13,6 +13,7 @@ from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, s
 from ...errors import ConfigError, PhaseError
 from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run, run_method, runner_of, runners_in
 from ..gradients import refuse_divisor
+from .state import UnitState
 
 
 class UnshardHandle:
@@ -52,6 +53,10 @@ class FSDPModule:
         if found is None:
             raise PhaseError(f"{type(self).__name__} has lost its unit; apply fully_shard to it again")
         return found
+
+    def _get_fsdp_state(self) -> UnitState:
+        """The unit under PyTorch's names, for libraries; see `state.py`."""
+        return UnitState(self._runner())
 
     def _units(self, recurse: bool = True) -> Iterator[Runner]:
         yield from runners_in(self) if recurse else [self._runner()]  # type: ignore[arg-type]

@@ -30,13 +30,13 @@ from ...runtime import (
     run,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
-from .markers import Markers
+from .markers import Markers, mark_wrapped
 from .model_state import StateDictMethods
 from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
 from .setup import check_arguments, materialise, warn_of_host
-from .summon import is_summoned, summon_full_params, summoned_around
+from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around
 from .training import clip_gradients, register_hook
 
 
@@ -139,8 +139,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 "device_mesh": device_mesh,
                 "comm": kind,
                 "reduction": reduction,
+                "ignored_states": list(ignored_states) if ignored_states is not None else None,
             }
-            common["ignored_states"] = list(ignored_states) if ignored_states is not None else None
             blocks = plan_blocks(plan, auto_wrap_policy, common, type(self))
         check_plans([*(block for block, _ in blocks), plan])
         for note in arguments.notes:
@@ -156,6 +156,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         self._modules[WRAPPED] = module
+        mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
             warn_of_host(module, arguments)
         settings = plan.build_settings()
@@ -246,7 +247,12 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         runner: Runner = self.__dict__[RUNNER_KEY]
         arguments = self._arguments
         if is_summoned(self):
-            raise UsageError("forward() was called inside summon_full_params() of the same model")
+            if not may_run_summoned(self):
+                raise UsageError(
+                    "forward() was called inside summon_full_params() of the same model",
+                    expected="torch.no_grad(), on ranks that show whole parameters",
+                )
+            return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         if runner.root is None:
             self._lazy_init()
         if runner.is_top:

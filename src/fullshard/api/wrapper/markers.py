@@ -3,19 +3,41 @@
 Accelerate (`Accelerator.prepare` with mixed precision) holds weights that were loaded in 16 bits in float32: for each
 instance in turn that `_has_params` it looks at the dtype, device, `requires_grad` and `_fqns` of `_flat_param`, sets
 its `.data` to a cast one, and says so by `_handle._orig_param_dtype = torch.float32`. Lightning looks for
-`_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`).
+`_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`). Transformers
+and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runtime/managed.py`).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...forms import FlatParamShardMetadata, shard_metadata
-from ...runtime import runner_of
+from ...runtime import Runner, mark_managed, own_modules, runner_of
 from ...shard import Bucket, Unit
 from .instances import flat_of
+from .settings import StateDictType, TrainingState
+
+WRAPPER_KEY = "_fullshard_wrapper"
+"""Where a wrapped module keeps a weak reference to its instance, in its `__dict__`."""
+
+
+def mark_wrapped(instance: Any, module: nn.Module, ignored: Iterable[nn.Module]) -> None:
+    """Let `module` know that it is wrapped, and the modules in it that their parameters are managed."""
+    mark_managed(own_modules(module, ignored), instance.use_orig_params)
+    module.__dict__[WRAPPER_KEY] = weakref.ref(instance)
+
+
+def wrapper_of(module: nn.Module) -> Any:
+    """The instance whose `module` this is; None if it is of none. A copy of a wrapped module is of none."""
+    reference = module.__dict__.get(WRAPPER_KEY)
+    instance = reference() if reference is not None else None
+    return instance if instance is not None and instance.module is module else None
 
 
 class Handle:
@@ -71,11 +93,49 @@ class Markers:
         unit = _unit_of(self)
         return flat_of(_shown(unit)) if unit.buckets else None
 
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the instance's forward is called from outside; None until the first one settles it."""
+        runner = _runner_of(self)
+        return None if runner.root is None else runner.is_top
 
-def _unit_of(instance: Any) -> Unit:
+    @property
+    def _use_orig_params(self) -> bool:
+        """`use_orig_params`."""
+        given: bool = self.use_orig_params  # type: ignore[attr-defined]
+        return given
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        """`device_mesh`, or its data-parallel part; None without one."""
+        arguments: Any = self._arguments  # type: ignore[attr-defined]
+        return arguments.axes.mesh if arguments.mesh_given else None
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        """What `set_state_dict_type` set."""
+        settings = self._settings  # type: ignore[attr-defined]
+        return StateDictType.FULL_STATE_DICT if settings is None else settings.state_dict_type
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the instance is doing now."""
+        runner = _runner_of(self)
+        if runner.unit.showing.summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        root = runner.root
+        running = root is not None and (root.pass_top is not None or root.in_backward)
+        return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
+
+
+def _runner_of(instance: Any) -> Runner:
     runner = runner_of(instance)
     assert runner is not None  # every instance has one
-    return runner.unit
+    return runner
+
+
+def _unit_of(instance: Any) -> Unit:
+    return _runner_of(instance).unit
 
 
 def _may_be_cast(bucket: Bucket) -> bool:

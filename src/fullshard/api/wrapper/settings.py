@@ -38,6 +38,14 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
+class TrainingState(Enum):
+    """What an instance is doing, as `FullyShardedDataParallel.training_state` says."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
 class BackwardPrefetch(Enum):
     """When backward gathers the next unit's parameters; the front-end's argument may also be None: not ahead at all.
 

@@ -25,6 +25,15 @@ def is_summoned(module: nn.Module) -> bool:
     return runner is not None and runner.unit.showing.summoned
 
 
+def may_run_summoned(module: nn.Module) -> bool:
+    """Whether a forward of `module`, a summoned instance, can do with the whole parameters that it shows.
+
+    As generation does. With gradients it could not: they would be those of whole parameters, which are not trained.
+    """
+    runner = runner_of(module)
+    return runner is not None and runner.unit.showing.whole_here and not torch.is_grad_enabled()
+
+
 def summoned_around(module: nn.Module) -> Runner | None:
     """Of the outermost summoned instance around `module` that has no root yet; None if there is none.
 
@@ -48,8 +57,9 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
-    Collective: every rank enters and leaves. Not inside forward or backward. Without `recurse` the wrapped module
-    can be called meanwhile, to generate text, say: instances inside gather what is theirs. No backward goes through it.
+    Collective: every rank enters and leaves. Not inside forward or backward. Under `torch.no_grad()` the module can be
+    called meanwhile, to generate text, say, and computes in the parameters' own dtype, without communication; without
+    `recurse` the wrapped module can, and instances inside gather what is theirs. No backward goes through either.
 
     Args:
         module: an instance, or a module that contains some.
@@ -63,8 +73,8 @@ def summon_full_params(
     Raises:
         NotSupportedError: `writeback` together with `rank0_only`.
         UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance; by
-            a forward of a summoned instance, a backward that reaches other instances of its model, or one later that
-            reaches parameters that were summoned.
+            a forward with gradients of a summoned instance, a backward that reaches other instances of its model, or
+            one later that reaches parameters that were summoned.
         ConfigError: on leaving, a parameter was replaced by one of another shape.
     """
     if writeback and rank0_only:
@@ -100,7 +110,7 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
     visible = not rank0_only or instance.rank == 0
     for bucket, gradients in zip(runner.unit.buckets, runner.unit.gradients, strict=True):
         shown.append(_Whole(runner, bucket, gradients, to_cpu, with_grads, visible))
-    runner.unit.showing.summon(True)
+    runner.unit.showing.summon(True, visible)
     _open.append(instance)
     try:
         if visible:

@@ -31,6 +31,11 @@ class ModuleWrapPolicy:
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._classes = _checked_classes(module_classes, "module_classes")
 
+    @property
+    def _module_classes(self) -> set[type[nn.Module]]:
+        """The classes, under the name by which libraries read them."""
+        return set(self._classes)
+
     def choose(self, module: nn.Module) -> dict[str, Any] | None:
         """Arguments for `module`'s instance (none of its own), or None: no instance."""
         return {} if isinstance(module, self._classes) else None

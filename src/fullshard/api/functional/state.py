@@ -1,0 +1,69 @@
+"""`fully_shard.state(module)`: what PyTorch's pipeline stages and libraries ask a unit for, under PyTorch's names.
+
+A pipeline stage keeps gradients through the backwards of all micro-batches, and then asks the units of its module, in
+turn, to reduce theirs, and the root to wait for it (`torch.distributed.pipelining.stage`). Here the root does both.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from ...errors import PhaseError
+from ...runtime import Root, Runner, runner_of
+from ...runtime.reduce_kept import reduce_kept
+
+
+class UnitState:
+    """A unit, as PyTorch's state of a module says it. Holds nothing of its own.
+
+    Args:
+        runner: of the unit.
+    """
+
+    __slots__ = ("_runner",)
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def _fsdp_param_groups(self) -> tuple[()]:
+        """Empty: the root reduces everything itself, in `_root_post_backward_final_callback`."""
+        return ()
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether the unit's forward is called from outside; None until the first one settles it."""
+        return None if self._runner.root is None else self._runner.is_top
+
+    @property
+    def _state_ctx(self) -> Any:
+        """What all units below one root have in common: `all_states`."""
+        return SimpleNamespace(all_states=[UnitState(one) for one in self._root().units if isinstance(one, Runner)])
+
+    def _lazy_init(self) -> None:
+        """Settle the root, as the first forward does. Collective."""
+        self._root()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that all units below the root kept. Collective.
+
+        Raises:
+            PhaseError: the unit is not the root, or runs.
+        """
+        root = self._root()
+        if not self._runner.is_top:
+            raise PhaseError(f"gradients are reduced by the root; {self._runner.unit.name!r} is below it")
+        reduce_kept(root)
+
+    def _root(self) -> Root:
+        runner = self._runner
+        return runner.root if runner.root is not None else runner.find_root(runner)
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The state of a unit's module; None for other modules."""
+    runner = runner_of(module)
+    return None if runner is None else UnitState(runner)

@@ -1,0 +1,155 @@
+"""PyTorch's private FSDP names, once a program is adopted: served where there is an equivalent, else refused by name.
+
+A module of `torch.distributed.fsdp` gets a class whose attribute access looks at who asks: PyTorch itself is let
+through; what a program's module asks for is handed out, replaced, or refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import nn
+
+from ..api.wrapper.fsdp import FullyShardedDataParallel
+from ..errors import PrivateNameError
+from ..runtime import runner_of
+
+
+class Lenience(Protocol):
+    """Whether names are warned of, for now."""
+
+    lenient: bool
+
+
+def _lazy_init(state: nn.Module, root_module: nn.Module) -> nn.Module:
+    """PyTorch's of its wrapper: settles the root above an instance, before the first forward."""
+    if isinstance(state, FullyShardedDataParallel):
+        state.check_is_root()
+    return state
+
+
+def _get_module_fsdp_state(module: nn.Module) -> nn.Module | None:
+    """PyTorch's: an instance of the wrapper is its own state."""
+    return module if isinstance(module, FullyShardedDataParallel) else None
+
+
+def _is_fsdp_flattened(tensor: Any) -> bool:
+    """PyTorch's: whether a parameter is a `FlatParameter`, or an original one over a part of it."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
+    """PyTorch's: whether the instance has parameters of its own."""
+    runner = runner_of(module)
+    return runner is not None and bool(runner.unit.buckets)
+
+
+SERVED: Mapping[str, Callable[..., Any]] = {
+    "_get_module_fsdp_state": _get_module_fsdp_state,
+    "_has_fsdp_params": _has_fsdp_params,
+    "_is_fsdp_flattened": _is_fsdp_flattened,
+    "_lazy_init": _lazy_init,
+}
+"""Private functions that client libraries import, and ours for them."""
+
+INSTEAD: Mapping[str, str] = {
+    "FSDPState": "the methods of FSDPModule; fullshard.describe(model) tells what each unit holds",
+    "FSDPParam": "model.parameters(), DTensors outside of forward and backward; fullshard.describe(model)",
+    "FSDPParamGroup": "the methods of FSDPModule; fullshard.record_events() for what a unit does and when",
+    "FlatParamHandle": "FullyShardedDataParallel.summon_full_params; fullshard.describe(model)",
+    "_FSDPState": "isinstance(module, FullyShardedDataParallel), and its public methods",
+    "_unshard_params": "FullyShardedDataParallel.summon_full_params",
+    "_unshard": "FSDPModule.unshard(), FullyShardedDataParallel.summon_full_params",
+    "_reshard": "FSDPModule.reshard()",
+    "_optim_state_dict": "FullyShardedDataParallel.optim_state_dict",
+    "_get_fsdp_states": "FullyShardedDataParallel.fsdp_modules(model)",
+    "_get_fsdp_handles": "FullyShardedDataParallel.fsdp_modules(model)",
+    "foreach_all_gather": "FSDPModule.set_custom_all_gather",
+    "foreach_reduce": "FSDPModule.set_custom_reduce_scatter, set_all_reduce_hook",
+}
+"""The public way to what programs reach inside for; others get `ANY`."""
+
+ANY = "the public methods of FSDPModule and FullyShardedDataParallel; see docs/adopt.md"
+
+PASSED = ("torch", "fullshard", "importlib", "_frozen_importlib")
+"""Packages whose modules may ask for anything."""
+
+_lenience: list[Lenience] = []
+_kept: list[Any] = []
+"""PyTorch's replaced objects: their ids were compared, and PyTorch's private code still uses them."""
+_told: set[tuple[str, str]] = set()
+
+
+def guard(lenience: Lenience, modules: Iterable[ModuleType], keep: Iterable[Any]) -> None:
+    """Guard the private names of these modules, for good.
+
+    Args:
+        lenience: asked each time.
+        modules: of PyTorch's FSDP; all names of those whose own name is private, else their private names.
+        keep: objects to keep alive.
+    """
+    _lenience.append(lenience)
+    _kept.extend(keep)
+    for module in modules:
+        if type(module) is ModuleType:
+            module.__class__ = _Guarded
+
+
+class _Guarded(ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("__") or isinstance(value, ModuleType) or not _is_private(self, name, value):
+            return value
+        if _passed(sys._getframe(1).f_globals.get("__name__")):
+            return value
+        if name in SERVED:
+            return SERVED[name]
+        _refuse(f"{super().__getattribute__('__name__')}.{name}", name, "uses")
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("__") and not isinstance(value, ModuleType) and _in_private_module(self):
+            if not _passed(sys._getframe(1).f_globals.get("__name__")):
+                _refuse(f"{self.__name__}.{name}", name, "replaces")
+        super().__setattr__(name, value)
+
+
+def _passed(caller: str | None) -> bool:
+    return caller is None or caller.partition(".")[0] in PASSED
+
+
+def _in_private_module(module: ModuleType) -> bool:
+    return any(part.startswith("_") for part in ModuleType.__getattribute__(module, "__name__").split("."))
+
+
+def _is_private(module: ModuleType, name: str, value: Any) -> bool:
+    """Whether a name of a module of PyTorch's FSDP is PyTorch's own secret, and still PyTorch's."""
+    origin = getattr(value, "__module__", None)
+    if not isinstance(origin, str) or not origin.startswith("torch.distributed.fsdp"):
+        return False  # constants, other libraries' names, and what is Fullshard's now
+    return name.startswith("_") or _in_private_module(module)
+
+
+def _refuse(path: str, name: str, verb: str) -> None:
+    """Raise, or warn once.
+
+    Raises:
+        PrivateNameError: the program is not adopted leniently.
+    """
+    frame = sys._getframe(2)
+    where = f"{frame.f_globals.get('__name__')}, {frame.f_code.co_filename}:{frame.f_lineno}"
+    what = f"This program {verb} {path}, which is private in PyTorch and has no part in how Fullshard shards."
+    error = PrivateNameError(
+        what,
+        got=where,
+        remedy=f"{INSTEAD.get(name, ANY)}; or adopt leniently (--lenient), if the program can do without",
+    )
+    if not _lenience[-1].lenient:
+        raise error
+    if (path, where) not in _told:
+        _told.add((path, where))
+        warnings.warn(str(error), stacklevel=3)

@@ -1,0 +1,54 @@
+"""Ranks that have adopted, for programs written for client libraries. Run by `make test-clients`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ranks
+from ranks import RankPools
+
+CLIENTS = ["accelerate", "transformers", "peft", "fullshard"]
+
+
+@pytest.fixture(scope="session")
+def adopted_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+    """Pools of gloo ranks apart from those of other tests: adopting is for good."""
+    ranks.PRELOADED += [name for name in CLIENTS if name not in ranks.PRELOADED]
+    pools = RankPools(tmp_path_factory.mktemp("adopted"))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_adopted(adopted_pools: RankPools) -> Callable[..., list[Any]]:
+    """`run_adopted(fn, *args, world=2, timeout=120)`: as `run_ranks`, on ranks that have adopted."""
+
+    def run(fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+        return adopted_pools.run(adopted, fn, *args, timeout=timeout, **kwargs)
+
+    return run
+
+
+def adopted(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn` as a program under `torchrun` would run it, in a process that may have run others."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    import fullshard
+
+    fullshard.adopt()
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    before = dict(os.environ)
+    os.environ.update(given, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._shared_state.clear()

@@ -1,0 +1,134 @@
+"""Accelerate's FSDP plugin, both versions, on adopted CPU ranks: the numbers of one process on the joined batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import BATCH, STEPS, net, rows
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fullshard
+
+ACCUMULATE = 2
+MAX_NORM = 0.3
+ROWS = 2 * BATCH * STEPS * ACCUMULATE
+
+
+def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses by step, of both ranks and all micro-batches together, and the weights in the end."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, data, taken = [], rows(ROWS), 2 * BATCH * ACCUMULATE
+    for step in range(STEPS):
+        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def accelerator_of(version: int, state: str = "SHARDED_STATE_DICT", **more: Any) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type=state,
+        **({"use_orig_params": True, **more} if version == 1 else more),
+    )
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATE)
+
+
+def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return accelerator.prepare(model, optimizer, DataLoader(rows(ROWS), batch_size=BATCH))
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, first: int = 0, last: int = STEPS) -> list[float]:
+    """Of steps `first` to `last`: losses over both ranks."""
+    losses: list[float] = []
+    micro: list[torch.Tensor] = []
+    for number, (x, y) in enumerate(loader):
+        if not first * ACCUMULATE <= number < last * ACCUMULATE:
+            continue
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        micro.append(accelerator.gather(loss.detach()).mean())
+        if len(micro) == ACCUMULATE:
+            losses.append(torch.stack(micro).mean().item())
+            micro = []
+    return losses
+
+
+def is_ours(version: int, model: nn.Module) -> bool:
+    if version == 1:
+        return isinstance(model, fullshard.FullyShardedDataParallel) and len(model.fsdp_modules(model)) == 4
+    return isinstance(model, fullshard.FSDPModule) and isinstance(model.blocks[0], fullshard.FSDPModule)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_trains_as_one_process(run_adopted, version):
+    assert all(run_adopted(trained, version))
+
+
+def trained(version: int) -> bool:
+    from accelerate.utils import DistributedType
+
+    losses, weights = reference()
+    accelerator = accelerator_of(version)
+    assert accelerator.distributed_type is DistributedType.FSDP and accelerator.device.type == "cpu"
+    model, optimizer, loader = prepared(accelerator)
+    assert is_ours(version, model)
+    close(train(accelerator, model, optimizer, loader), losses)
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == (weights.keys() if dist.get_rank() == 0 else set())
+    close(dict(state), {name: value for name, value in weights.items() if name in state})
+    inner = accelerator.unwrap_model(model)
+    assert type(inner).__name__.endswith("Net") and not isinstance(inner, fullshard.FullyShardedDataParallel)
+    return True
+
+
+@pytest.mark.parametrize("state", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_saves_and_loads(run_adopted, tmp_path, version, state):
+    """Half of the steps, save_state; another model and optimizer, load_state, the other half."""
+    assert all(run_adopted(saved_and_loaded, version, state, str(tmp_path)))
+
+
+def saved_and_loaded(version: int, state: str, folder: str) -> bool:
+    from accelerate.state import AcceleratorState
+
+    losses, _ = reference()
+    accelerator = accelerator_of(version, state)
+    model, optimizer, loader = prepared(accelerator)
+    train(accelerator, model, optimizer, loader, 0, STEPS // 2)
+    accelerator.save_state(folder)
+    assert any(Path(folder).iterdir())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerator_of(version, state, **({"sync_module_states": True} if version == 1 else {}))
+    model, optimizer, loader = prepared(accelerator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
+    return True

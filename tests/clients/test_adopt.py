@@ -1,0 +1,290 @@
+"""`adopt` itself: names, what was bound before, what is refused, the command, and PyTorch's own users of FSDP."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+import fullshard.state_dict
+from fullshard.integrations.adopt import OURS, PUBLIC
+
+FACES = (fullshard, fullshard.wrap, fullshard.state_dict)
+INSIDE = ("FlatParamHandle", "HandleTrainingState", "StateDictOptions")  # PyTorch's secrets; and what both share
+
+
+def script(*arguments: str, code: int = 0, **environment: str) -> str:
+    """What a Python process prints; it has to end with `code`."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_public_name_is_ours(run_adopted):
+    assert run_adopted(left_over) == [[], []]
+
+
+def left_over() -> list[str]:
+    """PyTorch's public names that still are PyTorch's, or not what Fullshard exports."""
+    found = []
+    for module_name in PUBLIC:
+        module = sys.modules[module_name]
+        for name, value in vars(module).items():
+            origin = getattr(value, "__module__", None) or ""
+            if not name.startswith("_") and origin.startswith(PUBLIC) and name not in INSIDE:
+                found.append(f"{module_name}.{name}")
+        for name in OURS:
+            theirs = getattr(module, name, None)
+            faces = [getattr(face, name) for face in FACES if hasattr(face, name)]
+            if (
+                theirs is not None
+                and not isinstance(theirs, ModuleType)
+                and name != "TrainingState"
+                and not any(theirs is one for one in faces)
+            ):
+                found.append(f"{module_name}.{name} is not fullshard's")
+    return found
+
+
+BOUND = """
+import sys, warnings
+import torch.distributed.pipelining.stage, torch.distributed.pipelining.schedules
+import torch.distributed._composable.replicate_with_fsdp, torch.distributed._tools.fsdp2_mem_tracker
+import torch.distributed.optim.named_optimizer
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+import fullshard
+first = fullshard.adopt(lenient={lenient})
+assert fullshard.adopt(lenient={lenient}) is first
+assert FSDP is fullshard.FullyShardedDataParallel and MixedPrecision is fullshard.MixedPrecision
+for module, name in (
+    ("pipelining.stage", "FSDPModule"), ("pipelining.stage", "fully_shard"), ("pipelining.schedules", "UnshardHandle"),
+    ("pipelining.schedules", "FSDPModule"), ("_composable.replicate_with_fsdp", "FSDPModule"),
+    ("_tools.fsdp2_mem_tracker", "FSDPModule"), ("checkpoint.state_dict", "get_model_state_dict"),
+):
+    assert getattr(sys.modules["torch.distributed." + module], name).__module__.startswith("fullshard."), (module, name)
+assert torch.distributed.optim.named_optimizer.FSDP is FSDP
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+assert _lazy_init.__module__.startswith("fullshard.")
+"""
+REFUSED = """
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except fullshard.PrivateNameError as error:
+    assert "fullshard.describe" in str(error) and "_fsdp_state.FSDPState" in str(error), error
+else:
+    raise AssertionError("a private class was handed out")
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as private
+try:
+    private.FSDPParamGroup = object
+except ImportError as error:
+    assert "replaces" in str(error), error
+else:
+    raise AssertionError("a private class was replaced")
+"""
+WARNED = """
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+assert FSDPState.__module__.startswith("torch.") and len(told) == 1 and "FSDPState" in str(told[0].message), told
+"""
+TOO_LATE = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+kept = {kept}
+import fullshard
+try:
+    fullshard.adopt()
+except fullshard.PhaseError as error:
+    assert "{name}" in str(error) and "first" in str(error), error
+else:
+    raise AssertionError("adopted a program that PyTorch shards")
+"""
+
+
+def test_what_was_bound_before_is_replaced_and_private_names_are_refused(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(BOUND.format(lenient=False) + REFUSED)
+    told = script(str(path))
+    assert "taken earlier by torch.distributed.pipelining.stage: FSDPModule, fully_shard" in told
+    assert "taken earlier by __main__: FSDP, MixedPrecision" in told
+
+
+def test_private_names_are_warned_of_leniently(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(BOUND.format(lenient=True) + WARNED)
+    script(str(path))
+
+
+@pytest.mark.parametrize(
+    ("kept", "name"),
+    [
+        ("fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,)))", "FSDPLinear"),
+        ("FSDP(torch.nn.Linear(2, 2), device_id=torch.device('cpu'))", "FullyShardedDataParallel"),
+    ],
+)
+def test_adopting_comes_first(tmp_path, kept, name):
+    path = tmp_path / "program.py"
+    path.write_text(TOO_LATE.format(kept=kept, name=name))
+    script(str(path))
+
+
+PROGRAM = """
+import sys
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FSDPModule
+
+def child(index):
+    import fullshard
+    assert FSDPModule is fullshard.FSDPModule, "a process that an adopted program starts is not adopted"
+    print("child", index, __name__)
+
+if __name__ == "__main__":
+    print("main", FSDPModule.__module__, sys.argv[1:])
+    mp.spawn(child, nprocs=1)
+    sys.exit(3)
+"""
+
+
+def test_the_command_runs_a_script_and_what_it_starts(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    told = script("-m", "fullshard", "adopt", str(path), "one", "--two", code=3)
+    assert "adopts this program" in told and "main fullshard.api.functional.module ['one', '--two']" in told
+    assert "child 0 __mp_main__" in told
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    assert "there is no file" in script("-m", "fullshard", "adopt", str(tmp_path / "none.py"), code=2)
+    assert "there is no option '--strict'" in script("-m", "fullshard", "adopt", "--strict", code=2)
+
+
+class Stage(nn.Module):
+    """A pipeline's only stage: two layers that are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_pipeline_reduces_once_for_all_micro_batches(run_adopted):
+    assert all(run_adopted(pipelined))
+
+
+def pipelined() -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    torch.manual_seed(1)
+    plain = Stage()
+    torch.manual_seed(1)
+    model = Stage()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
+    loss: Any = nn.functional.mse_loss
+    schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=loss)
+    data = torch.randn(2, 2, 6, 6, generator=torch.Generator().manual_seed(2))  # steps, ranks, rows, width
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (plain, model)]
+    for step in range(2):
+        mine = data[step, dist.get_rank()]
+        with fullshard.record_events() as events:
+            schedule.step(mine, target=mine.flip(0))
+        reduced = [event for event in events if event.verb == "reduce"]
+        assert len(reduced) == 2, [event.verb for event in events]
+        both = data[step].flatten(0, 1)
+        loss(plain(both), data[step].flip(1).flatten(0, 1)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
+    return True
+
+
+def test_activation_checkpoints_are_applied_by_our_policies(run_adopted):
+    assert all(run_adopted(checkpointed))
+
+
+def checkpointed() -> bool:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+    for policy in (ModuleWrapPolicy({nn.Linear}), CustomPolicy(lambda module: isinstance(module, nn.Linear))):
+        model = Stage()
+        checkpoint_wrapper.apply_activation_checkpointing(model, auto_wrap_policy=policy)
+        assert all(isinstance(layer, checkpoint_wrapper.CheckpointWrapper) for layer in model.layers), policy
+    return True
+
+
+def test_marks_are_there_and_true(run_adopted):
+    assert all(run_adopted(marked))
+
+
+def marked() -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+    from torch.distributed.fsdp.fully_sharded_data_parallel import TrainingState
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    for originals in (True, False):
+        inner = Stage()
+        model: Any = FullyShardedDataParallel(
+            inner, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=originals
+        )
+        layer: Any = inner.layers[0]
+        assert inner._is_fsdp_managed_module and layer.module._is_fsdp_managed_module
+        assert inner._fsdp_use_orig_params is originals and model._use_orig_params is originals
+        assert model._is_root is None and model._device_mesh is None and model.training_state is TrainingState.IDLE
+        states = []
+        layer.module.register_forward_pre_hook(lambda *_, m=model, to=states: to.append(m.training_state))
+        model(torch.zeros(1, 6))
+        assert states == [TrainingState.FORWARD_BACKWARD] and model._is_root is True and layer._is_root is False
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+        assert model._state_dict_type is StateDictType.FULL_STATE_DICT
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        assert model._state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert ModuleWrapPolicy({nn.Linear})._module_classes == {nn.Linear}
+    unit: Any = fully_shard(Stage())
+    assert unit._is_fsdp_managed_module and unit.layers[0]._is_fsdp_managed_module
+    state = unit._get_fsdp_state()
+    state._lazy_init()
+    assert state._is_root is True and fully_shard.state(nn.Linear(1, 1)) is None
+    return True
+
+
+def test_trackers_of_private_methods_are_refused():
+    told = script(
+        "-c",
+        "import fullshard; fullshard.adopt()\n"
+        "from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker\n"
+        "try: FSDPMemTracker(None)\n"
+        "except fullshard.PrivateNameError as error: print(error)",
+    )
+    assert "memory_use" in told

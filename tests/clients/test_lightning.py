@@ -1,0 +1,207 @@
+"""Lightning's FSDP strategies and Fabric, on adopted CPU ranks: the numbers of one process on the joined batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import BATCH, STEPS, Block, Net, net, rows
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fullshard
+
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+
+
+def reference(order: Sequence[int] = range(STEPS)) -> list[float]:
+    """Losses of both ranks' rows together, by steps that take these batches."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in order:
+        loss = loss_of(model, rows(2 * BATCH * STEPS)[2 * BATCH * step : 2 * BATCH * (step + 1)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loss_of(model: Any, data: Any) -> torch.Tensor:
+    x, y = (torch.stack(column) for column in zip(*data, strict=True)) if isinstance(data[0], tuple) else data
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def loader(sampled: bool = False) -> DataLoader[Any]:
+    """All rows, or this rank's."""
+    data: Any = rows(2 * BATCH * STEPS)
+    sampler = DistributedSampler(data, shuffle=False) if sampled else None
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def joined(value: torch.Tensor) -> float:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """What `ModelParallelStrategy` calls: the program's own use of `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def fabric_of(kind: str) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+
+    if kind == "wrapper":
+        strategy: Any = FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="sharded")
+    else:
+        strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "functional"])
+def test_fabric(run_adopted, tmp_path, kind):
+    assert all(run_adopted(with_fabric, kind, str(tmp_path)))
+
+
+def with_fabric(kind: str, folder: str) -> bool:
+    losses = reference()
+    fabric = fabric_of(kind)
+    model, optimizer = made(fabric, kind)
+    data = fabric.setup_dataloaders(loader())
+    found = []
+    for step, batch in enumerate(data):
+        events = []
+        with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=False):
+            loss = loss_of(model, batch)
+            fabric.backward(loss)
+        events += [event.verb for event in recorded]
+        assert any("reduce" in verb for verb in events)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(joined(loss))
+        if step == 1:
+            fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer})
+    close(found, losses)
+    model, optimizer = made(fabric, kind)
+    fabric.load(f"{folder}/half", {"model": model, "optimizer": optimizer})
+    again = []
+    for step, batch in enumerate(data):
+        if step > 1:
+            loss = loss_of(model, batch)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            again.append(joined(loss))
+    close(again, losses[2:])
+    return True
+
+
+def made(fabric: Any, kind: str) -> tuple[Any, Any]:
+    model = net()
+    if kind == "functional":
+        model = fabric.setup(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, fabric.setup_optimizers(optimizer)
+    model = fabric.setup(model)
+    return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "functional"])
+def test_no_backward_sync_skips_communication(run_adopted, kind):
+    assert all(run_adopted(without_sync, kind))
+
+
+def without_sync(kind: str) -> bool:
+    fabric = fabric_of(kind)
+    model, _ = made(fabric, kind)
+    for step, batch in enumerate(loader(sampled=True)):
+        with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            fabric.backward(loss_of(model, batch))
+        reduced = [event for event in recorded if "reduce" in event.verb]
+        assert bool(reduced) is (step % 2 == 1), reduced
+    return True
+
+
+def task(lightning: Any, strategy: str) -> Any:
+    """A LightningModule of `Net` that keeps its losses."""
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            self.net: Net = net()
+
+        def configure_model(self) -> None:
+            if strategy == "functional" and not isinstance(self.net, fullshard.FSDPModule):
+                shard(self.net, self.device_mesh)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = loss_of(self.net, batch)
+            self.losses.append(joined(loss))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Task()
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "functional"])
+def test_trainer(run_adopted, tmp_path, kind):
+    assert all(run_adopted(with_trainer, kind, str(tmp_path)))
+
+
+def with_trainer(kind: str, folder: str) -> bool:
+    losses = reference()
+    trainer, model = trained(kind, folder, STEPS)
+    close(model.losses, losses)
+    sharded = trainer.model if kind == "wrapper" else model.net
+    assert isinstance(sharded, (fullshard.FullyShardedDataParallel, fullshard.FSDPModule))
+    trained(kind, folder, STEPS // 2)[0].save_checkpoint(f"{folder}/half.ckpt")
+    assert Path(f"{folder}/half.ckpt").exists()
+    _, model = trained(kind, folder, STEPS, f"{folder}/half.ckpt")
+    close(model.losses, reference([0, 1, 0, 1])[2:])  # resumed within an epoch, Lightning begins with its first batches
+    return True
+
+
+def trained(kind: str, folder: str, steps: int, checkpoint: str | None = None) -> tuple[Any, Any]:
+    import lightning
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+    strategies: dict[str, Any] = {
+        "wrapper": lambda: FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="sharded"),
+        "functional": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    }
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategies[kind](),
+        max_steps=steps,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    model = task(lightning, kind)
+    trainer.fit(model, loader(sampled=True), ckpt_path=checkpoint)
+    return trainer, model

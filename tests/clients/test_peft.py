@@ -1,0 +1,92 @@
+"""PEFT: LoRA on a Llama with a frozen bfloat16 base and float32 adapters, under Trainer and under Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_transformers import WAYS, close, losses, trainer_of
+from tiny import Sentences, llama
+
+BASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOLERANCES = {"float32": 2e-4, "bfloat16": 2e-2}
+
+
+def lora(dtype: torch.dtype) -> Any:
+    """Adapters of float32 on a base of `dtype`; not zero, so that all of them have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(9)
+    model = get_peft_model(llama(dtype=dtype), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def adapters(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name.replace(".default", ""): value.float() for name, value in state.items() if "lora_" in name}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_trains_as_ddp(run_adopted, tmp_path, way, base):
+    assert all(run_adopted(trained, way, base, str(tmp_path)))
+
+
+def trained(way: str, base: str, folder: str) -> bool:
+    plain = trainer_of("ddp", folder, lora(BASES[base]), ddp_find_unused_parameters=False)
+    plain.train()
+    state = "FULL_STATE_DICT"
+    sharded = trainer_of(
+        way, folder, lora(BASES[base]), fsdp_config={**WAYS[way]["fsdp_config"], "state_dict_type": state}
+    )
+    sharded.train()
+    torch.testing.assert_close(losses(sharded), losses(plain), rtol=TOLERANCES[base], atol=1e-4)
+    trains = [p for p in sharded.model.parameters() if p.requires_grad]
+    assert all(p.dtype is torch.float32 for p in trains)
+    whole = sharded.accelerator.get_state_dict(sharded.model)
+    if dist.get_rank() == 0:
+        expected = adapters(plain.accelerator.unwrap_model(plain.model_wrapped).state_dict())
+        found = adapters(whole)
+        assert found.keys() == expected.keys() and len(found) == 8
+        torch.testing.assert_close(found, expected, rtol=TOLERANCES[base], atol=2e-3)
+    sharded.save_model(f"{folder}/adapters")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        from safetensors.torch import load_file
+
+        saved = load_file(Path(folder) / "adapters" / "adapter_model.safetensors")
+        torch.testing.assert_close({name: value.float() for name, value in saved.items()}, adapters(whole))
+    return True
+
+
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_adapters_are_loaded_into_a_sharded_base(run_adopted, tmp_path, way):
+    """Saved by the model's own `save_pretrained` on every rank; read by PEFT, before sharding."""
+    assert all(run_adopted(loaded, way, str(tmp_path)))
+
+
+def loaded(way: str, folder: str) -> bool:
+    from peft import PeftModel
+
+    sharded = trainer_of(way, folder, lora(torch.float32))
+    sharded.train()
+    batch = {name: value[None] for name, value in Sentences(1)[0].items()}
+    with torch.no_grad():
+        expected = sharded.model(**batch).loss
+    sharded.accelerator.unwrap_model(sharded.model_wrapped).save_pretrained(f"{folder}/adapters")
+    dist.barrier()
+    plain = PeftModel.from_pretrained(llama(), f"{folder}/adapters")
+    with torch.no_grad():
+        close(plain(**batch).loss, expected)
+    model = PeftModel.from_pretrained(llama(), f"{folder}/adapters", is_trainable=True)
+    again = trainer_of(way, folder, model, learning_rate=0.0)
+    again.train()
+    with torch.no_grad():
+        close(again.model(**batch).loss, expected)
+    return True

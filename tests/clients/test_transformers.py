@@ -1,0 +1,208 @@
+"""Transformers' `Trainer` with FSDP, both versions, on adopted CPU ranks: the numbers of the same program under DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import LENGTH, Sentences, llama
+
+import fullshard
+
+STEPS = 4
+LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "words": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
+    "v1": {"fsdp": True, "fsdp_config": {"version": 1, "state_dict_type": "SHARDED_STATE_DICT", **LAYERS}},
+    "v2": {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", **LAYERS}},
+    "v2 full": {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}},
+}
+
+
+def trainer_of(way: str, folder: str, model: Any = None, cls: Any = None, **more: Any) -> Any:
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    seq2seq = cls is transformers.Seq2SeqTrainer
+    arguments = (transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments)(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_eval_batch_size=2,
+        logging_steps=1,
+        max_grad_norm=0.5,
+        report_to=[],
+        disable_tqdm=True,
+        **{
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "save_strategy": "no",
+            "learning_rate": 1e-2,
+            "gradient_accumulation_steps": 2,
+            **WAYS[way],
+            **more,
+        },
+    )
+    return (cls or transformers.Trainer)(
+        model=llama() if model is None else model,
+        args=arguments,
+        train_dataset=Sentences(64),
+        eval_dataset=Sentences(12),
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def norms(trainer: Any) -> list[float]:
+    return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def is_ours(trainer: Any) -> bool:
+    model = trainer.model_wrapped
+    if isinstance(model, fullshard.FullyShardedDataParallel):
+        return len(model.fsdp_modules(model)) == 3
+    return isinstance(model, fullshard.FSDPModule) and isinstance(model.model.layers[0], fullshard.FSDPModule)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["words", "v1", "v2"])
+def test_trains_and_evaluates_as_ddp(run_adopted, tmp_path, way):
+    assert all(run_adopted(trained, way, str(tmp_path)))
+
+
+def trained(way: str, folder: str) -> bool:
+    plain = trainer_of("ddp", folder)
+    plain.train()
+    expected = plain.evaluate()["eval_loss"]
+    sharded = trainer_of(way, folder)
+    sharded.train()
+    assert is_ours(sharded)
+    close(losses(sharded), losses(plain))
+    close(norms(sharded), norms(plain))
+    close(sharded.evaluate()["eval_loss"], expected)
+    return True
+
+
+@pytest.mark.parametrize("way", ["v1", "v2", "v2 full"])
+def test_resumes(run_adopted, tmp_path, way):
+    """Two steps and a checkpoint on two ranks; the rest by two and by one, which has the whole batch."""
+    together = run_adopted(checkpointed, way, str(tmp_path))
+    assert all(run_adopted(resumed, way, str(tmp_path), together[0]))
+    assert all(run_adopted(resumed, way, str(tmp_path), together[0], world=1))
+
+
+def checkpointed(way: str, folder: str) -> list[float]:
+    trainer = trainer_of(way, folder, save_strategy="steps", save_steps=STEPS // 2)
+    trainer.train()
+    assert (Path(folder) / f"checkpoint-{STEPS // 2}").is_dir()
+    return losses(trainer)
+
+
+def resumed(way: str, folder: str, expected: list[float]) -> bool:
+    import torch.distributed as dist
+
+    size = {"per_device_train_batch_size": 2 * 2 // dist.get_world_size()}
+    trainer = trainer_of(way, folder, **size)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    assert is_ours(trainer)
+    close(losses(trainer), expected)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["Trainer's", "FSDP's"])
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_gradient_checkpointing(run_adopted, tmp_path, way, kind):
+    assert all(run_adopted(recomputed, way, kind, str(tmp_path)))
+
+
+def recomputed(way: str, kind: str, folder: str) -> bool:
+    plain = trainer_of("ddp", folder)
+    plain.train()
+    config = {**WAYS[way]["fsdp_config"], **({"activation_checkpointing": True} if kind == "FSDP's" else {})}
+    more = {"gradient_checkpointing": True} if kind == "Trainer's" else {}
+    sharded = trainer_of(way, folder, fsdp_config=config, **more)
+    sharded.train()
+    assert is_ours(sharded)
+    close(losses(sharded), losses(plain))
+    return True
+
+
+@pytest.mark.parametrize("way", ["words", "v2 full"])
+def test_saved_model_is_whole(run_adopted, tmp_path, way):
+    assert all(run_adopted(saved_model, way, str(tmp_path)))
+
+
+def saved_model(way: str, folder: str) -> bool:
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    sharded = trainer_of(way, folder)
+    sharded.train()
+    sharded.save_model(f"{folder}/whole")
+    dist.barrier()
+    found = LlamaForCausalLM.from_pretrained(f"{folder}/whole")
+    batch = {name: value[None] for name, value in Sentences(1)[0].items()}
+    with torch.no_grad():
+        close(sharded.model(**batch).loss, found(**batch).loss)
+    return True
+
+
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_save_pretrained_of_a_sharded_model(run_adopted, tmp_path, way):
+    """Of the wrapped and of the unwrapped model; called by every rank, as `Trainer` and examples do."""
+    assert all(run_adopted(save_pretrained, way, str(tmp_path)))
+
+
+def save_pretrained(way: str, folder: str) -> bool:
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    sharded = trainer_of(way, folder)
+    sharded.train()
+    inner = sharded.accelerator.unwrap_model(sharded.model_wrapped)
+    inner.save_pretrained(f"{folder}/whole", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    found = LlamaForCausalLM.from_pretrained(f"{folder}/whole")
+    batch = {name: value[None] for name, value in Sentences(1)[0].items()}
+    with torch.no_grad():
+        close(sharded.model(**batch).loss, found(**batch).loss)
+    return True
+
+
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_generates_during_evaluation(run_adopted, tmp_path, way):
+    found = run_adopted(generated, way, str(tmp_path))
+    assert found[0] == found[1]
+
+
+def generated(way: str, folder: str) -> list[Any]:
+    """What both ranks generated, the same as the unsharded model would."""
+    import torch.distributed as dist
+    from transformers import Seq2SeqTrainer
+
+    prompts = Sentences(12).tokens[:, : LENGTH // 2]
+    plain = llama()
+    sharded = trainer_of(way, folder, cls=Seq2SeqTrainer, learning_rate=0.0, predict_with_generate=True, max_steps=1)
+    sharded.train()
+    model = sharded.model
+    synced = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": int(prompts[0, 0])}  # ranks end at other lengths
+    mine = prompts[dist.get_rank() :: 2]
+    whole: Any = contextlib.nullcontext()
+    if isinstance(model, fullshard.FullyShardedDataParallel):
+        whole = fullshard.FullyShardedDataParallel.summon_full_params(model)
+    with whole:
+        ours = model.generate(mine, **synced)
+    theirs = plain.generate(mine, **synced)
+    length = min(ours.shape[1], theirs.shape[1])
+    torch.testing.assert_close(ours[:, :length], theirs[:, :length])
+    metrics = sharded.evaluate(max_new_tokens=5, do_sample=False)
+    return [round(metrics["eval_loss"], 4)]
