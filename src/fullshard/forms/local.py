@@ -142,7 +142,8 @@ class LocalForm:
             part = member.part
             local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
             shown, sharded = self.view(member, local), member.sharded
-            if sharded.data_ptr() != shown.data_ptr() or shard.is_meta or sharded.dtype != shown.dtype:
+            moved = sharded.data_ptr() != shown.data_ptr() or sharded.device != shown.device
+            if moved or shard.is_meta or sharded.dtype != shown.dtype:
                 sharded.data = shown
             member.local = shown
 

@@ -127,7 +127,8 @@ class RowsForm:
         for member in members:
             part = member.part
             local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
-            if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
+            known = local_of(member.sharded)
+            if known.data_ptr() != local.data_ptr() or known.device != local.device or shard.is_meta:
                 set_local(member.sharded, local)
             self._dress(member, member.sharded)
             member.local = local_of(member.sharded)

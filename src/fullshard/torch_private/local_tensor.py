@@ -54,3 +54,13 @@ def local_part(tensor: Any) -> torch.Tensor:
     found: Any = tensor.detach()
     local: torch.Tensor = found._local_tensor if isinstance(found, DTensor) else found
     return local
+
+
+def plain_tensors(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors inside a tensor of any class, at any depth: the very objects. A plain one is its own."""
+    if hasattr(tensor, "_local_tensor"):  # a DTensor, a FlatShard
+        return plain_tensors(tensor._local_tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [plain for one in inner for plain in plain_tensors(one)]
+    return [tensor]
