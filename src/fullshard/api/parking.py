@@ -59,9 +59,9 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     """Move a sharded model's parameters, gradients, buffers and optimizer state into host memory.
 
     No communication; call it on every rank, between steps. Parameters, gradients and state stay the objects they are,
-    so optimizers, schedulers and references stay valid. While parked, `state_dict`, `save`, `load` and
-    `load_state_dict` work on host memory; a forward, a backward, `unshard()` or an optimizer's step raises a
-    `PhaseError`. Gathered units are freed first.
+    so optimizers, schedulers and references stay valid. While parked, `state_dict`, `save`, `load`, `load_state_dict`
+    and optimizer steps work on host memory; a forward, a backward or `unshard()` raises a `PhaseError`. Gathered units
+    are freed first.
 
     The device's memory goes back to torch's allocator; `torch.accelerator.memory.empty_cache()` (or
     `torch.cuda.empty_cache()`) gives it to other processes. On a CPU, or with offloaded shards, there is nothing to

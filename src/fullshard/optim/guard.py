@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of
-from ..shard import all_ranks_hold, refuse_parked
+from ..shard import all_ranks_hold
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -66,7 +66,6 @@ class Seen:
             self.number = zlib.crc32(self.words.encode())
         for reference in self.units:
             if (unit := reference()) is not None:
-                refuse_parked((unit,))
                 unit.touched.step(self.number, self.words)
 
 

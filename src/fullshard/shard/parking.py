@@ -13,7 +13,7 @@ import torch
 
 from ..comm import Gathers
 from ..errors import PhaseError
-from ..torch_private.local_tensor import plain_access, plain_tensors, read_grad
+from ..torch_private.local_tensor import follow_local, plain_access, plain_tensors, read_grad, view_base
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .gradients import Gradients
@@ -58,7 +58,7 @@ class Mover:
         self.device, self.pinned = device, pinned
         self.moved = self.stayed = 0
         self._known: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by address: the old one, its copy
-        self._seen: set[int] = set()  # addresses of what stays
+        self._seen: set[int] = set()  # addresses of what stays, or was made here
 
     def needed(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is not where it is to be."""
@@ -72,14 +72,17 @@ class Mover:
             return plain
         if not storage.nbytes():
             return plain if plain.device == self.device else plain.to(self.device)
+        if at in self._seen:
+            return plain
         if not self.needed(storage):
-            self.stayed += 0 if at in self._seen else storage.nbytes()
+            self.stayed += storage.nbytes()
             self._seen.add(at)
             return plain
         if at not in self._known:
             source = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
             copy.copy_(source)
+            self._seen.add(copy.data_ptr())
             self._known[at] = storage, copy  # the old one is held: its address is not used again meanwhile
             self.moved += storage.nbytes()
         target = self._known[at][1].untyped_storage()
@@ -90,8 +93,10 @@ class Mover:
         """Move the memory of a tensor of any class, which stays the object it is."""
         with plain_access(), torch.no_grad():
             for plain in plain_tensors(tensor):
-                if (found := self.move(plain)) is not plain:
-                    plain.data = found
+                for one in (view_base(plain), plain):
+                    if one is not None and (found := self.move(one)) is not one:
+                        one.data = found
+        follow_local(tensor)
 
 
 def refuse_parked(units: Iterable[Unit]) -> None:
@@ -113,7 +118,7 @@ def is_parked(unit: Unit) -> bool:
 def _parked(units: str) -> PhaseError:
     return PhaseError(
         "A model whose shards are parked in host memory was asked to compute.",
-        expected="save, state_dict and load while it is parked, and nothing that gathers or steps",
+        expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
         got="parked units" + (f" {units}" if units != "?" else ""),
         remedy="call fullshard.resume(model, *optimizers) first, on every rank",
     )
@@ -168,6 +173,8 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
         elif (shard := mover.move(bucket.shard)) is not bucket.shard:
             bucket.shard = shard
             bucket.form.point(bucket.members, shard)
+            for member in bucket.members:
+                follow_local(member.sharded)
             for view in gradients.delivery.views:
                 if (tensor := view.tensor) is not None:
                     tensor.data = shard.narrow(0, view.offset, view.length)
@@ -187,11 +194,8 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
         mover.move_inside(grad)
     if current is None or not grads or not current.storage.nbytes():
         return
-    if (flat := mover.move(current.flat)) is current.flat:
-        delivery.set = current
-        return
-    for shows in (*current.parts, *current.views):  # those that are `.grad` are there, and share that memory
+    for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
         mover.move_inside(shows)
-    moved = GradientSet(flat, current.parts, current.views)
+    moved = GradientSet(current.flat, current.parts, current.views)
     moved.shown = current.shown
     delivery.set = moved
