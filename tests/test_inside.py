@@ -431,3 +431,37 @@ def abstract(way: str) -> list[str]:
         loss_of(plain, batch(step)).backward()
         problems += gradient_problems(f"step {step}", model, plain)
     return problems
+
+
+# Masters in more digits than the model was loaded in.
+
+
+@every_way
+def test_masters_in_fp32_of_a_model_in_bf16(run_ranks, way: str) -> None:
+    assert_same(run_ranks(masters, way))
+
+
+def masters(way: str) -> list[str]:
+    """As a model in fp32 of the same weights, to the bit, and as much memory between steps."""
+    wrapped = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = {"mp_policy": policy} if way in LAYOUTS else {"mixed_precision": wrapped}
+    found = []
+    for cast_after in (True, False):
+        model = layers().to(torch.bfloat16)
+        model = model if cast_after else model.float()
+        model = shard(model, way, lambda model: list(model)[:2], **mixed)
+        if cast_after:
+            model.float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            model(mine(step).float()).float().square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        computed = {bucket.compute_dtype for runner in runners_in(model) for bucket in runner.unit.buckets}
+        found.append((whole_parameters(model), computed, fullshard.memory_use(model).parameters))
+    (after, dtypes, held), (before, wanted, held_before) = found
+    problems = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    problems += [] if dtypes == wanted == {torch.bfloat16} else [f"computed in {dtypes}"]
+    problems += [] if {value.dtype for value in after.values()} == {torch.float32} else ["not in fp32"]
+    return problems + ([] if held == held_before else [f"{held} bytes, and {held_before}"])

@@ -293,6 +293,19 @@ def left_behind() -> list[str]:
     return problems
 
 
+def test_a_view_takes_what_it_is_a_view_of_along() -> None:
+    """Else the old memory would be held by it: a tensor keeps alive what it was made a view of."""
+    base = torch.arange(8.0)
+    view, old = base[2:4], base.untyped_storage()
+    with moving(True):
+        mover = Mover(torch.device("cpu"))
+        mover.move_inside(view)
+    assert view.tolist() == [2, 3] and base.tolist() == list(range(8))
+    assert {view.untyped_storage().data_ptr(), base.untyped_storage().data_ptr()} - {old.data_ptr()}
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert mover.moved == old.nbytes()
+
+
 def test_wrong_uses_are_named_and_change_nothing(run_ranks) -> None:
     assert_same(run_ranks(wrong_uses))
 
