@@ -107,6 +107,13 @@ EXPORTS = [
     "Folder",
     "Saving",
     "DamagedCheckpointError",
+    "owner_of",
+    "Owned",
+    "keep_gathered",
+    "free",
+    "park",
+    "resume",
+    "Moved",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Every snippet of docs/migration.md and docs/gradients.md, run on two ranks as it stands."""
+"""Every snippet of docs/migration.md, docs/gradients.md and docs/inside.md, run on two ranks as it stands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("migration.md", "gradients.md")
+PAGES = ("migration.md", "gradients.md", "inside.md")
 
 
 class Block(nn.Module):
@@ -76,5 +76,13 @@ def test_all_sections_are_found():
         "From DDP",
         "Tokens",
         "Gradients that are not finite",
+        "Which unit owns it",
+        "Keep units gathered",
+        "Free what is gathered",
+        "Park a model in host memory",
+        "After an exception",
+        "Masters in fp32 for a model loaded in bf16",
+        "Mixed dtypes, numbers that are not floating, and metaclasses",
+        "Quantised weights, shard by shard",
     }
     assert expected <= set(sections())

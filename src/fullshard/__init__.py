@@ -11,8 +11,10 @@ From then on `model` trains as before: parameters, gradients and optimizer state
 from . import wrap
 from .api.functional.fully_shard import fully_shard
 from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .api.gathered import free, keep_gathered
 from .api.gradients import set_check_nonfinite, set_token_count
 from .api.join import join
+from .api.parking import Moved, park, resume
 from .api.wrapper.fsdp import FullyShardedDataParallel
 from .api.wrapper.settings import (
     BackwardPrefetch,
@@ -49,6 +51,7 @@ from .exchange.convert import convert
 from .forms import FlatParameter, FlatShard, RowShard
 from .insight.describe import describe
 from .insight.memory import MemoryUse, memory_use
+from .insight.owner import Owned, owner_of
 from .insight.verify import verify
 from .integrations.adopt import adopt
 from .layout import Blocks
@@ -94,11 +97,13 @@ __all__ = [
     "MemoryUse",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "Moved",
     "NonfiniteGradient",
     "NullComm",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Owned",
     "PhaseError",
     "PrivateNameError",
     "RecordingComm",
@@ -118,9 +123,11 @@ __all__ = [
     "clip_grad_norm_",
     "convert",
     "describe",
+    "free",
     "full_parameters",
     "fully_shard",
     "join",
+    "keep_gathered",
     "load",
     "load_optimizer_state_dict",
     "load_safetensors",
@@ -128,8 +135,11 @@ __all__ = [
     "nonfinite_gradients",
     "optimizer_state_dict",
     "optimizer_view",
+    "owner_of",
+    "park",
     "record_events",
     "register_fsdp_forward_method",
+    "resume",
     "save",
     "save_safetensors",
     "set_check_nonfinite",

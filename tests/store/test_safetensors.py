@@ -23,7 +23,7 @@ from fullshard.store.formats.safetensors_folder import SafetensorsSink, Safetens
 from fullshard.store.formats.safetensors_header import DTYPES
 from fullshard.store.source import Entry
 from models import EXAMPLES
-from quantised import GatheredInt8
+from quantised import GatheredInt8, StoredInt8, quantise
 from test_tensor_parallel import Model, parallel_model
 from ways import error_of, every_way, named_error, shard
 
@@ -192,6 +192,24 @@ def of_a_class_of_its_own(folder: Path) -> list[str]:
 def test_tensor_subclasses_are_refused(run_ranks, tmp_path):
     assert run_ranks(of_a_class_of_its_own, tmp_path / "saved") == [[], []]
     assert not list(tmp_path.iterdir())
+
+
+def into_a_class_of_its_own(folder: Path) -> list[str]:
+    plain = fullshard.fully_shard(nn.Linear(4, 4, bias=False))
+    fullshard.save_safetensors(plain, folder / "plain")
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(StoredInt8(*quantise(model.weight.data)), requires_grad=False)
+    fullshard.fully_shard(model)
+    before = model.weight._local_tensor.quantised.clone()
+    with pytest.raises(CheckpointError) as raised:
+        fullshard.load_safetensors(model, folder / "plain")
+    assert torch.equal(model.weight._local_tensor.quantised, before)
+    return str(raised.value).splitlines()
+
+
+def test_plain_numbers_are_not_read_into_tensor_subclasses(run_ranks, tmp_path):
+    for said in run_ranks(into_a_class_of_its_own, tmp_path):
+        assert "nothing was loaded" in said[0] and "weight" in said[1] and "StoredInt8" in said[2]
 
 
 def octets(tensor: Tensor) -> Tensor:

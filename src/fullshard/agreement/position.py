@@ -19,11 +19,13 @@ from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, RANK, REDUCE, VERBS
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, REDUCE, VERBS
 from .course import Course
 
 _PRIME = 2_147_483_647
 _CODES = len(VERBS)
+_MOST = 1 << 20
+"""More units than a root has."""
 
 
 class Holder(Protocol):
@@ -93,6 +95,19 @@ class Position:
         """A unit is gathered as a user asks for it, outside of passes and maybe on one rank alone."""
         RANK.record(verb, self._place + index, self._bytes[index], self.step, 0)
 
+    def keep(self, index: int, count: int) -> None:
+        """A user asks, between passes, for units to stay gathered, on every rank: the passes to come run otherwise.
+
+        Args:
+            index: of the first of them.
+            count: how many they are.
+
+        Raises:
+            DivergenceError: other ranks ask for others, or begin a pass.
+        """
+        self.begin(KEEP, index * _MOST + min(count, _MOST - 1))
+        self.end()
+
     def end(self) -> None:
         """The pass is over."""
         self.compares = True
@@ -121,7 +136,7 @@ class Position:
         axes = self._axes
         if axes is None:
             return
-        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD) else 0)
+        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP) else 0)
         for axis in axes.all:
             if axis.size > 1:
                 self._compare_over(axis, verb, index, axes.device)
@@ -150,6 +165,8 @@ class Position:
             return f"begins a forward of {self._name(index // 2)} {grad} gradients"
         if verb == BACKWARD:
             return f"begins a backward {'with' if index else 'without'} gradient sync"
+        if verb == KEEP:
+            return f"begins keep_gathered of {index % _MOST} units from {self._name(index // _MOST)} on"
         return f"{VERBS[verb]} of {self._name(index)}"
 
     def _name(self, index: int) -> str:

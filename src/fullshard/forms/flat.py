@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..torch_private.local_tensor import same_memory
 from .changes import OWNER_KEY
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .local import LocalForm
@@ -78,7 +79,7 @@ class FlatParameterForm(LocalForm):
         flat = self.flat
         if flat is None:
             return
-        if flat.data_ptr() != shard.data_ptr() or shard.is_meta or flat.dtype != shard.dtype:
+        if not same_memory(flat, shard) or shard.is_meta or flat.dtype != shard.dtype:
             flat.data = shard
         flat._local_shard = flat.data
         for member in members:

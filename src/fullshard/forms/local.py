@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import local_part
+from ..torch_private.local_tensor import local_part, same_memory
 from .flat_shard import FlatShard
 from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
@@ -142,7 +142,7 @@ class LocalForm:
             part = member.part
             local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
             shown, sharded = self.view(member, local), member.sharded
-            if sharded.data_ptr() != shown.data_ptr() or shard.is_meta or sharded.dtype != shown.dtype:
+            if not same_memory(sharded, shown) or shard.is_meta or sharded.dtype != shown.dtype:
                 sharded.data = shown
             member.local = shown
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ..errors import ConfigError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import local_of, local_part, set_local
+from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
@@ -127,7 +127,7 @@ class RowsForm:
         for member in members:
             part = member.part
             local = shard.as_strided(part.shape, part.stride, shard.storage_offset() + part.offset)
-            if local_of(member.sharded).data_ptr() != local.data_ptr() or shard.is_meta:
+            if not same_memory(local_of(member.sharded), local) or shard.is_meta:
                 set_local(member.sharded, local)
             self._dress(member, member.sharded)
             member.local = local_of(member.sharded)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..comm import Comm
-from ..mesh import MeshAxes
 from ..names import clean_path
-from ..runtime import ReduceSettings, runner_of
+from ..runtime import runner_of
+from .facts import bucket_facts
 
 
 def describe(model: nn.Module) -> str:
@@ -32,24 +31,21 @@ def describe(model: nn.Module) -> str:
         if runner is None or id(runner) in seen:
             continue
         seen.add(id(runner))
-        settings, name = runner.settings, clean_path(path) or "(root)"
+        name = clean_path(path) or "(root)"
         for bucket in runner.unit.buckets:
-            layout = bucket.layout
-            padding = layout.gathered_numel - layout.parameter_numel
-            root = runner.root.top.settings.axes if runner.root is not None else settings.axes
-            line = f"{_ranks(bucket.axes)}; gradients: {_gradients(bucket.axes, settings.reduce, settings.comm, root)}"
-            names = meshes.setdefault(line, [])
+            facts = bucket_facts(runner, bucket)
+            names = meshes.setdefault(facts.mesh, [])
             if name not in names:
                 names.append(name)
             rows.append(
                 (
                     name,
-                    layout.name,
-                    f"{len(layout.slots)}",
-                    f"{layout.parameter_numel:,}",
-                    f"{bucket.full_bytes / 2**20:.2f}",
-                    f"{layout.shard_numel * bucket.storage_dtype.itemsize / 2**20:.2f}",
-                    f"{100 * padding / max(layout.parameter_numel, 1):.1f}%",
+                    facts.layout,
+                    f"{len(facts.parameters)}",
+                    f"{facts.elements:,}",
+                    f"{facts.gathered_bytes / 2**20:.2f}",
+                    f"{facts.rank_bytes / 2**20:.2f}",
+                    f"{100 * facts.padding / max(facts.elements, 1):.1f}%",
                 )
             )
     if not rows:
@@ -62,28 +58,6 @@ def describe(model: nn.Module) -> str:
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
     return "\n".join([*lines, *table])
-
-
-def _ranks(axes: MeshAxes) -> str:
-    """How a mesh was read."""
-    ways, copies = axes.shard.size, axes.replicate.size if axes.replicate is not None else 1
-    split = f"sharded {ways} ways" if ways > 1 else "not sharded"
-    if copies > 1:
-        split += f"{' x' if ways > 1 else ','} {copies} replicas"
-    return f"{axes.world} rank{'s' * (axes.world > 1)}: {split}"
-
-
-def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxes) -> str:
-    """How a gradient is made of the ranks' own; `root` is the mesh over which tokens are counted."""
-    if getattr(comm, "scales_itself", False):
-        return f"as a communication hook makes them, over {axes.world}"
-    if reduce.reduction == "tokens":
-        return f"sum over {axes.world}, divided by the count of tokens of {root.world}"
-    if reduce.reduction == "sum":
-        return f"sum over {axes.world}"
-    if reduce.divide_factor is not None and reduce.divide_factor != axes.world:
-        return f"sum over {axes.world}, divided by {reduce.divide_factor:g}"
-    return f"mean over {axes.world}"
 
 
 def _some(names: list[str]) -> str:

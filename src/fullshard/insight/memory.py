@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..forms import FlatShard, owner_of
 from ..shard import Unit, members_of, units_of
+from ..torch_private.local_tensor import plain_tensors
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class MemoryUse:
         reducing: reduction buffers.
         peak_transient: the most that `gathered` and `reducing` came to together since the root was made.
         single_process: parameters, gradients and optimizer state of one process without sharding.
+        host: of parameters, gradients and optimizer state, what lies in host memory (offloaded, parked, or on a CPU).
     """
 
     parameters: int
@@ -33,6 +35,7 @@ class MemoryUse:
     reducing: int
     peak_transient: int
     single_process: int
+    host: int
 
     @property
     def total(self) -> int:
@@ -66,7 +69,19 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         reducing=sum(ledger.reducing for ledger in ledgers),
         peak_transient=sum(ledger.peak for ledger in ledgers),
         single_process=whole + trainable + unsharded,
+        host=_host_bytes(units, plain, optimizer),
     )
+
+
+def _host_bytes(units: list[Unit], plain: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> int:
+    """Of what is held between steps, the bytes in host memory."""
+    held = [bucket.shard for unit in units for bucket in unit.buckets]
+    held += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
+    held += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
+    states = optimizer.state.values() if optimizer is not None else ()
+    held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = [one for tensor in held for one in plain_tensors(tensor) if one.device.type == "cpu"]
+    return sum(one.numel() * one.element_size() if one.untyped_storage().nbytes() else 0 for one in parts)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, ratio: float, plain: set[int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..shard import State, Unit, refuse_meta, settle
+from ..shard import State, Unit, refuse_meta, refuse_parked, settle
 from ..watcher import GATHER
 from .phases import Happening
 from .settings import UnitSettings
@@ -44,6 +44,7 @@ class Asked:
         if unit.state is State.SHARDED:
             unit.refresh()
             refuse_meta([unit])
+            refuse_parked([unit])
             root, alone = self.root, self.root is None or self.root.pass_top is None
             if root is not None:
                 (root.position.tell if alone else root.position.issue)(GATHER, self.index)

@@ -16,7 +16,7 @@ from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..mesh import Axis
 from ..policies import Check, Unused
-from ..shard import State, refuse_meta
+from ..shard import State, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REGATHER
@@ -36,6 +36,7 @@ class Runnable(Reducible, Protocol):
 
     root: Root | None
     kept: bool
+    held: int
     phase: Phase
 
     def happens(self, event: Happening) -> None:
@@ -183,6 +184,7 @@ class Root:
                     compute = str(bucket.compute_dtype).removeprefix("torch.")
                     grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
                     facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
+                    facts += ", in keep_gathered" if one.held else ""
                     lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
         if device is not None:
             left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
@@ -202,7 +204,7 @@ class Root:
             for one in self.units:
                 one.unit.refresh()
         self.additions.check()
-        units = [one.unit for one in self.units]
+        refuse_parked(units := [one.unit for one in self.units])
         refuse_meta(units)
         with_grad = torch.is_grad_enabled()
         first = self.orders.begin_forward(top.index, with_grad)

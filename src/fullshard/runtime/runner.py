@@ -44,6 +44,7 @@ class Runner(Asked):
         root: the context of all units under one root; None until the first forward.
         index: of this unit in the root.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
+        held: how many `keep_gathered` blocks the unit is in now.
         calls: forwards of this unit's modules and methods that run now, innermost last; None without gradients.
         period: since the unit was opened for a forward last.
         leftovers: what forwards leave on the unit's modules; None until there is a root.
@@ -64,6 +65,7 @@ class Runner(Asked):
         self.index = -1
         self.phase = Phase.IDLE
         self.kept = False
+        self.held = 0
         self.leftovers: Leftovers | None = None
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
         self.calls: list[Call | None] = []
@@ -188,7 +190,7 @@ class Runner(Asked):
 
     def reshards(self, with_grad: bool) -> bool:
         """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
-        if self.period.hides:
+        if self.period.hides or self.held:
             return False
         if self.settings.reshard_after_forward is None:
             return not self.is_top or not with_grad
@@ -292,7 +294,7 @@ class Runner(Asked):
         unit = self.unit
         unit.show_sharded()
         self.period.hides = False
-        if self.settings.reshard_after_backward:
+        if self.settings.reshard_after_backward and not self.held:
             unit.drop_kept()
             self.kept = False
             if unit.state is not State.SHARDED:

@@ -6,11 +6,12 @@ from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
-from .gradients import Gradients, GradState
+from .gradients import Gradients, GradState, refuse_unreduced
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
+from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
 from .reduction import Reduction, collect, has_gradients
 from .scaling import REDUCTIONS
 from .share import Share
@@ -28,6 +29,7 @@ __all__ = [
     "GradState",
     "Gradients",
     "Home",
+    "Mover",
     "OptimizerView",
     "Reduction",
     "Rehearsal",
@@ -46,12 +48,17 @@ __all__ = [
     "find_shared",
     "has_gradients",
     "home_of",
+    "is_parked",
     "members_of",
     "names_of",
     "no_tokens",
+    "park_unit",
     "place_clone",
     "plan_unit",
     "refuse_meta",
+    "refuse_parked",
+    "refuse_unreduced",
+    "resume_unit",
     "sees_gradients",
     "settle",
     "show_shared",

@@ -17,7 +17,7 @@ from ..errors import PhaseError
 from ..forms import OWNER_KEY, FlatParameter, FlatParameterForm, Member, Owner, Place, identity_of, stand_in_for
 from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
-from .gradients import GradState
+from .gradients import refuse_unreduced
 from .optimizer_view import FlatView
 from .unit import Unit
 
@@ -32,15 +32,7 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     Raises:
         PhaseError: gradients accumulated without sync, or in flight, are held that a copy would lose.
     """
-    for gradients in unit.gradients:
-        if gradients.state is not GradState.NONE or gradients.partial is not None or gradients.waiting():
-            raise PhaseError(
-                f"Unit {unit.name or '(root)'!r} cannot be copied now: it holds gradients not yet reduced.",
-                parameter=", ".join(member.name for member in gradients.bucket.members),
-                rank=unit.rank,
-                remedy="copy the model after the backward that reduces them (set_requires_gradient_sync(True)), "
-                "or after optimizer.zero_grad() and before the next backward",
-            )
+    refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
         new = Unit(
             [_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.reduce_dtype, unit.keeps_compute_dtype

@@ -314,3 +314,26 @@ class Gradients:
 def has_gradient(member: Member) -> bool:
     """Whether the sharded parameter has a `.grad` now."""
     return read_grad(member.sharded) is not None
+
+
+def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: str) -> None:
+    """Raise if a unit holds gradients that were accumulated without sync, or are in flight.
+
+    Args:
+        unit: its name.
+        gradients: of its buckets.
+        what: cannot be done to it then ("copied").
+        do: the same, as a remedy says it ("copy the model").
+
+    Raises:
+        PhaseError: names the parameters.
+    """
+    for one in gradients:
+        if one.state is not GradState.NONE or one.partial is not None or one.waiting():
+            raise PhaseError(
+                f"Unit {unit or '(root)'!r} cannot be {what} now: it holds gradients not yet reduced.",
+                parameter=", ".join(member.name for member in one.bucket.members),
+                rank=one.bucket.axes.global_rank,
+                remedy=f"{do} after the backward that reduces them (set_requires_gradient_sync(True)), "
+                "or after optimizer.zero_grad() and before the next backward",
+            )

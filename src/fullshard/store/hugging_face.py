@@ -286,6 +286,15 @@ class _Plan:
         self._asked.update(present)
         value: Any = self.table.buffers[row] if isinstance(row, str) else row
         dtype = value.dtype if isinstance(row, str) else Wanted(own, row).own_dtype
+        if not isinstance(row, str) and Wanted(own, row).is_odd:
+            raise CheckpointError(
+                "A parameter is of a class of its own, which safetensors files do not hold; nothing was loaded.",
+                parameter=own,
+                got=f"{type(getattr(row.parameter, '_local_tensor', row.parameter)).__name__}, to be read from plain "
+                "numbers",
+                remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
+                "fullshard.load reads what fullshard.save wrote of them",
+            )
         for name in present:
             _check(own, tuple(value.shape), dtype, entries[name])
         for piece in self._pieces(row, own):

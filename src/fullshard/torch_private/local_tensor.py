@@ -1,7 +1,7 @@
 """The tensor inside a DTensor, and reading attributes of tensor subclasses without asking them.
 
 Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` leaves as they
-were), `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
+were), `Tensor._base`, `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
 identity could not be checked every step; and plain attribute access, 2 us in place of 0.1 where a class has a
 `__torch_function__`. `tests/test_private_api.py` says when one goes.
@@ -54,3 +54,41 @@ def local_part(tensor: Any) -> torch.Tensor:
     found: Any = tensor.detach()
     local: torch.Tensor = found._local_tensor if isinstance(found, DTensor) else found
     return local
+
+
+def plain_tensors(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors inside a tensor of any class, at any depth: the very objects. A plain one is its own."""
+    if hasattr(tensor, "_local_tensor"):  # a DTensor, a FlatShard
+        return plain_tensors(tensor._local_tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [plain for one in inner for plain in plain_tensors(one)]
+    return [tensor]
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors begin at one address of one storage: empty ones have no address of their own."""
+    if one.device != other.device or one.data_ptr() != other.data_ptr():
+        return False
+    return bool(one.numel()) or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def view_base(plain: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `plain` was made a view of, which it keeps alive, memory and all; None if it is no view."""
+    return plain._base
+
+
+def around_local(wrapper: Any) -> torch.Tensor:
+    """A `DTensor` or a `FlatShard` around the same local tensor, which says the device that this is on now."""
+    names, facts = wrapper.__tensor_flatten__()
+    inside = {name: getattr(wrapper, name) for name in names}
+    made: torch.Tensor = type(wrapper).__tensor_unflatten__(inside, facts, wrapper.shape, wrapper.stride())
+    return made.detach()
+
+
+def follow_local(tensor: torch.Tensor) -> None:
+    """Let a `DTensor` or a `FlatShard` say the device that the tensor inside it is on now; nothing for others."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None and tensor.device != local.device:
+        with plain_access(), torch.no_grad():
+            write_data(tensor, around_local(tensor))

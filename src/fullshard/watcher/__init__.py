@@ -4,7 +4,7 @@
 what is concluded and said, `proc.py` what the operating system tells.
 """
 
-from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, REDUCE, REGATHER, VERBS
+from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, KEEP, REDUCE, REGATHER, VERBS
 from .rank import RANK, SLICE, Address, WatchSettings, watch
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "END",
     "FORWARD",
     "GATHER",
+    "KEEP",
     "RANK",
     "REDUCE",
     "REGATHER",

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 VERBS = (
     *("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare", "agreement"),
-    "check of what stayed gathered",
+    *("check of what stayed gathered", "beginning of keep_gathered"),
 )
 """What a record may tell; written as an index."""
-FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK = range(len(VERBS))
+FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP = range(len(VERBS))
 
 ROOT = 1 << 16
 _RECORD = struct.Struct("<QdQQIIB")  # number (from 1), time, bytes, turn, step, unit, verb

@@ -1,0 +1,156 @@
+"""What users ask of gathered units, the same for both front-ends: to stay for a block, and to be freed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, PhaseError
+from ..runtime import Phase, Runner, runner_of, runners_in
+from ..shard import is_parked
+
+
+@contextmanager
+def keep_gathered(module: nn.Module) -> Iterator[None]:
+    """A context in which the units of `module` stay gathered from their first use on; they are freed at its end.
+
+        with keep_gathered(model.head):  # a loss in chunks: one gather in place of one a chunk and direction
+            for part in parts:
+                model.head(part).sum().backward()
+
+    Through any number of forwards and backwards; gradients are reduced in each backward as ever. Weights that were
+    changed inside (an optimizer step, `load_state_dict`) are noticed as elsewhere: at the next forward from outside
+    the ranks compare, and gather anew what changed. To write to gathered weights is refused, as elsewhere. Contexts may
+    be nested. Memory: all units of `module` at once, in their compute dtype.
+
+    Every rank enters and leaves at the same place. Nothing is sent at the beginning but one small comparison with the
+    other ranks, where the model has run before and no pass runs; before its first forward the ranks compare at that.
+
+    Args:
+        module: a unit, or a module that contains units.
+
+    Raises:
+        ConfigError: there is no unit in `module` (`owner_of` names the one that it is part of).
+        PhaseError: the unit's own forward or backward runs, or it shows whole parameters (`summon_full_params`); at
+            the end, gathered weights were written to.
+        DivergenceError: other ranks do something else.
+    """
+    runners = _units_in(module, "keep_gathered")
+    for runner in runners:
+        if runner.root is not None:
+            runner.root.recover_if_broken()
+        if runner.phase not in (Phase.IDLE, Phase.PARTLY) or runner.unit.showing.summoned:
+            raise PhaseError(
+                f"keep_gathered was entered while unit {runner.unit.name or '(root)'!r} "
+                f"{'shows whole parameters' if runner.unit.showing.summoned else 'runs'}.",
+                expected="a unit whose own forward and backward are over",
+                got=f"phase {runner.phase.name}",
+                remedy="enter it around the call of the unit",
+            )
+    _agree(runners)
+    for runner in runners:
+        runner.held += 1
+    try:
+        yield
+    except BaseException as error:
+        for wrong in _let_go(runners):
+            error.add_note(f"The units could not be freed after this: {wrong!r}")
+        raise
+    for wrong in _let_go(runners):
+        raise wrong
+
+
+def _agree(runners: list[Runner]) -> None:
+    """Ranks compare what is to stay, once a root."""
+    asked: dict[int, tuple[Any, list[int]]] = {}
+    for runner in runners:
+        root = runner.root
+        if root is not None and root.pass_top is None and not root.in_backward:
+            asked.setdefault(id(root), (root, []))[1].append(runner.index)
+    for root, indices in asked.values():
+        root.position.keep(min(indices), len(indices))
+
+
+def _let_go(runners: list[Runner]) -> list[Exception]:
+    """The end of a block: free what no other keeps. Returns what was raised; the others are freed all the same."""
+    wrong: list[Exception] = []
+    for runner in runners:
+        runner.held -= 1
+        if runner.root is not None:
+            runner.root.recover_if_broken()
+        running = runner.phase in (Phase.FORWARD, Phase.RECOMPUTING, Phase.BACKWARD)
+        if runner.held or running or runner.period.hides:  # else it is freed when that is over
+            continue
+        try:
+            runner.reshard()
+        except Exception as error:
+            wrong.append(error)
+    return wrong
+
+
+def free(model: nn.Module) -> None:
+    """Free whatever units of `model` are gathered: the root after a forward without a backward, say. No communication.
+
+    The root stays gathered after a forward that builds a graph, since its backward comes first; where none will come
+    (losses for evaluation without `torch.no_grad()`, an exception caught before the backward) this gives its memory
+    back. A backward that comes after all gathers it again. Units that `keep_gathered` keeps stay.
+
+    Args:
+        model: sharded by either front-end, or a module in such a model.
+
+    Raises:
+        ConfigError: there is no unit in `model`.
+        PhaseError: a forward or backward through it runs; or gathered weights were written to (they are freed).
+    """
+    runners = _units_in(model, "free")
+    refuse_running(runners, "free")
+    wrong: Exception | None = None
+    for runner in runners:
+        if runner.held or runner.period.hides or is_parked(runner.unit):
+            continue
+        try:
+            runner.reshard()
+        except PhaseError as error:
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
+
+
+def refuse_running(runners: list[Runner], what: str) -> None:
+    """Recover from exceptions, and raise if a forward or backward through any of these units runs.
+
+    Args:
+        runners: of the units.
+        what: was called.
+
+    Raises:
+        PhaseError: names the unit.
+    """
+    for runner in runners:
+        root = runner.root
+        if root is None:
+            continue
+        root.recover_if_broken()
+        if root.pass_top is not None or root.in_backward:
+            raise PhaseError(
+                f"{what} was called while a forward or backward through unit {runner.unit.name or '(root)'!r} runs.",
+                remedy=f"call {what} between steps",
+            )
+
+
+def _units_in(module: nn.Module, what: str) -> list[Runner]:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{what} takes a module, got {type(module).__name__}")
+    found = runners_in(module)
+    if not found:
+        inside = runner_of(module) is None and any(True for _ in module.parameters())
+        raise ConfigError(
+            f"There is no unit in this {type(module).__name__}.",
+            expected="a unit, or a module that contains units",
+            got="a part of one, or a model that is not sharded" if inside else "a module without parameters",
+            remedy="owner_of(model, module).module is the unit that runs it",
+        )
+    return found

@@ -1,0 +1,80 @@
+"""What can be said of a unit's buckets: for tables and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Comm
+from ..mesh import MeshAxes
+from ..runtime import ReduceSettings, Runner
+from ..shard import Bucket
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """One bucket.
+
+    Attributes:
+        parameters: names, from the root once the model has run; before that from the module that was sharded.
+        layout: the name of its kind.
+        mesh: how the mesh was read, and what becomes of gradients, in words.
+        elements: of the parameters together.
+        padding: elements that the layout adds, over all ranks.
+        gathered_bytes: while it is gathered, in the compute dtype.
+        rank_bytes: of this rank's shard.
+        storage_dtype, compute_dtype: of the shard, and of what is gathered.
+        trains: whether any of the parameters requires a gradient.
+    """
+
+    parameters: tuple[str, ...]
+    layout: str
+    mesh: str
+    elements: int
+    padding: int
+    gathered_bytes: int
+    rank_bytes: int
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    trains: bool
+
+
+def bucket_facts(runner: Runner, bucket: Bucket) -> BucketFacts:
+    """The facts of one bucket of a unit."""
+    layout, settings = bucket.layout, runner.settings
+    root = runner.root.top.settings.axes if runner.root is not None else settings.axes
+    return BucketFacts(
+        parameters=tuple(member.name for member in bucket.members),
+        layout=layout.name,
+        mesh=f"{_ranks(bucket.axes)}; gradients: {_gradients(bucket.axes, settings.reduce, settings.comm, root)}",
+        elements=layout.parameter_numel,
+        padding=layout.gathered_numel - layout.parameter_numel,
+        gathered_bytes=bucket.full_bytes,
+        rank_bytes=layout.shard_numel * bucket.storage_dtype.itemsize,
+        storage_dtype=bucket.storage_dtype,
+        compute_dtype=bucket.compute_dtype,
+        trains=any(member.sharded.requires_grad for member in bucket.members),
+    )
+
+
+def _ranks(axes: MeshAxes) -> str:
+    """How a mesh was read."""
+    ways, copies = axes.shard.size, axes.replicate.size if axes.replicate is not None else 1
+    split = f"sharded {ways} ways" if ways > 1 else "not sharded"
+    if copies > 1:
+        split += f"{' x' if ways > 1 else ','} {copies} replicas"
+    return f"{axes.world} rank{'s' * (axes.world > 1)}: {split}"
+
+
+def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxes) -> str:
+    """How a gradient is made of the ranks' own; `root` is the mesh over which tokens are counted."""
+    if getattr(comm, "scales_itself", False):
+        return f"as a communication hook makes them, over {axes.world}"
+    if reduce.reduction == "tokens":
+        return f"sum over {axes.world}, divided by the count of tokens of {root.world}"
+    if reduce.reduction == "sum":
+        return f"sum over {axes.world}"
+    if reduce.divide_factor is not None and reduce.divide_factor != axes.world:
+        return f"sum over {axes.world}, divided by {reduce.divide_factor:g}"
+    return f"mean over {axes.world}"

@@ -1,0 +1,201 @@
+"""A unit whose shards and gradients lie in host memory for a while, so that the device has room for something else.
+
+A parked bucket is one that is offloaded (`Home`) and refuses to be gathered. Its sharded parameters, their gradients
+and optimizer views stay the objects they are: their memory is another. What shares memory shares it there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..comm import Gathers
+from ..errors import PhaseError
+from ..torch_private.local_tensor import follow_local, plain_access, plain_tensors, read_grad, view_base
+from .bucket import Bucket
+from .gradient_set import GradientSet
+from .gradients import Gradients
+from .offload import Home, settle
+from .unit import Unit
+
+
+class Parking(Home):
+    """The home of a parked bucket.
+
+    Args:
+        compute: the device that the bucket computes on.
+        pinned: whether it is page-locked memory.
+        before: the bucket's home when it is not parked.
+        apart: what the bucket's form said then of shards apart from the mesh's device.
+    """
+
+    def __init__(self, compute: torch.device, pinned: bool, before: Home | None, apart: bool) -> None:
+        super().__init__(torch.device("cpu"), compute, pinned)
+        self.before, self.apart = before, apart
+
+    def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise _parked("?")
+
+    def gathering(self, comm: Gathers) -> Gathers:
+        raise _parked("?")
+
+
+class Mover:
+    """Moves tensors to a device, each storage once: views of one memory are views of one memory there.
+
+    Args:
+        device: to where.
+        pinned: to page-locked memory; a storage that is not counts as one that is elsewhere.
+
+    Attributes:
+        moved: bytes that were copied.
+        stayed: bytes that were there already.
+    """
+
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        self.device, self.pinned = device, pinned
+        self.moved = self.stayed = 0
+        self._known: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by address: the old one, its copy
+        self._seen: set[int] = set()  # addresses of what stays, or was made here
+
+    def needed(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is not where it is to be."""
+        return storage.device != self.device or (self.pinned and not storage.is_pinned())
+
+    def move(self, plain: torch.Tensor) -> torch.Tensor:
+        """The same elements there, in the same order in memory; `plain` itself if it is there."""
+        storage = plain.untyped_storage()
+        at = storage.data_ptr()
+        if plain.is_meta:
+            return plain
+        if not storage.nbytes():
+            return plain if plain.device == self.device else plain.to(self.device)
+        if at in self._seen:
+            return plain
+        if not self.needed(storage):
+            self.stayed += storage.nbytes()
+            self._seen.add(at)
+            return plain
+        if at not in self._known:
+            source = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+            copy.copy_(source)
+            self._seen.add(copy.data_ptr())
+            self._known[at] = storage, copy  # the old one is held: its address is not used again meanwhile
+            self.moved += storage.nbytes()
+        target = self._known[at][1].untyped_storage()
+        made = torch.empty(0, dtype=plain.dtype, device=self.device)
+        return made.set_(target, plain.storage_offset(), plain.shape, plain.stride())
+
+    def move_inside(self, tensor: torch.Tensor) -> None:
+        """Move the memory of a tensor of any class, which stays the object it is."""
+        with plain_access(), torch.no_grad():
+            for plain in plain_tensors(tensor):
+                for one in (view_base(plain), plain):
+                    if one is not None and (found := self.move(one)) is not one:
+                        one.data = found
+        follow_local(tensor)
+
+
+def refuse_parked(units: Iterable[Unit]) -> None:
+    """Raise if any of these units is parked.
+
+    Raises:
+        PhaseError: names the units, and `fullshard.resume`.
+    """
+    names = [unit.name for unit in units if is_parked(unit)]
+    if names:
+        raise _parked(", ".join(name or "(root)" for name in dict.fromkeys(names)))
+
+
+def is_parked(unit: Unit) -> bool:
+    """Whether the unit's shards are parked."""
+    return True in [type(bucket.home) is Parking for bucket in unit.buckets]
+
+
+def _parked(units: str) -> PhaseError:
+    return PhaseError(
+        "A model whose shards are parked in host memory was asked to compute.",
+        expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
+        got="parked units" + (f" {units}" if units != "?" else ""),
+        remedy="call fullshard.resume(model, *optimizers) first, on every rank",
+    )
+
+
+def park_unit(unit: Unit, mover: Mover) -> None:
+    """Move a unit's shards and gradients to where `mover` brings things. The unit must be idle; it is freed."""
+    unit.drop_kept()
+    unit.reshard()
+    settle([bucket.home for bucket in unit.buckets])
+    for bucket in unit.buckets:
+        form: Any = bucket.form
+        bucket.home = Parking(bucket.axes.device, mover.pinned, bucket.home, form.apart)
+        form.apart = True
+    _move(unit, mover)
+
+
+def resume_unit(unit: Unit) -> tuple[int, int]:
+    """Bring a parked unit back.
+
+    Returns:
+        Bytes that were copied to the device, and bytes that were where they belong.
+    """
+    unit.refresh()
+    found = [0, 0]
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        home, form = bucket.home, bucket.form
+        if type(home) is not Parking:
+            continue
+        bucket.home, form.apart = home.before, home.apart  # type: ignore[attr-defined]
+        before = home.before
+        mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
+        _move_bucket(unit, bucket, gradients, mover)
+        found = [found[0] + mover.moved, found[1] + mover.stayed]
+    unit.places_changed()
+    return found[0], found[1]
+
+
+def _move(unit: Unit, mover: Mover) -> None:
+    for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
+        _move_bucket(unit, bucket, gradients, mover)
+    unit.places_changed()
+
+
+def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
+    """Values, then gradients. To the engine nothing has changed: versions go on as they were."""
+    before = unit.version()
+    bucket.turns.take()
+    with plain_access(), torch.no_grad():
+        if not bucket.form.plain:
+            mover.move_inside(bucket.shard)
+        elif (shard := mover.move(bucket.shard)) is not bucket.shard:
+            bucket.shard = shard
+            bucket.form.point(bucket.members, shard)
+            for member in bucket.members:
+                follow_local(member.sharded)
+            for view in gradients.delivery.views:
+                if (tensor := view.tensor) is not None:
+                    tensor.data = shard.narrow(0, view.offset, view.length)
+        _move_gradients(bucket, gradients, mover)
+    bucket.turns.give()
+    unit.touched.changes += before - unit.version()
+
+
+def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
+    """Those that users see: parts of the delivered slice, and their own."""
+    delivery = gradients.delivery
+    holders: list[Any] = [member.sharded for member in bucket.members]
+    holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
+    grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
+    current, delivery.set = delivery.set, None
+    for grad in grads:
+        mover.move_inside(grad)
+    if current is None or not grads or not current.storage.nbytes():
+        return
+    for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
+        mover.move_inside(shows)
+    moved = GradientSet(current.flat, current.parts, current.views)
+    moved.shown = current.shown
+    delivery.set = moved

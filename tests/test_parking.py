@@ -1,0 +1,359 @@
+"""`park` and `resume`: state in host memory and back, of both front-ends and every layout.
+
+On a CPU nothing has to move, which is one of the cases here. In the others the mover is told that everything has to, to
+other memory of the same device: what is tested then is all but the device (tests/gpu has that).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import PhaseError, keep_gathered, memory_use, park, resume
+from fullshard.forms import HiddenParameter
+from fullshard.shard import Mover, units_of
+from fullshard.torch_private.local_tensor import around_local, plain_tensors
+from training import assert_same
+from ways import (
+    LAYOUTS,
+    WRAPPERS,
+    batch,
+    error_of,
+    every_way,
+    gradient_problems,
+    inner,
+    layers,
+    loss_of,
+    mine,
+    named_error,
+    shard,
+    value_problems,
+    whole_state,
+    without_sync,
+)
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Two blocks and a last layer, with buffers, and a parameter that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+        self.norm = nn.BatchNorm1d(2, dtype=torch.float64)
+        self.alone = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x)) * self.alone.detach()
+
+
+def sharded(way: str, **settings: Any) -> nn.Module:
+    model = Net()
+    left = {"ignored_params": {model.alone}} if way in LAYOUTS else {"ignored_states": [model.alone]}
+    model.norm.eval()
+    return shard(model, way, lambda model: list(model.body)[:2], **settings, **left)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
+
+
+class _Forced:
+    """The mover takes everything for somewhere else, in this process."""
+
+    def __enter__(self) -> None:
+        self.needed = Mover.needed
+        Mover.needed = lambda mover, storage: True
+
+    def __exit__(self, *_: Any) -> None:
+        Mover.needed = self.needed
+
+
+def moving(forced: bool) -> Any:
+    return _Forced() if forced else nullcontext()
+
+
+def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, torch.UntypedStorage]:
+    """By address, the memory of parameters, gradients, buffers and optimizer state: held, so that it is not reused."""
+    tensors: list[Any] = [bucket.shard for unit in units_of(model) for bucket in unit.buckets]
+    for parameter in model.parameters():
+        tensors += [parameter] + ([parameter.grad] if parameter.grad is not None else [])
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    tensors += list(model.buffers())
+    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+    return {at: storage for part in plain if (at := (storage := part.untyped_storage()).data_ptr())}
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of what is to come back: this rank's parts of everything."""
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = [part.clone() for part in plain_tensors(parameter.detach())]
+        if parameter.grad is not None:
+            found[f"{name}.grad"] = [part.clone() for part in plain_tensors(parameter.grad)]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{key}"] = [part.clone() for part in plain_tensors(value)]
+    return found
+
+
+def alike(where: str, got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    if missing := want.keys() - got.keys():  # a load makes state for parameters of which a rank holds nothing
+        return [f"{where}: {sorted(missing)}"]
+    return [
+        f"{where}: {name}"
+        for name, parts in want.items()
+        if not all(torch.equal(one, other) for one, other in zip(got[name], parts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["nothing-moves", "all-moves"])
+@every_way
+def test_training_goes_on_where_it_was(run_ranks, forced: bool, way: str) -> None:
+    assert_same(run_ranks(parked_between_steps, forced, way))
+
+
+def parked_between_steps(forced: bool, way: str) -> list[str]:
+    model, plain = sharded(way), Net()
+    plain.norm.eval()
+    optimizer, reference = optimizer_of(model), optimizer_of(plain)
+    objects = [id(parameter) for parameter in model.parameters()]
+    problems: list[str] = []
+    for step in range(STEPS):
+        for part in range(2):  # the second is added to gradients that were parked
+            loss_of(model, mine(10 * step + part)).backward()
+            loss_of(plain, batch(10 * step + part)).backward()
+            problems += with_rest(model, optimizer, forced, f"step {step}, part {part}")
+        problems += gradient_problems(f"step {step}", model, plain)
+        for one in (optimizer, reference):
+            one.step()
+        problems += with_rest(model, optimizer, forced, f"after step {step}")
+        for one in (optimizer, reference):
+            one.zero_grad()
+        problems += with_rest(model, optimizer, forced, f"without gradients {step}")
+    problems += value_problems("trained", model, plain)
+    return problems + ([] if objects == [id(p) for p in model.parameters()] else ["other Parameter objects"])
+
+
+def with_rest(model: nn.Module, optimizer: torch.optim.Optimizer, forced: bool, where: str) -> list[str]:
+    """Park and resume; what differs before, between and after."""
+    before, at, use = held(model, optimizer), memory_of(model, optimizer), memory_use(model, optimizer)
+    with moving(forced):
+        parked = park(model, optimizer)
+        between, used = memory_of(model, optimizer), memory_use(model, optimizer)
+        problems = alike(f"{where}, parked", held(model, optimizer), before)
+        problems += [f"{where}: parked in the same memory"] if forced and at.keys() & between.keys() else []
+        resumed = resume(model, optimizer)
+    problems += alike(f"{where}, resumed", held(model, optimizer), before)
+    if forced:
+        problems += [f"{where}: {parked} and {resumed}"] if not parked.moved or parked.stayed or resumed.stayed else []
+        problems += (
+            [f"{where}: resumed in the same memory"] if between.keys() & memory_of(model, optimizer).keys() else []
+        )
+    elif parked.moved or resumed.moved or not parked.stayed or "nothing was moved" not in str(parked):
+        problems.append(f"{where}: {parked}, {resumed}")
+    shows = any(parameter.grad is not None for parameter in model.parameters())
+    kept = (use.parameters, use.gradients if shows else 0, use.optimizer)  # memory that shows nothing is given back
+    problems += (
+        []
+        if kept == (used.parameters, used.gradients, used.optimizer) and used.host == used.total
+        else [f"{where}: {use} then {used}"]
+    )
+    return problems
+
+
+@every_way
+def test_what_computes_is_refused_while_parked(run_ranks, way: str) -> None:
+    assert_same(run_ranks(refused_while_parked, way))
+
+
+def refused_while_parked(way: str) -> list[str]:
+    problems: list[str] = []
+    for trained in (False, True):  # before the first forward, too
+        model = sharded(way)
+        optimizer = optimizer_of(model)
+        if trained:
+            loss_of(model, mine(0)).backward()
+        late = loss_of(model, mine(1)) if trained else None  # its backward comes while the model is parked
+        park(model, optimizer)
+        tried: dict[str, Any] = {
+            "forward": lambda model=model: model(mine(2)),
+            "evaluation": lambda model=model: torch.no_grad()(model)(mine(2)),
+            "block": lambda model=model: inner(model).body[0](mine(2)),
+            "park": lambda model=model: park(model),
+        }
+        if trained:
+            tried["backward"] = late.backward
+        if way in LAYOUTS:
+            tried["unshard"] = lambda model=model: inner(model).body[0].unshard()
+        for name, action in tried.items():
+            problems += named_error(error_of(action), "resume", kinds=PhaseError, where=f"{trained} {name}")
+        resume(model, optimizer)
+        optimizer.zero_grad()
+        plain = Net()
+        plain.norm.eval()
+        loss_of(model, mine(3)).backward()
+        loss_of(plain, batch(3)).backward()
+        problems += gradient_problems(f"{trained}: after it", model, plain)
+    return problems
+
+
+@every_way
+def test_saving_and_loading_while_parked(run_ranks, tmp_path: Path, way: str) -> None:
+    assert_same(run_ranks(saved_while_parked, str(tmp_path), way))
+
+
+def saved_while_parked(folder: str, way: str) -> list[str]:
+    problems: list[str] = []
+    with moving(True):
+        model = sharded(way)
+        optimizer = optimizer_of(model)
+        loss_of(model, mine(0)).backward()
+        optimizer.step()
+        want, before = whole_state(model), held(model, optimizer)
+        park(model, optimizer)
+        for name, value in whole_state(model).items():
+            problems += [] if torch.equal(value, want[name]) else [f"state_dict: {name}"]
+        fullshard.save(folder, model, optimizer, step=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        fullshard.load(folder, model, optimizer)
+        problems += alike("loaded while parked", held(model, optimizer), before)
+        resume(model, optimizer)
+        problems += alike("resumed", held(model, optimizer), before)
+        optimizer.zero_grad()
+        loss_of(model, mine(1)).backward()
+        optimizer.step()
+        other = sharded(way)
+        again = optimizer_of(other)
+        park(other, again)
+        fullshard.load(folder, other, again)  # state that was not there when it was parked
+        resume(other, again)
+        loss_of(other, mine(1)).backward()
+        again.step()
+    return problems + alike("went on", held(other, again), held(model, optimizer))
+
+
+@pytest.mark.parametrize("way", [*WRAPPERS, "rows", "flat"])
+def test_views_and_copies(run_ranks, way: str) -> None:
+    assert_same(run_ranks(views_and_copies, way))
+
+
+def views_and_copies(way: str) -> list[str]:
+    model, plain = sharded(way), Net()
+    plain.norm.eval()
+    optimizer = torch.optim.Adam(fullshard.optimizer_view(model), lr=0.1, eps=1e-3)
+    reference = optimizer_of(plain)
+    with moving(True):
+        for step in range(3):
+            loss_of(model, mine(step)).backward()
+            loss_of(plain, batch(step)).backward()
+            park(model, optimizer)
+            average = copy.deepcopy(model)  # is parked as well
+            resume(model, optimizer)
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        problems = value_problems("views", model, plain)
+    return problems + named_error(error_of(lambda: average(mine(0))), "resume", where="a copy")
+
+
+def test_nothing_is_left_behind(run_ranks) -> None:
+    """No tensor is left that shows the old memory: it is given back."""
+    assert_same(run_ranks(left_behind))
+
+
+def left_behind() -> list[str]:
+    problems: list[str] = []
+    for way in ("rows", "flat", "wrapper", "originals"):
+        with moving(True):
+            model = sharded(way)
+            optimizer = optimizer_of(model)
+            loss_of(model, mine(0)).backward()
+            optimizer.step()
+            for action in (park, resume):
+                old = memory_of(model, optimizer)
+                action(model, optimizer)
+                gc.collect()
+                tensors = [
+                    one for one in gc.get_objects() if isinstance(one, Tensor) and type(one) is not HiddenParameter
+                ]
+                now = {part.untyped_storage().data_ptr() for one in tensors for part in plain_tensors(one)} - {0}
+                problems += [f"{way}: {action.__name__} leaves {len(old.keys() & now)}"] if old.keys() & now else []
+                del tensors
+    return problems
+
+
+def test_a_view_takes_what_it_is_a_view_of_along() -> None:
+    """Else the old memory would be held by it: a tensor keeps alive what it was made a view of."""
+    base = torch.arange(8.0)
+    view, old = base[2:4], base.untyped_storage()
+    with moving(True):
+        mover = Mover(torch.device("cpu"))
+        mover.move_inside(view)
+    assert view.tolist() == [2, 3] and base.tolist() == list(range(8))
+    assert {view.untyped_storage().data_ptr(), base.untyped_storage().data_ptr()} - {old.data_ptr()}
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert mover.moved == old.nbytes()
+
+
+def test_wrong_uses_are_named_and_change_nothing(run_ranks) -> None:
+    assert_same(run_ranks(wrong_uses))
+
+
+def wrong_uses() -> list[str]:
+    model = sharded("flat")
+    optimizer = optimizer_of(model)
+    problems = named_error(error_of(lambda: park(nn.Linear(2, 2))), "without units", where="plain")
+    problems += named_error(error_of(lambda: park(model, optimizer_of(Net()))), "no parameter", where="foreign")
+    problems += named_error(error_of(lambda: park(model, None)), "optimizers", where="none")
+    problems += named_error(error_of(lambda: resume(model)), "not parked", where="not parked")
+    with without_sync(model):
+        loss_of(model, mine(0)).backward()
+    problems += named_error(error_of(lambda: park(model)), "not yet reduced", where="accumulating")
+    optimizer.zero_grad()
+    with keep_gathered(model):
+        problems += named_error(error_of(lambda: park(model)), "inside keep_gathered", where="kept")
+    found: list[Any] = []
+    handle = model.body.register_forward_hook(lambda *_: found.append(error_of(lambda: park(model))))
+    loss_of(model, mine(0)).backward()
+    handle.remove()
+    problems += named_error(found[0], "between steps", where="in a forward")
+    park(model, optimizer)
+    problems += named_error(error_of(lambda: resume(model)), "Adam left out", where="left out")
+    problems += named_error(error_of(lambda: resume(model.body[0])), "module that park was given", where="a part")
+    problems += named_error(error_of(lambda: park(model.body[0])), "is parked", where="a part of it")
+    resume(model, optimizer)
+    optimizer.step()
+    return problems
+
+
+def test_wrappers_say_where_their_memory_is(run_ranks) -> None:
+    """What a DTensor or FlatShard is made into when the memory inside it is on another device; here: on meta.
+
+    That it becomes that, as a Parameter, torch allows between CPUs and accelerators only: tests/gpu.
+    """
+    assert_same(run_ranks(said_devices))
+
+
+def said_devices() -> list[str]:
+    problems: list[str] = []
+    for way in ("rows", "flat"):
+        parameter: Any = inner(sharded(way)).body[0][0].weight
+        local = parameter._local_tensor
+        for device in ("meta", "cpu"):
+            parameter._local_tensor = local.to(device)
+            made: Any = around_local(parameter)
+            facts = (made.device.type, made.shape, made.dtype, made.requires_grad)
+            problems += [] if facts == (device, (5, 5), torch.float64, False) else [f"{way}: {facts}"]
+        problems += [] if torch.equal(made.to_local(), local) else [f"{way}: other values"]
+    return problems
