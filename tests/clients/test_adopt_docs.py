@@ -74,7 +74,8 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.dat
 for x, y in loader:
     accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
     optimizer.step()
-assert isinstance(model, fullshard.FSDPModule if sys.argv[1] == "2" else fullshard.FullyShardedDataParallel), type(model)
+kind = fullshard.FSDPModule if sys.argv[1] == "2" else fullshard.FullyShardedDataParallel
+assert isinstance(model, kind), type(model)
 print("units", sum(hasattr(module, "_fullshard_runner") for module in model.modules()), flush=True)
 torch.distributed.destroy_process_group()
 """
