@@ -28,7 +28,7 @@ def script(*arguments: str, code: int = 0, **environment: str) -> str:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
