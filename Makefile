@@ -37,7 +37,7 @@ $(CLIENTS): $(STAMP)
 	@touch $@
 
 test-clients: $(CLIENTS)
-	$(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
+	$(BIN)/python -m pytest -n 0 --timeout 900 tests/clients $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -11,13 +11,15 @@ import pytest
 import ranks
 from ranks import RankPools
 
-CLIENTS = ["accelerate", "transformers", "peft", "fullshard"]
+CLIENTS = ["accelerate", "transformers.trainer", "peft", "lightning", "trl", "fullshard"]
+"""Imported once, before the ranks are forked; those that are not installed are passed over."""
 
 
 @pytest.fixture(scope="session")
 def adopted_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
     """Pools of gloo ranks apart from those of other tests: adopting is for good."""
     ranks.PRELOADED += [name for name in CLIENTS if name not in ranks.PRELOADED]
+    ranks.START_TIMEOUT = 400.0  # for importing all of them, on a busy machine
     pools = RankPools(tmp_path_factory.mktemp("adopted"))
     yield pools
     pools.close()
@@ -25,9 +27,9 @@ def adopted_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool
 
 @pytest.fixture
 def run_adopted(adopted_pools: RankPools) -> Callable[..., list[Any]]:
-    """`run_adopted(fn, *args, world=2, timeout=120)`: as `run_ranks`, on ranks that have adopted."""
+    """`run_adopted(fn, *args, world=2, timeout=240)`: as `run_ranks`, on ranks that have adopted."""
 
-    def run(fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+    def run(fn: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
         return adopted_pools.run(adopted, fn, *args, timeout=timeout, **kwargs)
 
     return run

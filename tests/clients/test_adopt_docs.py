@@ -114,7 +114,7 @@ def launched(*arguments: str) -> str:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         check=False,
     )

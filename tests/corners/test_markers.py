@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from drop_in import WRAPPERS, batch, layers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import FullyShardedDataParallel, MixedPrecision
+from fullshard import FullyShardedDataParallel, MixedPrecision, StateDictType
 from ways import wrap
 
 
@@ -97,6 +98,34 @@ def frozen() -> bool:
     inner: Any = wrap(layers().to(torch.bfloat16).requires_grad_(False), use_orig_params=False)
     inner._handle._orig_param_dtype = torch.float32
     assert cast_up(inner) == [] and inner._flat_param.dtype is torch.bfloat16
+    return True
+
+
+@pytest.mark.parametrize("originals", WRAPPERS)
+def test_what_an_instance_says_of_itself(run_ranks, originals):
+    assert all(run_ranks(said, originals))
+
+
+def said(originals: bool) -> bool:
+    parts = layers()
+    parts[0] = wrap(parts[0], use_orig_params=originals)
+    model: Any = wrap(parts, use_orig_params=originals)
+    inner: Any = parts[0]
+    for module in (parts, parts[2], inner.module):
+        assert module._is_fsdp_managed_module and module._fsdp_use_orig_params is originals
+    assert model._is_root is None and model._use_orig_params is originals and model._device_mesh is None
+    states = []
+    inner.module.register_forward_pre_hook(lambda *_: states.append(model.training_state.name))
+    model(batch(0, 0))
+    with FullyShardedDataParallel.summon_full_params(inner):
+        states += [inner.training_state.name, model.training_state.name]
+    assert states == ["FORWARD_BACKWARD", "SUMMON_FULL_PARAMS", "IDLE"]
+    assert model._is_root is True and inner._is_root is False
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert inner._state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert model._state_dict_type is StateDictType.FULL_STATE_DICT
+    mesh = init_device_mesh("cpu", (2,))
+    assert wrap(layers(), use_orig_params=originals, device_mesh=mesh)._device_mesh is mesh
     return True
 
 

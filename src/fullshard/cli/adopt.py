@@ -31,7 +31,7 @@ With Accelerate: accelerate launch ... -m fullshard adopt SCRIPT ARGS...
 What it took over is printed first; docs/adopt.md tells about each client library.
 Exit code: the program's; 2 bad input."""
 
-LENIENT = "FULLSHARD_ADOPT_LENIENT"
+LENIENT, SCRIPT = "FULLSHARD_ADOPT_LENIENT", "FULLSHARD_ADOPT_SCRIPT"
 """Set in the environment of processes that an adopted program starts, which cannot be given arguments."""
 
 
@@ -59,6 +59,7 @@ def _script(path: Path, arguments: list[str], lenient: bool) -> int:
     if (code := _adopt(lenient)) is not None:
         return code
     sys.argv = [str(path), *arguments]
+    os.environ[SCRIPT] = str(path.resolve())
     sys.path[0] = str(path.resolve().parent)  # as `python path` would
     main = ModuleType("__main__")
     main.__file__, main.__builtins__ = str(path), __builtins__  # type: ignore[attr-defined]

@@ -4,12 +4,11 @@
 """
 
 import os
-import sys
 from pathlib import Path
 
-from fullshard.cli.adopt import LENIENT
+from fullshard.cli.adopt import LENIENT, SCRIPT
 from fullshard.integrations.adopt import adopt
 
 adopt(lenient=bool(os.environ.get(LENIENT)))
-__file__ = sys.argv[0]  # the parent's
+__file__ = os.environ[SCRIPT]
 exec(compile(Path(__file__).read_bytes(), __file__, "exec"), globals())

@@ -202,7 +202,7 @@ def _replace(originals: Mapping[int, str], told: Adopted) -> list[Any]:
 def _check_unused(front_ends: ModuleType) -> None:
     """Refuse to adopt once PyTorch's front-ends hold modules, which the program could no longer steer."""
     unit, wrapper = front_ends.FSDPModule, front_ends.FullyShardedDataParallel
-    found = [cls.__name__ for cls in unit.__subclasses__() if not cls.__module__.startswith("torch.distributed.")]
+    found = [cls.__name__ for cls in unit.__subclasses__() if cls.__name__ != "ReplicateModule"]  # which is PyTorch's
     found += [type(one).__name__ for one in gc.get_referrers(wrapper) if type(one) is wrapper]
     for cls in wrapper.__subclasses__():
         warnings.warn(

@@ -155,7 +155,6 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
         self._settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
-        self._modules[WRAPPED] = module
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
             warn_of_host(module, arguments)

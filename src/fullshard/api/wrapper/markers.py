@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...forms import FlatParamShardMetadata, shard_metadata
+from ...names import WRAPPED
 from ...runtime import Runner, mark_managed, own_modules, runner_of
 from ...shard import Bucket, Unit
 from .instances import flat_of
@@ -28,7 +29,8 @@ WRAPPER_KEY = "_fullshard_wrapper"
 
 
 def mark_wrapped(instance: Any, module: nn.Module, ignored: Iterable[nn.Module]) -> None:
-    """Let `module` know that it is wrapped, and the modules in it that their parameters are managed."""
+    """Register `module` on its instance, and let it know; the modules in it know that their parameters are managed."""
+    instance._modules[WRAPPED] = module
     mark_managed(own_modules(module, ignored), instance.use_orig_params)
     module.__dict__[WRAPPER_KEY] = weakref.ref(instance)
 
