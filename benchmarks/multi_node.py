@@ -128,9 +128,10 @@ def page(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
         "",
         f"Two network namespaces of {RANKS} gloo ranks each on one machine ({os.cpu_count()} cores, "
         f"{platform.machine()}, {platform.system()} {platform.release().partition('-')[0]}; load average "
-        f"{os.getloadavg()[0]:.1f} at the end), and between them a veth pair that `tc tbf` shapes to the rate. {options.layers} layers of width "
-        f"{options.width}, fp32, {size / 1e6:.1f} MB of parameters, SGD. Bytes are `rx_bytes` of a node's end of the "
-        f"wire, headers included, the larger node's median over {options.steps} steps; the theory is of gloo's "
+        f"{os.getloadavg()[0]:.1f} at the end), and between them a veth pair that `tc tbf` shapes to the rate. "
+        f"{options.layers} layers of width {options.width}, fp32, {size / 1e6:.1f} MB of parameters, SGD. Bytes are "
+        f"`rx_bytes` of a node's end of the wire, headers included, the larger node's median over {options.steps} "
+        "steps; the theory is of gloo's "
         "algorithms (`theory` in the script).",
         "",
         "| wire | strategy | received by a node, a step | theory | measured / theory | step, median (least to most) "
