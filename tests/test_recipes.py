@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from training import assert_same
@@ -50,16 +52,13 @@ def pretrained(rank_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Sim
     """What the first recipe wrote, in six steps, of which the last two after it was started again."""
     folder = tmp_path_factory.mktemp("recipes")
     config, out = write_config(folder / "config"), folder / "run"
+    given = ["--config", str(config), *TINY]
+    straight = str(folder / "straight")
     told = [
-        rank_pools.run(
-            run, "pretrain", "--config", str(config), "--out", str(out), "--steps", steps, *TINY, timeout=120
-        )
-        for steps in ("4", "6")
+        rank_pools.run(run, "pretrain", "--out", where, "--steps", steps, *given, timeout=120)
+        for where, steps in ((str(out), "4"), (str(out), "6"), (straight, "6"))
     ]
-    straight = rank_pools.run(
-        run, "pretrain", "--config", str(config), "--out", str(folder / "straight"), "--steps", "6", *TINY, timeout=120
-    )
-    return SimpleNamespace(out=out, model=out / "model-6", losses=told, straight=straight)
+    return SimpleNamespace(out=out, model=out / "model-6", losses=told[:2], straight=told[2])
 
 
 def test_pretraining_learns_and_goes_on_where_it_was(pretrained: SimpleNamespace) -> None:
@@ -71,17 +70,13 @@ def test_pretraining_learns_and_goes_on_where_it_was(pretrained: SimpleNamespace
 
 
 def test_lora(run_ranks, pretrained: SimpleNamespace, tmp_path: Path) -> None:
-    out = tmp_path / "adapter"
-    losses = run_ranks(
-        run, "lora", "--base", str(pretrained.model), "--out", str(out), "--steps", "4", *TINY, timeout=120
-    )
+    out = str(tmp_path / "adapter")
+    losses = run_ranks(run, "lora", "--base", str(pretrained.model), "--out", out, "--steps", "4", *TINY, timeout=120)
     assert losses[0] == losses[1] and losses[0][0] == pytest.approx(pretrained.losses[1][0][-1], rel=0.2)
-    assert sorted(path.name for path in out.iterdir()) >= ["adapter_config.json", "adapter_model.safetensors"]
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(pretrained.model)
-    adapted = peft.PeftModel.from_pretrained(base, out)
-    moved = [bool(p.any()) for name, p in adapted.named_parameters() if "lora_B" in name]
-    assert moved and all(moved)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    moved = [bool(tensor.any()) for name, tensor in saved.items() if "lora_B" in name]
+    assert len(moved) == 14 and all(moved)  # seven layers of each of two blocks
 
 
 def test_sft(run_ranks, pretrained: SimpleNamespace, tmp_path: Path) -> None:
@@ -124,11 +119,9 @@ def test_a_mixture_of_experts_is_that_of_one_process(run_ranks) -> None:
 def mixture() -> list[str]:
     """Three steps against the same model in one process, on the batches of all ranks."""
     moe = program("moe")
-    from torch.distributed.device_mesh import init_device_mesh
-
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "expert"))
-    alone = [init_device_mesh("cpu", (world, 1), mesh_dim_names=("data", "expert"))][0]
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data", "expert"))
     model, plain = moe.Model(mesh), moe.Model(alone)
     moe.shard(model, mesh)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
