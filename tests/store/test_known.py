@@ -141,3 +141,45 @@ def gone(folder: Path) -> int:
     del model, optimizer
     gc.collect()
     return len(known._known) - before
+
+
+def at_random(folder: Path, seed: int) -> None:
+    """Saves at random moments, in the background or not, with changes in between; all load as what was saved."""
+    import random
+
+    chosen = random.Random(seed)
+    model, optimizer = made()
+    step(model, optimizer)
+    for number in range(1, 9):
+        change = chosen.choice([*CHANGES, "nothing", "nothing"])
+        if change == "another name" and not hasattr(model, "seen"):
+            change = "a longer buffer"
+        if change == "a buffer less" and not hasattr(model, "seen"):
+            change = "nothing"
+        CHANGES[change](model, optimizer)
+        given = [optimizer] if chosen.random() < 0.8 else []
+        state = {"numbers": torch.arange(chosen.randint(1, 3)), "plain": number}
+        saving = fullshard.save(folder, model, given, step=number, state=state, asynchronous=chosen.random() < 0.5)
+        saving.wait()
+        want = {name: whole(t) for name, t in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()}
+        want_states = [{k: whole(v) for k, v in own.items()} for own in optimizer.state.values()]
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers(), *(o["exp_avg"] for o in optimizer.state.values())]:
+                tensor.zero_()
+        loaded = fullshard.load(folder, model, given, rng=False)
+        assert (loaded.step, loaded.state["plain"]) == (number, number)
+        assert torch.equal(loaded.state["numbers"], state["numbers"])
+        for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+            assert torch.equal(whole(tensor), want[name]), (seed, number, change, name)
+        for own, expected in zip(optimizer.state.values(), want_states if given else [], strict=bool(given)):
+            assert all(torch.equal(whole(own[key]), expected[key]) for key in expected), (seed, number, change)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_saves_at_random_load_as_what_was_saved(run_ranks: Any, tmp_path: Path, seed: int) -> None:
+    run_ranks(at_random, tmp_path, seed, timeout=120)
