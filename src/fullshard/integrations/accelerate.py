@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def adjust_plugin(dataclasses: ModuleType, told: Callable[[str], None]) -> None:
@@ -48,8 +49,10 @@ def adjust_state(state: ModuleType, told: Callable[[str], None]) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         first = not state.AcceleratorState._shared_state
-        original(self, *args, **kwargs)
         plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and not torch.accelerator.is_available() and dist.is_torchelastic_launched():
+            kwargs["cpu"] = True  # its launcher does not say so of FSDP: every rank would train a model of its own
+        original(self, *args, **kwargs)
         if not first or plugin is None or self.distributed_type is not state.DistributedType.MULTI_CPU:
             return
         # What it does where it finds an accelerator.
