@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
+from ..forms import owner_of
 from ..names import clean_name, clean_path
 from . import values
 from .held import held_by
@@ -315,6 +316,14 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
 
 def _table(model: nn.Module, options: StateDictOptions) -> Table:
     table = Table(model)
+    inside = {id(unit) for unit, runner in table.units if runner is None}
+    part = next((row for row in table.parameters if id(owner_of(row.parameter)) in inside and not row.says_whole), None)
+    if part is not None:
+        raise CheckpointError(
+            "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",
+            parameter=part.name,
+            remedy="give the FullyShardedDataParallel, and pick what is wanted by submodules= or by its name",
+        )
     if not table.wrapped:  # names as PyTorch's functions have them
         table = Table(model, lambda name: clean_name(name).replace("_orig_mod.", ""))
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
