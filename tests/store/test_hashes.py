@@ -17,10 +17,10 @@ from fullshard.exchange.inspect import inspect
 from fullshard.store import hashed
 from fullshard.store.hashed import BLOCK, CHUNK, Hashed
 from fullshard.store.piece import whole_piece
-from fullshard.store.record import Records as Finder
+from fullshard.store.record import RecordFinder
 from fullshard.store.source import Entry
 from fullshard.store.storage import LocalStorage, Stored
-from fullshard.store.write import Records, saved, write_items
+from fullshard.store.write import RecordWriter, saved, write_items
 
 NEWEST = "step-000000003"
 WITHOUT = MappingProxyType({**hashed.KINDS, "xxh3_128": None})
@@ -85,7 +85,7 @@ def test_records_are_those_of_torch_save(dtype):
     for shape in SHAPES:
         kept = io.BytesIO()
         stream = Hashed(kept)
-        records = Records(stream, "a file")
+        records = RecordWriter(stream, "a file")
         tensors = [torch.randint(0, 2, shape).to(dtype) + number for number in range(3)]
         places = []
         for number, tensor in enumerate(tensors):
@@ -108,7 +108,7 @@ def test_records_that_look_alike_are_still_looked_at(tmp_path):
         data += kept.getvalue()
     assert len({place.nbytes for place in places}) == 1
     (tmp_path / "records").write_bytes(data)
-    finder = Finder(LocalStorage(tmp_path))
+    finder = RecordFinder(LocalStorage(tmp_path))
     found = [finder.find(place, Entry((64, 64), torch.float32)).elements for place in places]
     assert found[2] is None
     assert found[1] - places[1].begin == found[0] - places[0].begin

@@ -43,7 +43,8 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 CHANGES = {
     "nothing": step,
     "no state yet": lambda model, optimizer: optimizer.state.clear(),
-    "settings": lambda model, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.3)),
+    "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
+    "a rate that is a tensor": lambda model, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.3)),
     "a longer buffer": lambda model, optimizer: model.register_buffer("seen", torch.arange(5.0)),
     "a buffer of another dtype": lambda model, optimizer: model.register_buffer("seen", torch.arange(3)),
     "another name": lambda model, optimizer: model.register_buffer("also_seen", model.seen),
@@ -98,12 +99,14 @@ def test_a_save_is_what_it_would_be_with_nothing_known(run_ranks: Any, tmp_path:
         assert found["second"] == found["third"]
         first, *second, last = found["told"]
         assert first and last  # in full
-        if change in ("nothing", "settings"):
+        if change in ("nothing", "another rate"):
             assert second == [False]
+        elif change == "a rate that is a tensor":  # which the first rank adds, and notices late
+            assert second == [False, True]
         elif change == "the first rank forgets":
             assert second == [rank == 0, True]  # asked again
         elif change == "one rank forgets":
-            assert second == [rank == 1]
+            assert second == [rank == 1, True]
 
 
 def on_two_groups(folder: Path) -> list[int]:

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
-from ..forms import owner_of
 from ..names import clean_name, clean_path
 from . import values
 from .held import held_by
@@ -316,8 +315,8 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
 
 def _table(model: nn.Module, options: StateDictOptions) -> Table:
     table = Table(model)
-    inside = {id(unit) for unit, runner in table.units if runner is None}
-    part = next((row for row in table.parameters if id(owner_of(row.parameter)) in inside and not row.says_whole), None)
+    around = [member for unit, runner in table.units if runner is None for member in unit.members]
+    part = next((member for member in around if not values.says_whole(member)), None)
     if part is not None:
         raise CheckpointError(
             "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",

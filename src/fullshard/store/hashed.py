@@ -117,7 +117,7 @@ class Hashed(io.RawIOBase):
             self._room -= len(now)
             if not self._room:
                 self._next_block()
-                self._start_writing(BLOCK)
+                self._start_writing()
             rest = rest[len(now) :]
         if self._progress is not None:
             self._progress(len(view))
@@ -133,11 +133,11 @@ class Hashed(io.RawIOBase):
             self._next_block()
         return FileFacts(self._at, tuple(self._hashes), self._kind)
 
-    def _start_writing(self, nbytes: int) -> None:
-        """Let the last bytes go to the disk while others are made: `sync` has the less to wait for."""
+    def _start_writing(self) -> None:
+        """Let the last block go to the disk while others are made: `sync` has the less to wait for."""
         number = self._descriptor()
         if number is not None and _sync_file_range is not None:
-            _sync_file_range(number, ctypes.c_int64(self._at - nbytes), ctypes.c_int64(nbytes), _SYNC_WRITE)
+            _sync_file_range(number, ctypes.c_int64(self._at - BLOCK), ctypes.c_int64(BLOCK), _SYNC_WRITE)
 
     def sync(self) -> None:
         """Wait until it is on the disk, if there is one."""

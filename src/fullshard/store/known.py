@@ -27,14 +27,12 @@ class OfAll:
     """What the first rank keeps.
 
     Attributes:
-        told: what each rank said that it can write.
         several: see `held_by_several`.
         entries: all tensors that ranks hold pieces of.
         added: what the first rank adds: tensors, and the names of values and ties.
         metadata: DCP's.
     """
 
-    told: list[SavePlan]
     several: dict[Key, list[int]]
     entries: dict[str, Entry]
     added: tuple[Outline, tuple[str, ...]]

@@ -89,8 +89,8 @@ def held_by_several(told: Sequence[Told]) -> dict[Key, list[int]]:
     return {key: found for key, found in ranks.items() if len(found) > 1}
 
 
-def share_out(told: Sequence[Told], several: dict[Key, list[int]], hashes: Sequence[dict[Key, str]]) -> None:
-    """Let one rank write each of these pieces, in turns.
+def compare_values(several: dict[Key, list[int]], hashes: Sequence[dict[Key, str]]) -> None:
+    """Let pieces that several ranks hold be the same on these.
 
     Args:
         hashes: each rank's, of the values of its pieces.
@@ -98,8 +98,7 @@ def share_out(told: Sequence[Told], several: dict[Key, list[int]], hashes: Seque
     Raises:
         DivergenceError: ranks have other values.
     """
-    writer = {}
-    for turn, (key, ranks) in enumerate(several.items()):
+    for key, ranks in several.items():
         first = ranks[0]
         for rank in ranks[1:]:
             if hashes[rank][key] != hashes[first][key]:
@@ -112,7 +111,11 @@ def share_out(told: Sequence[Told], several: dict[Key, list[int]], hashes: Seque
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
                 )
-        writer[key] = ranks[turn % len(ranks)]
+
+
+def share_out(told: Sequence[Told], several: dict[Key, list[int]]) -> None:
+    """Let one rank write each of these pieces, in turns."""
+    writer = {key: ranks[turn % len(ranks)] for turn, (key, ranks) in enumerate(several.items())}
     for rank, one in enumerate(told):
         kept = [
             item

@@ -18,7 +18,7 @@ from .contents import Contents, contents_of
 from .entries import Entries, Stateful, entries_of
 from .folder import Folder
 from .job import Ending, Job
-from .known import Known, OfAll, keep, outline_of
+from .known import Known, OfAll, forget, keep, outline_of
 from .manifest import Manifest, versions
 from .packed import Packed
 from .piece import Piece, whole_piece
@@ -70,39 +70,60 @@ def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
     given |= {name: module.get_extra_state for name, module in contents.extra.items()}
     entries = entries_of(given, ranks)
     pieces = [*contents.pieces, *entries.pieces]
-    told = tell_first(request.model, contents, entries, pieces, request.step, ranks)
-    compare_several(told, pieces, ranks)
-    first: _First | None = None
-    orders: list[tuple[str, SavePlan | None, str]] = []
-    with ranks.step("planning the save", files=True):
-        if ranks.is_first:
-            first = _first(request, contents, entries, told)
-            name = folder.begin(request.step)
-            orders = [(name, plan, first.number) for plan in first.plans]
-    try:
-        name, plan, number = ranks.scatter(orders)
-        with ranks.step("looking for the folder that the first rank made", files=True):
-            if not folder.sees(name):
-                raise CheckpointError(
-                    "This rank does not see the folder that the first rank made.",
-                    rank=ranks.rank,
-                    expected=f"{name} in {folder}",
-                    remedy="save into a folder that all ranks share, on every machine under the same path",
-                )
-    except BaseException:
-        if orders:
-            folder.discard(orders[0][0])
-        raise
+    order: _Order | None = None
+    while order is None:
+        told = tell_first(request.model, contents, entries, pieces, request.step, ranks)
+        compare_several(told, pieces, ranks)
+        first, order = _ordered(request, contents, entries, told, folder, ranks)
+    name, plan, number = order
     if plan is not None:
         packed = Packed(plan)
     else:
         assert told.known is not None
         packed = told.known.plan
-    known = Known(number, outline_of(pieces), packed, None if first is None else first.of_all)
+    known = Known(number, told.outline, packed, None if first is None else first.of_all)
     keep(request.model, ranks.rank, ranks.size, known)
     if first is None:
         return Planned(Job(folder, name, packed, {}), pieces, None)
     return Planned(Job(folder, name, packed, first.values), [*pieces, *first.added], first.ending)
+
+
+_Order = tuple[str, SavePlan | None, str]
+"""What the first rank hands to each: the folder's name, what to write (None: as at the last save), and its number."""
+
+
+def _ordered(
+    request: Request, contents: Contents, entries: Entries, told: AllTold, folder: Folder, ranks: Ranks
+) -> tuple[_First | None, _Order | None]:
+    """What the first rank settled, there; and what this rank is to do. None: all have to tell their pieces first."""
+    first: _First | None = None
+    orders: list[_Order | None] = []
+    with ranks.step("planning the save", files=True):
+        if ranks.is_first:
+            first = _first(request, contents, entries, told)
+            if first is None:
+                orders = [None] * ranks.size
+            else:
+                name = folder.begin(request.step)
+                orders = [(name, plan, first.number) for plan in first.plans]
+    try:
+        order: _Order | None = ranks.scatter(orders)
+        if order is None:
+            forget(request.model)
+            return None, None
+        with ranks.step("looking for the folder that the first rank made", files=True):
+            if not folder.sees(order[0]):
+                raise CheckpointError(
+                    "This rank does not see the folder that the first rank made.",
+                    rank=ranks.rank,
+                    expected=f"{order[0]} in {folder}",
+                    remedy="save into a folder that all ranks share, on every machine under the same path",
+                )
+    except BaseException:
+        if orders and orders[0] is not None:
+            folder.discard(orders[0][0])
+        raise
+    return first, order
 
 
 @dataclass
@@ -125,9 +146,9 @@ class _First:
     of_all: OfAll
 
 
-def _first(request: Request, contents: Contents, entries: Entries, told: AllTold) -> _First:
-    """Settle who writes what, and what the whole is."""
-    known = told.known.of_all if told.as_known and told.known is not None else None
+def _first(request: Request, contents: Contents, entries: Entries, told: AllTold) -> _First | None:
+    """Settle who writes what, and what the whole is; None if it is another than at the last save, as nobody told."""
+    known = told.known.of_all if told.known is not None else None
     settled = settle_plan(told.each, None if known is None else known.entries)
     held = {name: entry for name, entry in settled.entries.items() if name not in settled.scalars}
     added, values, groups, scalars = _of_first(contents, settled)
@@ -135,13 +156,15 @@ def _first(request: Request, contents: Contents, entries: Entries, told: AllTold
     if told.known is not None and known is not None and known.added == outline:
         plans: list[SavePlan | None] = [None] * len(told.each)
         number, of_all = told.known.number, known
+    elif told.known is not None:
+        return None
     else:
         items = [one.items for one in told.each]
         items[0] += [*write_items(added), *value_items(values)]
         made = [SavePlan(each, storage_data=StoragePrefix(f"__{rank}_")) for rank, each in enumerate(items)]
         plans, number = [*made], secrets.token_hex(8)
         metadata = Packed(metadata_of(made, _paths(contents, made)))
-        of_all = OfAll(told.can_write, told.several, held, outline, metadata)
+        of_all = OfAll(told.several, held, outline, metadata)
     manifest = _manifest(request, contents, settled, groups, scalars, entries, told.owned, added)
     ending = Ending(of_all.metadata, manifest, request.keep_last, request.keep_every)
     return _First(plans, number, added, values, ending, of_all)

@@ -19,7 +19,7 @@ from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
-from .record import Record, Records, load_record
+from .record import Record, RecordFinder, load_record
 from .source import Entry
 from .storage import Storage, Stored
 
@@ -111,7 +111,7 @@ class Files:
         self.storage, self._hashes = storage, hashes
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray(CHUNK))
-        self._finder = Records(storage)
+        self._finder = RecordFinder(storage)
         self._records: dict[tuple[Stored, torch.dtype], Record] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes

@@ -118,7 +118,7 @@ class _Shape(pickle.Unpickler):
         return dtype, int(numel)
 
 
-class Records:
+class RecordFinder:
     """Finds the elements of records, and reads those bytes around them that it has not seen yet.
 
     Records of one dtype and shape begin and end alike: what was made of such bytes once need not be made again.

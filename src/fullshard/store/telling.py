@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from .contents import Contents
 from .entries import Entries
-from .known import Known, forget, known_of, outline_of
+from .known import Known, Outline, forget, known_of, outline_of
 from .piece import Key, Piece, Scalar
-from .plan import Told, held_by_several, sent, share_out
+from .plan import Told, compare_values, held_by_several, sent, share_out
 from .ranks import Ranks
 from .tree import to_json
 from .write import bytes_of, write_items
@@ -28,47 +28,43 @@ class AllTold:
     Attributes:
         each: of every rank.
         owned: values that are a rank's own, of every rank.
-        can_write: every rank's plan, before any is shared out.
         several: see `held_by_several`.
         asked: the keys of `several`.
-        known: this rank's, of the last save.
-        as_known: whether no rank told anything else than then.
+        outline: of this rank's pieces.
+        known: this rank's, of the last save, if no rank tells anything else than then: then no plan was told.
     """
 
     each: list[Told]
     owned: list[Any]
-    can_write: list[SavePlan]
     several: dict[Key, list[int]]
     asked: list[Key]
+    outline: Outline
     known: Known | None
-    as_known: bool
 
 
 def tell_first(
     model: nn.Module, contents: Contents, entries: Entries, pieces: Sequence[Piece], step: int, ranks: Ranks
 ) -> AllTold:
     """Tell the first rank what this one can write. Collective."""
+    outline = outline_of(pieces)
     while True:
         known = known_of(model, ranks.rank, ranks.size)
+        if known is not None and known.outline != outline:
+            known = None
         mine: Told | None = None
         with ranks.step("describing what is to be saved"):
-            number = known.number if known is not None and known.outline == outline_of(pieces) else None
-            plan = None if number else SavePlan(write_items(piece for piece in pieces if piece.writes))
-            mine = _told(contents, plan, step, number)
+            plan = None if known is not None else SavePlan(write_items(piece for piece in pieces if piece.writes))
+            mine = _told(contents, plan, step, known.number if known is not None else None)
         received = ranks.gather((mine, entries.own))
-        each, of_all = [one for one, _ in received], known.of_all if known is not None else None
-        complete = all(one.known is None or (of_all and known and one.known == known.number) for one in each)
-        as_known = complete and all(one.known for one in each)
+        each = [one for one, _ in received]
+        agreed = len({one.known for one in each}) <= 1  # if some ranks told a plan, and others did not: all tell one
         several: dict[Key, list[int]] = {}
-        if complete and ranks.is_first:
-            for rank, one in enumerate(each):
-                one.plan = one.plan or (of_all and of_all.told[rank])
-            several = of_all.several if as_known and of_all is not None else held_by_several(each)
-        complete, asked = ranks.share((complete, list(several)))
-        if complete:
-            can_write = [one.plan for one in each if one.plan is not None]
-            return AllTold(each, [own for _, own in received], can_write, several, asked, known, as_known)
-        forget(model)  # the first rank has lost, or never had, what others go by
+        if agreed and ranks.is_first:
+            several = held_by_several(each) if known is None or known.of_all is None else known.of_all.several
+        agreed, asked = ranks.share((agreed, list(several)))
+        if agreed:
+            return AllTold(each, [own for _, own in received], several, asked, outline, known)
+        forget(model)
 
 
 def _told(contents: Contents, plan: SavePlan | None, step: int, known: str | None) -> Told:
@@ -95,4 +91,6 @@ def compare_several(told: AllTold, pieces: Sequence[Piece], ranks: Ranks) -> Non
     everyone: list[Any] = ranks.gather(hashes)
     with ranks.step("comparing what several ranks hold"):
         if ranks.is_first:
-            share_out(told.each, told.several, everyone)
+            compare_values(told.several, everyone)
+            if told.known is None:
+                share_out(told.each, told.several)

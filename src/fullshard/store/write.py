@@ -117,7 +117,7 @@ class PieceWriter:
             here: Any = self
             with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
                 stream = Hashed(below, self.progress)
-                records = Records(stream, name)
+                records = RecordWriter(stream, name)
                 results = [records.write(planner.resolve_data(item), item) for item in plan.items]
                 stream.sync()
             self.facts[name] = stream.facts()
@@ -146,7 +146,7 @@ class LocalWriter(PieceWriter, FileSystemWriter):
     """DCP's writer to a folder, with `PieceWriter`'s way of writing."""
 
 
-class Records:
+class RecordWriter:
     """Writes records: what `torch.save` makes of a tensor or a value.
 
     What it writes around the elements is the same for all tensors of one dtype and shape, and is kept: making it takes

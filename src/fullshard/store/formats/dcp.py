@@ -24,7 +24,7 @@ from ..read import Files, copies_for
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
 from ..storage import LocalStorage
 from ..tree import from_json, to_json
-from ..write import LocalWriter, Records, metadata_of, value_items, write_items
+from ..write import LocalWriter, RecordWriter, metadata_of, value_items, write_items
 
 
 class DcpSource(Source):
@@ -133,7 +133,7 @@ class DcpSink(Sink):
         self._writer = LocalWriter(self._here)
         self._file = (self._here / "__0_0.distcp").open("wb")
         self._stream = Hashed(self._file)
-        self._records = Records(self._stream, "__0_0.distcp")
+        self._records = RecordWriter(self._stream, "__0_0.distcp")
         self._results: list[Any] = []
         self._items: list[Any] = []
 
