@@ -1,24 +1,26 @@
-"""What watching and comparing cost: processor time of a block's forward and backward, by `check=`.
+"""What watching and comparing cost: time of a block's forward and backward, by `check=`.
 
 On the fake group at world 64, as host_cost.py, where nothing is compared: "nothing" does not note what is issued
-either. On two gloo ranks, where ranks do compare: steps of all kinds in turn, on the same machine at the same time.
+either. On two gloo ranks, where ranks do compare. One model takes all kinds of steps, in random order: two models of
+the same kind lie elsewhere in memory and differ by more than what is measured. Each kind is there twice: what the two
+differ by is what the figures are good for.
 
-    python benchmarks/checks.py [--rounds 30]
+    python benchmarks/checks.py [--rounds 200]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import mkdtemp
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,63 +30,61 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.agreement import Position
-from fullshard.runtime import root
+from fullshard.runtime import runner_of
 from models import tiny_stack
 
-CHECKS = ("first", "step", "every")
 NOTHING = "nothing"
+_NOTED = {name: getattr(Position, name) for name in ("begin", "issue", "end")}
 
 
-class Silent(Position):
-    """Notes nothing."""
-
-    def begin(self, verb: int, index: int) -> None:
-        """A pass begins."""
-
-    def issue(self, verb: int, index: int) -> None:
-        """Something is issued."""
-
-    def end(self) -> None:
-        """The pass is over."""
+def turn_to(kind: str, position: Position) -> None:
+    """Let the steps to come be of this kind."""
+    for name, method in _NOTED.items():
+        setattr(Position, name, (lambda *args: None) if kind == NOTHING else method)
+    if kind != NOTHING:
+        position.check = kind  # type: ignore[assignment]
 
 
-def sharded(check: str) -> nn.Module:
+def sharded() -> nn.Module:
     torch.manual_seed(0)
     model = tiny_stack(BLOCKS, WIDTH)
     for block in model.blocks:
         fullshard.fully_shard(block)
-    return fullshard.fully_shard(model, check=check)
+    return fullshard.fully_shard(model)
 
 
-def step(model: nn.Module, x: Tensor, clock: object) -> float:
+def step(model: nn.Module, x: Tensor, clock: Callable[[], float]) -> float:
     """Microseconds of `clock` per block, forward and backward."""
-    start = clock()  # type: ignore[operator]
+    start = clock()
     model(x).sum().backward()
-    spent = clock() - start  # type: ignore[operator]
+    spent = clock() - start
     model.zero_grad(set_to_none=True)
     return spent / BLOCKS * 1e6
 
 
-def rounds(models: dict[str, nn.Module], count: int, clock: object) -> dict[str, list[float]]:
-    """Samples of each, in turn."""
-    x, samples = torch.randn(4, WIDTH), defaultdict(list)
-    for number in range(count + WARM_UP):
-        for name, model in models.items():
-            with mock.patch.object(root, "Position", Silent) if name == NOTHING and not number else nullcontext():
-                spent = step(model, x, clock)  # the first of which makes the root
-            if number >= WARM_UP:
-                samples[name].append(spent)
-        if number == WARM_UP:
-            gc.collect()
-            gc.freeze()
-    return samples
+def rounds(kinds: tuple[str, ...], count: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Samples of each kind, and of each again; in the same order on all ranks."""
+    model, x, samples = sharded(), torch.randn(4, WIDTH), defaultdict(list)
+    for _ in range(WARM_UP):
+        step(model, x, clock)
+    position, order = runner_of(model).root.position, random.Random(0)
+    gc.collect()
+    gc.freeze()
+    both = [(kind, suffix) for kind in kinds for suffix in ("", ", again")]
+    for _ in range(count):
+        for kind, suffix in order.sample(both, len(both)):
+            turn_to(kind, position)
+            step(model, x, clock)  # the interpreter gets used to it
+            samples[kind + suffix].append(step(model, x, clock))
+    turn_to("first", position)
+    return {name: samples[name] for name in (kind + suffix for kind, suffix in both)}
 
 
 def rank_main(rank: int, folder: str, count: int, results: object) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    samples = rounds({check: sharded(check) for check in CHECKS}, count, time.perf_counter)
+    samples = rounds(("first", "step", "every"), count, time.perf_counter)
     dist.barrier()
     if rank == 0:
         results.put(dict(samples))  # type: ignore[attr-defined]
@@ -101,20 +101,20 @@ def show(title: str, samples: dict[str, list[float]], against: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="steps of each kind")
+    parser.add_argument("--rounds", type=int, default=200, help="steps of each kind")
     count = parser.parse_args().rounds
     context = get_context("spawn")
     results = context.Queue()
     folder = mkdtemp(prefix=Path(__file__).stem)
-    ranks = [context.Process(target=rank_main, args=(rank, folder, count, results)) for rank in range(2)]
+    ranks = [context.Process(target=rank_main, args=(rank, folder, count // 2, results)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    compared = results.get(timeout=100)
+    compared = results.get(timeout=600)
     for rank in ranks:
         rank.join()
     torch.set_num_threads(1)
     fake_world(WORLD)
-    noted = rounds({NOTHING: sharded("first"), "first": sharded("first")}, 5 * count, time.process_time)
+    noted = rounds((NOTHING, "first"), count, time.process_time)
     show(f"{BLOCKS} blocks, world {WORLD} (fake group): processor time per block and step", noted, NOTHING)
     show(f"{BLOCKS} blocks, 2 gloo ranks: time per block and step", compared, "first")
 

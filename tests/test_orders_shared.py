@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullshard.agreement.course import Course, following
 from fullshard.agreement.shared_order import Merging, Shared, Step, completed, parents_of
-from fullshard.watcher.board import COMPARE, GATHER, ROOT, VERBS, Board
+from fullshard.watcher.board import COMPARE, GATHER, ROOT, TURN, VERBS, Board, Record, word
 from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
 PURE = ["agreement.course", "agreement.shared_order", "runtime.schedule", "runtime.trace", "watcher.report"]
@@ -188,14 +188,23 @@ def test_a_report_fits_a_screen_for_a_thousand_ranks():
 def test_a_board_is_read_by_another_process():
     ours = Board()
     theirs = Board(ours.fd)
-    for number in range(300):
-        ours.record(GATHER, ROOT + number % 3, 10, 2)
+    for number in range(1, 1301):
+        ours.record(word(GATHER, ROOT + number % 3) + number * TURN, 2)
     seen = theirs.records()
-    assert len(seen) == 256 and seen[-1].number == 300 == theirs.count
-    assert told(seen[-1], {1: ["", "x", "y"]})["unit"] == "y"
+    assert [one.number for one in seen] == list(range(1300 - 1022, 1301)) and theirs.count == 1300
+    assert all(one == Record(one.number, one.number, 2, ROOT + one.number % 3, GATHER) for one in seen)
+    assert told(seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}) | {"unit": "x", "bytes": 6, "turn": 1300} == told(
+        seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}
+    )
+    ours.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN, 2)  # the largest word
+    assert told(theirs.records()[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
+    theirs.look()
+    moved = theirs.moved
+    theirs.look()
+    assert theirs.moved == moved > 0
     ours.note("Traceback ...\nValueError: é")
     assert theirs.raised == "Traceback ...\nValueError: é"
-    ours.record(GATHER, ROOT, 10, 2)
+    ours.record(word(GATHER, ROOT), 2)
     assert theirs.raised is None  # it went on
     theirs.condemn("x" * 100_000)
     assert ours.condemned() and len(ours.verdict or "") == 64 * 1024 - 8

@@ -43,7 +43,7 @@ class Course:
         self._history.append(kind)
         if len(self._history) > 2 * _MEMORY:
             del self._history[:_MEMORY]
-        self.running = Running(kind, self._known.get(kind, ()))
+        self.running = Running(kind, self._known.get(kind, []))
         self._passes.append(self.running)
         return expected
 
@@ -56,8 +56,8 @@ class Course:
         if self._passes:
             over = self._passes.pop()
             self.running = self._passes[-1] if self._passes else None
-            if not over.follows or len(over.seen) != len(over.known):
-                self._known[over.kind] = over.seen
+            if not over.follows or over.at != len(over.known):
+                self._known[over.kind] = over.seen if not over.follows else over.known[: over.at]
 
     def lose(self) -> None:
         """Passes were broken off. They count as they are: on other ranks, where nothing was raised, they ended."""
@@ -78,22 +78,26 @@ class Running:
         kind: of the pass.
         known: what the last pass of the kind went on with; empty if there was none.
         follows: whether this one has gone on alike so far.
-        seen: what it has gone on with.
+        at: how far, while it does.
+        seen: what it has gone on with, once it does not.
     """
 
-    __slots__ = ("follows", "kind", "known", "seen")
+    __slots__ = ("at", "follows", "kind", "known", "seen")
 
-    def __init__(self, kind: Hashable, known: list[int] | tuple[int, ...]) -> None:
-        self.kind, self.known, self.follows = kind, known, True
+    def __init__(self, kind: Hashable, known: list[int]) -> None:
+        self.kind, self.known, self.follows, self.at = kind, known, True, 0
         self.seen: list[int] = []
 
     def goes_on_with(self, token: int) -> bool:
         """See `Course.next`."""
-        at = len(self.seen)
-        self.seen.append(token)
         if self.follows:
-            self.follows = at < len(self.known) and self.known[at] == token
-        return self.follows
+            at = self.at
+            if at < len(self.known) and self.known[at] == token:
+                self.at = at + 1
+                return True
+            self.follows, self.seen = False, self.known[:at]
+        self.seen.append(token)
+        return False
 
 
 def following(history: list[Hashable]) -> Hashable:

@@ -19,11 +19,13 @@ from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, REDUCE, VERBS
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, REDUCE, TURN, VERBS, word
+from ..watcher.board import COUNT_WORD, LAST, RING_WORD, VERDICT_WORD
 from .course import Course
 
 _PRIME = 2_147_483_647
 _CODES = len(VERBS)
+_MOST_TURNS = (1 << 31) * TURN
 _MOST = 1 << 20
 """More units than a root has."""
 
@@ -55,10 +57,10 @@ class Position:
         self.compares = True
         self._course = Course()
         self._axes = _compared([one.unit for one in units], comm)
-        self._place = RANK.new_root(names)
-        self._bytes = [one.unit.gathered_bytes for one in units]
+        self._place = RANK.new_root(names, [one.unit.gathered_bytes for one in units])
+        self._words = [word(verb, self._place + index) for index in range(len(units)) for verb in range(_CODES)]
         self._reduced = False
-        self._turn = 0  # of what was recorded
+        self._turn = 0  # of what was recorded, times `TURN`
 
     def begin(self, verb: int, index: int) -> None:
         """A pass begins.
@@ -71,6 +73,8 @@ class Position:
             DivergenceError: other ranks begin another one.
         """
         self._reduced = False
+        if self._turn > _MOST_TURNS:
+            self._turn = 0
         known = self._course.begin((verb, index))
         self._record(verb, index // 2 if verb == FORWARD else 0)
         if not known or self.check != "first":
@@ -82,18 +86,34 @@ class Position:
         Raises:
             DivergenceError: other ranks are about to issue another one; or the watcher found the ranks stuck.
         """
-        running, token = self._course.running, index * _CODES + verb
-        known = running is None or running.goes_on_with(token)
+        # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
+        # lines: `Running.goes_on_with` and `Board.record` are written out for what goes on as it did.
+        running, token, known = self._course.running, index * _CODES + verb, True
+        if running is not None:
+            at, course = running.at, running.known
+            if running.follows and at < len(course) and course[at] == token:
+                running.at = at + 1
+            else:
+                known = running.goes_on_with(token)
         if (not known and self.compares) or self.check == "every":
             self._compare(verb, index)
-        self._reduced |= verb == REDUCE
+        if verb == REDUCE:
+            self._reduced = True
         self.fingerprint = (self.fingerprint * 1_000_003 + token + 1) % _PRIME
-        self._turn = turn = self._turn + 1
-        RANK.record(verb, self._place + index, self._bytes[index], self.step, turn)
+        self._turn = turn = self._turn + TURN
+        board = RANK.board
+        words = board.words
+        if words[VERDICT_WORD]:
+            RANK.raise_verdict()
+        board.number = number = board.number + 1
+        at = RING_WORD + 2 * (number & LAST)
+        words[at] = self._words[token] + turn
+        words[at + 1] = self.step
+        words[COUNT_WORD] = number
 
     def tell(self, verb: int, index: int) -> None:
         """A unit is gathered as a user asks for it, outside of passes and maybe on one rank alone."""
-        RANK.record(verb, self._place + index, self._bytes[index], self.step, 0)
+        RANK.record(self._words[index * _CODES + verb], self.step)
 
     def keep(self, index: int, count: int) -> None:
         """A user asks, between passes, for units to stay gathered, on every rank: the passes to come run otherwise.
@@ -129,8 +149,8 @@ class Position:
         self._course.forget()
 
     def _record(self, verb: int, index: int) -> None:
-        self._turn += 1
-        RANK.record(verb, self._place + index, 0, self.step, self._turn)
+        self._turn += TURN
+        RANK.record(word(verb, self._place + index) + self._turn, self.step)
 
     def _compare(self, verb: int, index: int) -> None:
         axes = self._axes

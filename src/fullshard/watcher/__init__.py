@@ -4,7 +4,7 @@
 what is concluded and said, `proc.py` what the operating system tells.
 """
 
-from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, KEEP, REDUCE, REGATHER, VERBS
+from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, KEEP, REDUCE, REGATHER, TURN, VERBS, word
 from .rank import RANK, SLICE, Address, WatchSettings, watch
 
 __all__ = [
@@ -19,8 +19,10 @@ __all__ = [
     "REDUCE",
     "REGATHER",
     "SLICE",
+    "TURN",
     "VERBS",
     "Address",
     "WatchSettings",
     "watch",
+    "word",
 ]

@@ -1,12 +1,16 @@
 """What a rank does now, in memory that its watcher reads: also while the rank is stopped, stuck in native code or dead.
 
     bytes 0..71      header, one field each
-    ring             the last 256 things that the engine issued, 48 bytes each (`_RECORD`)
+    ring             the last 1,024 things that the engine issued, two words of 8 bytes each (`word`, and the step)
     note             what the rank raised, as text
     verdict          what the watcher found, as text, which the rank raises
 
-The rank writes header, ring and note; the watcher writes verdict, and `VERDICT` last. Only the standard library is
-imported here, and in all files that the watcher's process loads: it must start in milliseconds and live without torch.
+The rank writes header, ring and note; the watcher writes verdict, and `VERDICT` last. What a training step writes is as
+little as can be: three words a gather or reduction, of which all that is the same in every step is put together once.
+In a step none of this is in the processor's caches, so that every object touched counts (`benchmarks/checks.py`).
+
+Only the standard library is imported here, and in all files that the watcher's process loads: it must start in
+milliseconds and live without torch.
 """
 
 from __future__ import annotations
@@ -27,17 +31,21 @@ VERBS = (
 FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP = range(len(VERBS))
 
 ROOT = 1 << 16
-_RECORD = struct.Struct("<QdQQIIB")  # number (from 1), time, bytes, turn, step, unit, verb
-_RECORD_ROOM = 48
-_RING = 256
+TURN = 1 << 32
+"""What one turn adds to a record's word."""
+_RING = 1024
+LAST = _RING - 1
 _TEXT = 64 * 1024
 
 # Header: offset of each field. All are 8 bytes.
 _COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT, _LEAVES, _TICKS = range(0, 72, 8)
 _AT_RING = 72
-_AT_NOTE = _AT_RING + _RING * _RECORD_ROOM
+_AT_NOTE = _AT_RING + _RING * 16
 _AT_VERDICT = _AT_NOTE + _TEXT
 SIZE = _AT_VERDICT + _TEXT
+
+COUNT_WORD, VERDICT_WORD, RING_WORD = _COUNT // 8, VERDICT // 8, _AT_RING // 8
+_VERB_BITS, _UNIT_BITS = 4, 28  # of a word, from the lowest; the turn has the rest
 
 _u64 = struct.Struct("<Q")
 _f64 = struct.Struct("<d")
@@ -49,21 +57,22 @@ class Record(NamedTuple):
 
     Attributes:
         number: of this rank's records, from 1.
-        time: seconds since the epoch.
-        nbytes: of the collective's whole buffer; 0 for what is none.
-        turn: which of its root's this is, from 1: the same on all ranks that run alike. 0: of no root.
+        turn: which of its root's this is, from 1 (anew after 2^31): alike on ranks that run alike. 0: of no root.
         step: finished steps of the root then.
         unit: index in its root, plus `ROOT` times the number of the root.
         verb: see `VERBS`.
     """
 
     number: int
-    time: float
-    nbytes: int
     turn: int
     step: int
     unit: int
     verb: int
+
+
+def word(verb: int, unit: int) -> int:
+    """A record without turn and step. `TURN` times its turn is added to it."""
+    return verb | unit << _VERB_BITS
 
 
 class Board:
@@ -74,7 +83,9 @@ class Board:
         condemned: called when something is recorded though there is a verdict.
 
     Attributes:
+        words: the memory as words of 8 bytes; `agreement/position.py` writes records there itself.
         number: of the record that was written last.
+        moved: when `look` last found that something had been recorded; seconds since the epoch.
     """
 
     def __init__(self, fd: int | None = None, condemned: Callable[[], None] | None = None) -> None:
@@ -83,20 +94,29 @@ class Board:
             os.ftruncate(fd, SIZE)
         self.fd = fd
         self._memory = mmap.mmap(fd, SIZE)
+        self.words = memoryview(self._memory).cast("Q")
         self.number = 0
+        self.moved = 0.0
+        self._seen = 0
         self._on_verdict = condemned
 
     # The rank writes.
 
-    def record(self, verb: int, unit: int, nbytes: int, step: int, turn: int = 0) -> None:
-        """Note that something is issued."""
-        memory = self._memory
-        if memory[VERDICT] and self._on_verdict is not None:
+    def record(self, word: int, step: int) -> None:
+        """Note that something is issued.
+
+        Args:
+            word: see the function of that name.
+            step: see `Record`.
+        """
+        words = self.words
+        if words[VERDICT_WORD] and self._on_verdict is not None:
             self._on_verdict()
         self.number = number = self.number + 1
-        at = _AT_RING + number % _RING * _RECORD_ROOM
-        _RECORD.pack_into(memory, at, number, _now(), nbytes, turn, step, unit, verb)
-        _u64.pack_into(memory, _COUNT, number)
+        at = RING_WORD + 2 * (number & LAST)
+        words[at] = word
+        words[at + 1] = step
+        words[COUNT_WORD] = number
 
     def waits(self, number: int) -> None:
         """The rank has waited a while for what has this number (0: unknown); it goes on waiting."""
@@ -134,6 +154,11 @@ class Board:
         return self._memory[VERDICT] != 0
 
     # The watcher reads, and writes the verdict.
+
+    def look(self) -> None:
+        """See whether something was recorded since the last look: a rank spends no time on telling the time."""
+        if (count := self.count) != self._seen:
+            self._seen, self.moved = count, _now()
 
     def condemn(self, text: str) -> None:
         """Give the verdict."""
@@ -196,10 +221,12 @@ class Board:
         count = self.count
         found = []
         for number in range(max(1, count - _RING + 1), count + 1):
-            record = Record(*_RECORD.unpack_from(self._memory, _AT_RING + number % _RING * _RECORD_ROOM))
-            if record.number == number and record.verb < len(VERBS):
-                found.append(record)
-        return found
+            at = RING_WORD + 2 * (number & LAST)
+            rest, verb = divmod(self.words[at], 1 << _VERB_BITS)
+            turn, unit = divmod(rest, 1 << _UNIT_BITS)
+            found.append(Record(number, turn, self.words[at + 1], unit, verb))
+        oldest = self.count + 2 - _RING  # the one before it is maybe being written over
+        return [record for record in found if record.number >= oldest]
 
     def _write(self, at: int, text: str) -> None:
         data = text.encode(errors="replace")[: _TEXT - 8]

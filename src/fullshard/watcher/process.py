@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from . import proc
-from .board import COMPARE, Board
+from .board import COMPARE, Board, Record
 from .report import Status, stuck, sure, told, words
 from .talk import ANSWER, MOST, Peer, ask, exchange, say, unreachable
 
@@ -34,6 +34,7 @@ _TICK = 0.2
 _NEWS = 3  # watchers, by rank, that are told of an end
 _LOOKS = 2  # more than one at which nobody got on, unless somebody is gone for good
 _SAMPLES = 4  # of a rank's stack, in a look
+_TOLD = 256  # of a rank's records, in a look
 _LINGER = 20.0  # seconds for which a watcher answers after its rank's end
 
 
@@ -71,6 +72,7 @@ class Watcher:
 
     Attributes:
         names: of units, by the number of their root.
+        nbytes: that units gather or reduce, by the number of their root.
         peers: the ranks' watchers, this one too, by rank.
         gone: how the rank ended.
         news: the last statuses of ranks that ended.
@@ -81,6 +83,7 @@ class Watcher:
     def __init__(self, options: Options) -> None:
         self.options, self.board = options, Board(options.board)
         self.names: dict[int, list[str]] = {}
+        self.nbytes: dict[int, list[int]] = {}
         self.peers: list[Peer] = []
         self.gone: str | None = None
         self.news: dict[int, Status] = {}
@@ -110,6 +113,7 @@ class Watcher:
             while not ended.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ended.wait(), _TICK)
+                self.board.look()
                 if pidfd is None and os.getppid() != self.options.pid:
                     self._ended(None, ended)
                 waiting = self._waiting()
@@ -136,8 +140,8 @@ class Watcher:
     def _waiting(self) -> tuple[int, float] | None:
         """What the rank waits for, by number, and since when."""
         waiting = self.board.waiting
-        if waiting is None and self.options.idle and (records := self.board.records()):
-            return records[-1].number, records[-1].time
+        if waiting is None and self.options.idle and (count := self.board.count):
+            return count, self.board.moved
         return waiting
 
     def _obey(self, control: Any) -> None:
@@ -151,6 +155,7 @@ class Watcher:
         for line in lines:
             order = json.loads(line)
             self.names |= {int(root): names for root, names in order.get("names", {}).items()}
+            self.nbytes |= {int(root): nbytes for root, nbytes in order.get("bytes", {}).items()}
             if "forget" in order:
                 self.report, self.peers, self.before = None, [], []
                 self.news.clear()
@@ -192,6 +197,7 @@ class Watcher:
 
     def status(self, full: bool = True) -> Status:
         """What the rank does."""
+        self.board.look()
         waiting, records = self._waiting(), self.board.records()
         by_number = {record.number: record for record in records}
         waits_for = by_number.get(waiting[0]) if waiting else None
@@ -207,18 +213,21 @@ class Watcher:
             "raised": self.board.raised,
             "idle": self.options.idle,
             "waited": time.time() - waiting[1] if waiting and alive else None,
-            "waits_for": told(waits_for, self.names) if waits_for else None,
-            "last": told(records[-1], self.names) if records else None,
+            "waits_for": self._told(waits_for) if waits_for else None,
+            "last": {**self._told(records[-1]), "time": self.board.moved} if records else None,
             "count": self.board.count,
             "steps": self.board.steps,
             "ticks": self.board.ticks,
             "cpu": proc.cpu_seconds(self.options.pid) if alive else 0.0,
             "children": proc.children_seconds(self.options.pid) if alive else 0.0,
             "io": proc.moved_bytes(self.options.pid) if alive else 0,
-            "records": [told(record, self.names) for record in records] if full else [],
+            "records": [self._told(record) for record in records[-_TOLD:]] if full else [],
             "stack": samples[-1] if samples else "",
             "samples": samples,
         }
+
+    def _told(self, record: Record) -> dict[str, Any]:
+        return told(record, self.names, self.nbytes)
 
     def _stack(self) -> str:
         """The rank's Python stacks: `faulthandler` writes them when a signal arrives, whoever holds the GIL."""

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import IO, Any
 
 from ..errors import ConfigError, DivergenceError
-from .board import AGREEMENT, ROOT, Board
+from .board import AGREEMENT, ROOT, Board, word
 
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """By which a watcher asks its rank for its Python stacks; one that programs do not use."""
@@ -93,7 +93,7 @@ class Rank:
 
     def talks(self, what: str) -> None:
         """The ranks exchange something that is no unit's; `what` is one of `TALKS`."""
-        self.record(AGREEMENT, TALKS.index(what), 0, 0)
+        self.record(word(AGREEMENT, TALKS.index(what)), 0)
 
     @contextlib.contextmanager
     def files(self) -> Iterator[None]:
@@ -118,10 +118,10 @@ class Rank:
             over.set()
             ticking.join()
 
-    def new_root(self, names: list[str]) -> int:
-        """A root and the names of its units are known now; returns what to add to a unit's index in records."""
+    def new_root(self, names: list[str], nbytes: list[int]) -> int:
+        """A root, its units' names and the bytes they gather; returns what to add to an index in records."""
         self._roots += 1
-        self._send({"names": {self._roots: names}})
+        self._send({"names": {self._roots: names}, "bytes": {self._roots: nbytes}})
         return self._roots * ROOT
 
     def note(self, error: BaseException) -> None:

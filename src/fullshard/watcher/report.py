@@ -10,12 +10,13 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .board import COMPARE, ROOT, VERBS, Record
+from .board import COMPARE, GATHER, REDUCE, REGATHER, ROOT, VERBS, Record
 
 Status = dict[str, Any]
 
 _FIRST = 4  # times the limit is what a rank may take for its first step, whatever it does
 _MOST_STACKS = 8
+_MOVES = (GATHER, REGATHER, REDUCE)
 _MOST_LINES = 14  # of a stack
 
 
@@ -252,18 +253,17 @@ def _indented(text: str) -> list[str]:
     return [f"    {line.strip()}" for line in [*lines[:_MOST_LINES], *more]]
 
 
-def told(record: Record, names: dict[int, list[str]]) -> dict[str, Any]:
-    """A record with names in place of numbers."""
+def told(record: Record, names: dict[int, list[str]], nbytes: dict[int, list[int]]) -> dict[str, Any]:
+    """A record with names in place of numbers, and the bytes that its unit gathers or reduces (0 where it does not)."""
     known = names.get(record.unit // ROOT, [])
-    index = record.unit % ROOT
+    index, sizes = record.unit % ROOT, nbytes.get(record.unit // ROOT, [])
     name = (known[index] or "(root)") if index < len(known) else f"unit {index}"
     return {
         "number": record.number,
         "root": record.unit // ROOT,
-        "time": record.time,
         "verb": VERBS[record.verb],
         "unit": name,
-        "bytes": record.nbytes,
+        "bytes": sizes[index] if record.verb in _MOVES and index < len(sizes) else 0,
         "turn": record.turn,
         "step": record.step,
     }

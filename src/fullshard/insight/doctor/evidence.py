@@ -21,7 +21,6 @@ _STATUS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _RECORD: dict[str, tuple[type, ...]] = {
     "number": (int,),
-    "time": _NUMBER,
     "verb": (str,),
     "unit": (str,),
     "step": (int,),
@@ -110,6 +109,8 @@ def report_of(source: str, value: Any) -> WatcherReport:
         for record in [status["waits_for"], status["last"], *status["records"]]:
             if record is not None:
                 _check(record, _RECORD, f"a record of rank {status['rank']}")
+        if status["last"] is not None:
+            _check(status["last"], {"time": _NUMBER}, f"the last record of rank {status['rank']}")
     if not value["ranks"]:
         raise Foreign("it tells of no rank")
     return WatcherReport(source, value["time"], tuple(sorted(value["ranks"], key=lambda status: status["rank"])))
