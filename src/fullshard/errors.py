@@ -14,9 +14,15 @@
       AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
       PrivateNameError (a ConfigError, ImportError too) a program's use of PyTorch's private FSDP names
       UnevenError      (a LayoutError, NotImplementedError too) a parameter that would have to be split unevenly
+      NonfiniteError   (RuntimeError)  gradients that are not finite, where the caller asked for an error
 
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
+
+Every error and warning ends in its code, which finds it in docs/errors.md: a letter (C ConfigError, L LayoutError,
+D DivergenceError, K CheckpointError, P PhaseError, N NonfiniteError, W a warning; a subclass has its parent's) and a
+number. A code stands for one mistake and is never given to another; `python docs/_errors/codes.py --new C` finds a
+free one.
 """
 
 from __future__ import annotations
@@ -30,9 +36,10 @@ def message(
     expected: object = None,
     got: object = None,
     remedy: str | None = None,
+    code: str | None = None,
 ) -> str:
-    """The text of an error or a warning: what happened, then the facts, a line each."""
-    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy}
+    """The text of an error or a warning: what happened, then the facts, a line each; its code is the last."""
+    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy, "code": code}
     lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
     return "\n".join([what, *lines])
 
@@ -43,6 +50,7 @@ class FullshardError(Exception):
     Args:
         what: what happened, in one sentence.
         parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
+        code: of this mistake, for docs/errors.md. None only for errors that are not Fullshard's own, in tests say.
     """
 
     def __init__(
@@ -54,11 +62,13 @@ class FullshardError(Exception):
         expected: object = None,
         got: object = None,
         remedy: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(
-            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy),
+            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, code=code),
         )
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
+        self.code = code
 
 
 class ConfigError(FullshardError, ValueError):
@@ -111,3 +121,7 @@ class PrivateNameError(ConfigError, ImportError):
 
 class UnevenError(LayoutError, NotImplementedError):
     """A parameter that would have to be split unevenly on a dim other than the first."""
+
+
+class NonfiniteError(FullshardError, RuntimeError):
+    """Gradients whose norm is not finite, where the caller asked for an error."""

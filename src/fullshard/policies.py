@@ -42,7 +42,9 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}")
+                raise ConfigError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}", code="C164"
+                )
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,10 @@ class FirstPass:
         raise DivergenceError(
             "ranks run their units in different orders (checked along the first forward).\n"
             f"  rank {axis.ranks[0]} {told(0)}\n"
-            f"  rank {axis.ranks[other]} {told(other)}\n"
-            "  remedy:    let every rank run the same units in the same order: where a rank has nothing to compute in "
-            "one, call it all the same and multiply its result by zero"
+            f"  rank {axis.ranks[other]} {told(other)}",
+            remedy="let every rank run the same units in the same order: where a rank has nothing to compute in "
+            "one, call it all the same and multiply its result by zero",
+            code="D001",
         )
 
 

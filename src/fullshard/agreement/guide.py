@@ -170,6 +170,7 @@ class Guide:
             got=f"unit {name!r} once more",
             remedy='give the root check="every": ranks then say before every unit which one they run (a small '
             "collective each)",
+            code="D002",
         )
 
 

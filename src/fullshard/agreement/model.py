@@ -151,7 +151,8 @@ def _divergence(first: list[Line], second: list[Line], at: int, rank_a: int, ran
         "ranks disagree on what they train (checked once, at the first forward).\n"
         f"  rank {rank_a} has   {told[0]}\n"
         f"  rank {rank_b} has   {told[1]}\n"
-        f"  First difference: line {at + 1} of {max(counts)}.\n"
-        "  remedy:    build the same model, with the same dtypes and the same fully_shard calls, on every rank; where "
-        "ranks ignore different modules on purpose, give these names that no sharded one has"
+        f"  First difference: line {at + 1} of {max(counts)}.",
+        remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; where "
+        "ranks ignore different modules on purpose, give these names that no sharded one has",
+        code="D003",
     )

@@ -174,9 +174,10 @@ class Position:
         raise DivergenceError(
             f"ranks go on differently (step {self.step}).\n"
             f"  rank {ranks[0]}: {self._told(*rows[0])}\n"
-            f"  rank {ranks[other]}: {self._told(*rows[other])}\n"
-            "  remedy:    let every rank run the same units in the same order, with the same number of forwards and "
-            "backwards, and the same gradient sync in each"
+            f"  rank {ranks[other]}: {self._told(*rows[other])}",
+            remedy="let every rank run the same units in the same order, with the same number of forwards and "
+            "backwards, and the same gradient sync in each",
+            code="D004",
         )
 
     def _told(self, verb: int, index: int) -> str:
@@ -201,7 +202,9 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
     """
     for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
         if value not in kinds:
-            raise ConfigError(f"{name} is none of its kinds.", expected=" or ".join(map(repr, kinds)), got=repr(value))
+            raise ConfigError(
+                f"{name} is none of its kinds.", expected=" or ".join(map(repr, kinds)), got=repr(value), code="C001"
+            )
     return check, unused  # type: ignore[return-value]
 
 

@@ -55,4 +55,5 @@ def _check_repeated(name: str, tensor: DTensor, axes: Sequence[Axis]) -> None:
                 expected="tensors that these ranks hold whole, or split over other ranks in the same way",
                 got=f"a DTensor with placements {tensor.placements} on {mesh}",
                 remedy="leave sync_module_states out, or make the tensor a DTensor on the tensor-parallel ranks only",
+                code="C002",
             )

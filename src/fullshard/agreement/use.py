@@ -139,6 +139,7 @@ class UseAgreement:
                 got="different ones (compared at the end of backward)",
                 remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
                 "run different ones, and zero_grad() before going on",
+                code="D005",
             )
         if stepped != steps * axes.world:
             self._refuse_steps(axes, units)
@@ -156,9 +157,10 @@ class UseAgreement:
         raise DivergenceError(
             "optimizers did not step alike on all ranks: parameters are no longer one model's.\n"
             f"  rank {axis.ranks[0]}: {told[0]}\n"
-            f"  rank {axis.ranks[other]}: {told[other] if other else 'stepped with other settings before'}\n"
-            "  remedy:    give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
-            "it on every rank or on none"
+            f"  rank {axis.ranks[other]}: {told[other] if other else 'stepped with other settings before'}",
+            remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
+            "it on every rank or on none",
+            code="D006",
         )
 
 
@@ -187,4 +189,5 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
                 expected="optimizer steps, loads and changes in place after the backward",
                 remedy="call zero_grad() and repeat the step; run the backward before the weights change, or the "
                 "forward again after it",
+                code="P001",
             )

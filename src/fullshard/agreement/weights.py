@@ -74,4 +74,5 @@ def _compare(axis: Axis, values: torch.Tensor, counts: torch.Tensor, members: Se
         f"{len(members)} parameters",
         remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
         "give sync_module_states=True, which makes them rank 0's",
+        code="D007",
     )

@@ -49,6 +49,7 @@ def keep_gathered(module: nn.Module) -> Iterator[None]:
                 expected="a unit whose own forward and backward are over",
                 got=f"phase {runner.phase.name}",
                 remedy="enter it around the call of the unit",
+                code="P005",
             )
     _agree(runners)
     for runner in runners:
@@ -138,12 +139,13 @@ def refuse_running(runners: list[Runner], what: str) -> None:
             raise PhaseError(
                 f"{what} was called while a forward or backward through unit {runner.unit.name or '(root)'!r} runs.",
                 remedy=f"call {what} between steps",
+                code="P006",
             )
 
 
 def _units_in(module: nn.Module, what: str) -> list[Runner]:
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{what} takes a module, got {type(module).__name__}")
+        raise ConfigError(f"{what} takes a module, got {type(module).__name__}", code="C030")
     found = runners_in(module)
     if not found:
         inside = runner_of(module) is None and any(True for _ in module.parameters())
@@ -152,5 +154,6 @@ def _units_in(module: nn.Module, what: str) -> list[Runner]:
             expected="a unit, or a module that contains units",
             got="a part of one, or a model that is not sharded" if inside else "a module without parameters",
             remedy="owner_of(model, module).module is the unit that runs it",
+            code="C031",
         )
     return found

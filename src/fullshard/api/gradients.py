@@ -36,7 +36,7 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
         PhaseError: the model is no root; or a backward runs.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"set_token_count takes a model, got {type(model).__name__}")
+        raise ConfigError(f"set_token_count takes a model, got {type(model).__name__}", code="C032")
     checked, tops = _checked(counts), _tops(model)
     for runner in [runner for top in tops for runner in _below(top)]:
         if runner.settings.reduce.reduction != "tokens":
@@ -45,6 +45,7 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
                 expected='reduction="tokens"',
                 got=f"unit {runner.unit.name!r} with reduction={runner.settings.reduce.reduction!r}",
                 remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
+                code="C033",
             )
         if any(gradients.owed() for gradients in runner.unit.gradients):
             raise UsageError(
@@ -53,6 +54,7 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
                 got=f"gradients of unit {runner.unit.name!r} that were accumulated without sync and wait",
                 remedy="call set_token_count(model, [count, ...]) once a step; zero_grad() gives up what waits in "
                 "flat layouts and the wrapper, model.reset_iter_state() in rows",
+                code="P007",
             )
     for top in tops:
         axes = top.settings.axes
@@ -68,7 +70,7 @@ def _tops(model: nn.Module) -> list[Runner]:
     if not tops:
         found = runners_in(model)
         if not found:
-            raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it")
+            raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C034")
         inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
         tops = [runner for runner in found if id(runner) not in inner]
     for top in tops:
@@ -77,9 +79,12 @@ def _tops(model: nn.Module) -> list[Runner]:
                 "set_token_count is for the root.",
                 got=f"unit {top.unit.name!r} below it",
                 remedy="pass the model whose forward is called",
+                code="P008",
             )
         if top.root is not None and top.root.in_backward:
-            raise PhaseError("set_token_count was called within a backward; call it before the step's first one")
+            raise PhaseError(
+                "set_token_count was called within a backward; call it before the step's first one", code="P009"
+            )
     return tops
 
 
@@ -111,9 +116,12 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
                 "set_token_count takes how many tokens each micro-batch of this rank has.",
                 expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
                 got=repr(count),
+                code="C035",
             )
     if not given:
-        raise ConfigError("set_token_count was given no counts", expected="one for each backward of the step")
+        raise ConfigError(
+            "set_token_count was given no counts", expected="one for each backward of the step", code="C036"
+        )
     return given
 
 
@@ -142,7 +150,7 @@ def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
     """
     runners = runners_in(model)
     if not runners:
-        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it")
+        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C037")
     for runner in runners:
         runner.set(reduce_check_nonfinite=bool(enable))
         if not enable:
@@ -157,12 +165,13 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
         ConfigError: there is none of that name; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise ConfigError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}", code="C038")
     if reduction != "mean" and getattr(comm, "scales_itself", False):
         raise ConfigError(
             f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
             got=f"comm of kind {comm.kind!r}",
             remedy='leave reduction= at "mean", and let the comm do what is wanted',
+            code="C039",
         )
     return str(reduction)
 
@@ -181,4 +190,5 @@ def refuse_divisor(runner: Runner, what: str) -> None:
             got=f"reduction={reduction!r} of unit {runner.unit.name!r}",
             remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
             'reduction="sum" and scale the loss',
+            code="C040",
         )

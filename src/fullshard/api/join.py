@@ -58,9 +58,10 @@ class join(Generic[Batch]):
                 "join takes a sharded model and this rank's batches.",
                 got=f"{type(model).__name__}, which has no units",
                 remedy="apply fully_shard or FullyShardedDataParallel first",
+                code="C041",
             )
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
-            raise ConfigError("join takes this rank's batches, to iterate over.", got=repr(batches)[:80])
+            raise ConfigError("join takes this rank's batches, to iterate over.", got=repr(batches)[:80], code="C042")
         self._axes: MeshAxes = max(held, key=lambda axes: axes.world)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example
@@ -69,7 +70,7 @@ class join(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if any([runner.settings.share is not None for runner in self._runners]):
             raise ConfigError(
-                "join is used inside another join of the same model.", remedy="iterate over one at a time"
+                "join is used inside another join of the same model.", remedy="iterate over one at a time", code="C043"
             )
         share = Share()
         for runner in self._runners:
@@ -110,6 +111,7 @@ class join(Generic[Batch]):
                 rank=self._axes.global_rank,
                 got="none here" if not has else f"one here, none on {lacks.read()} other rank(s)",
                 remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
+                code="C044",
             )
 
 

@@ -90,6 +90,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
             "park was called for a model that is parked.",
             got=f"parked units {', '.join(parked)}" if parked else None,
             remedy="call fullshard.resume first",
+            code="P010",
         )
     for runner in runners:
         if runner.held or runner.unit.showing.summoned:
@@ -97,6 +98,7 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
                 f"park was called inside {'keep_gathered' if runner.held else 'summon_full_params'} of unit "
                 f"{runner.unit.name or '(root)'!r}.",
                 remedy="park the model after that block",
+                code="P011",
             )
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")
     for runner in runners:
@@ -140,6 +142,7 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
             "resume was called for a model that is not parked.",
             got="units that were parked with another module" if parked else None,
             remedy="give resume the module that park was given" if parked else "call park before, or leave it out",
+            code="P012",
         )
     given = {id(optimizer) for optimizer in optimizers}
     left = [one for ref in lot.optimizers if (one := ref()) is not None and id(one) not in given]
@@ -148,6 +151,7 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
             "resume was not given an optimizer that was parked with its model: its next step would mix devices.",
             got=f"{type(left[0]).__name__} left out",
             remedy="call resume(model, *optimizers) with all that park was given",
+            code="C045",
         )
     moved = stayed = 0
     for runner in runners:
@@ -172,7 +176,7 @@ def _told(what: str, moved: Moved) -> Moved:
 def _runners(model: nn.Module, what: str) -> list[Runner]:
     runners = runners_in(model) if isinstance(model, nn.Module) else []
     if not runners:
-        raise ConfigError(f"{what} takes a sharded model, got {type(model).__name__} without units")
+        raise ConfigError(f"{what} takes a sharded model, got {type(model).__name__} without units", code="C046")
     return runners
 
 
@@ -182,12 +186,13 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         groups: Any = getattr(optimizer, "param_groups", None)
         if groups is None:
-            raise ConfigError(f"park takes a model and its optimizers, got {type(optimizer).__name__}")
+            raise ConfigError(f"park takes a model and its optimizers, got {type(optimizer).__name__}", code="C047")
         given = [p for group in groups for p in group["params"]]
         if not any(id(p) in plain or id(owner_of(p)) in units for p in given):
             raise ConfigError(
                 f"This {type(optimizer).__name__} has no parameter of the model that it is to be parked with.",
                 remedy="park it with the model that it was built from",
+                code="C048",
             )
 
 

@@ -94,6 +94,7 @@ def _of_fully_shard(model: nn.Module) -> Table:
             "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
             parameter=wrapped.name,
             remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
+            code="K006",
         )
     return table
 
@@ -309,7 +310,7 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
     """
     result: dict[str, Any] = values.from_rank0(saved or {}, table.axes)
     if not result:
-        raise CheckpointError("rank 0 has no optimizer state dict to send to the others")
+        raise CheckpointError("rank 0 has no optimizer state dict to send to the others", code="K007")
     return result
 
 
@@ -322,15 +323,16 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
             "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",
             parameter=part.name,
             remedy="give the FullyShardedDataParallel, and pick what is wanted by submodules= or by its name",
+            code="K008",
         )
     if not table.wrapped:  # names as PyTorch's functions have them
         table = Table(model, lambda name: clean_name(name).replace("_orig_mod.", ""))
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
-            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
+            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change", code="C075"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
+        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True", code="C076")
     return table
 
 

@@ -118,7 +118,8 @@ def _slice_name(prefix: str, index: int) -> str:
 def _fill_slice(bucket: Bucket, result: Any, keys: dict[int, list[str]], name: str) -> None:
     if bucket.layout.world == 1:
         raise CheckpointError(
-            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD"
+            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD",
+            code="K011",
         )
     for member in bucket.members:
         for key in keys.get(id(member), ()):

@@ -21,23 +21,25 @@ def function_at(target: str) -> Callable[[], Any]:
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise ConfigError(f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check")
+        raise ConfigError(
+            f"{target!r} is not SCRIPT-OR-MODULE:FUNCTION, as train.py:check or package.module:check", code="C077"
+        )
     try:
         module = _script(Path(where)) if where.endswith(".py") else _module(where)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}", code="C078") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"there is no function {name!r} in {where}")
+        raise ConfigError(f"there is no function {name!r} in {where}", code="C079")
     found: Callable[[], Any] = function
     return found
 
 
 def _script(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(f"there is no file {path}", code="C080")
     sys.path.insert(0, str(path.resolve().parent))  # as `python path` would
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

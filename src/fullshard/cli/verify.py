@@ -84,17 +84,19 @@ def _verified(given: Arguments) -> Report:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{given.target} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given.target} raised {type(error).__name__}: {error}", code="C081") from error
     if isinstance(found, Report):
         return found
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report")
+        raise ConfigError(
+            f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report", code="C082"
+        )
     known = inspect.signature(verify).parameters
     unknown = [name for name in found if name not in known]
     missing = [name for name in ("model_fn", "batch_fn", "loss_fn") if name not in found]
     if unknown or missing:
         wrong = f"unknown: {', '.join(map(str, unknown))}" if unknown else f"missing: {', '.join(missing)}"
-        raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})")
+        raise ConfigError(f"{given.target} returned arguments that fullshard.verify cannot take ({wrong})", code="C083")
     own = {"steps": given.steps, "seed": given.seed, "tolerance": given.tolerance}
     return verify(**{**found, **{name: value for name, value in own.items() if value is not None}})
 

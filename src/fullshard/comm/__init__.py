@@ -32,7 +32,9 @@ def make_comm(kind: "str | Comm") -> Comm:
     if kind == "null":
         return NullComm()
     if isinstance(kind, str) or not hasattr(kind, "gather"):
-        raise ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
+        raise ConfigError(
+            f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}', code="C084"
+        )
     return kind
 
 

@@ -124,6 +124,7 @@ class CustomComm:
                 expected=f"{expected}",
                 got=f"{got}",
                 remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
+                code="C085",
             )
         return buffer
 

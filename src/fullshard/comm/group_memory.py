@@ -39,6 +39,7 @@ class GroupMemory:
                 expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
                 got=f"{axis.backend} on {device}",
                 remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
+                code="C086",
             )
         self.backend = backend
 

@@ -75,23 +75,27 @@ def convert(
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
+        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype, code="C088")
     if os.path.lexists(target):
-        raise CheckpointError(f"There is something at {target}: nothing is overwritten.", remedy="name another place")
+        raise CheckpointError(
+            f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
+        )
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.")
+        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.", code="K021")
     with open_source(source, model, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
         free = shutil.disk_usage(target.absolute().parent).free
         if total > free:
             raise CheckpointError(
-                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}"
+                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}", code="K022"
             )
         try:
             _write(opened, chosen, target, kind, total, progress)
         except OSError as error:
-            raise CheckpointError(f"{target} cannot be written ({type(error).__name__}: {error}).") from error
+            raise CheckpointError(
+                f"{target} cannot be written ({type(error).__name__}: {error}).", code="K023"
+            ) from error
     return Conversion(
         source, target, kind_of(source), kind, len(chosen.entries), total, tuple(chosen.left_out), tuple(chosen.notes)
     )
@@ -127,7 +131,7 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
     left_out += lost
     if bare and not names:
         raise CheckpointError(
-            "The checkpoint has no model, only other things.", got=", ".join(list(source.entries)[:3])
+            "The checkpoint has no model, only other things.", got=", ".join(list(source.entries)[:3]), code="K024"
         )
     ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}

@@ -38,9 +38,11 @@ def kind_of(path: Path) -> str:
         CheckpointError: nothing, half a checkpoint, or something else.
     """
     if not path.exists():
-        raise CheckpointError(f"There is no {path}.")
+        raise CheckpointError(f"There is no {path}.", code="K025")
     if SAVING in path.name:
-        raise CheckpointError(f"{path} is half a checkpoint: it is being written, or its writing was broken off.")
+        raise CheckpointError(
+            f"{path} is half a checkpoint: it is being written, or its writing was broken off.", code="K026"
+        )
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
@@ -55,22 +57,27 @@ def _kind_of_file(path: Path) -> str:
         raise CheckpointError(
             f"{path} is of torch.save's old format, of before PyTorch 1.6, which is not read.",
             remedy="torch.load it with weights_only=True, and torch.save it again",
+            code="K027",
         )
     if not start:
-        raise CheckpointError(f"{path} is empty.")
+        raise CheckpointError(f"{path} is empty.", code="K028")
     if path.name in (METADATA, "manifest.json") or path.suffix == ".distcp":
-        raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"name its folder, {path.parent}")
-    raise CheckpointError(f"{path} is no checkpoint of a known format.", expected="a file of torch.save or safetensors")
+        raise CheckpointError(
+            f"{path} is one file of a checkpoint.", remedy=f"name its folder, {path.parent}", code="K029"
+        )
+    raise CheckpointError(
+        f"{path} is no checkpoint of a known format.", expected="a file of torch.save or safetensors", code="K030"
+    )
 
 
 def _kind_of_folder(path: Path) -> str:
     inside = [one.name for one in path.iterdir()]
     if not inside:
-        raise CheckpointError(f"{path} is empty.")
+        raise CheckpointError(f"{path} is empty.", code="K031")
     if METADATA in inside or "manifest.json" in inside:
         return "fullshard"
     if any(name.endswith(".distcp") for name in inside):
-        raise CheckpointError(f"{path} is half a checkpoint: it has no {METADATA}, which is written last.")
+        raise CheckpointError(f"{path} is half a checkpoint: it has no {METADATA}, which is written last.", code="K032")
     if is_deepspeed(path):
         return "deepspeed"
     if Folder(path).names():
@@ -81,8 +88,10 @@ def _kind_of_folder(path: Path) -> str:
         return "fsdp1"
     half = [name for name in inside if SAVING in name]
     if half:
-        raise CheckpointError(f"{path} has no whole checkpoint, only {half[0]}, whose writing did not end.")
-    raise CheckpointError(f"{path} is no checkpoint of a known format.", got=", ".join(sorted(inside)[:5]))
+        raise CheckpointError(
+            f"{path} has no whole checkpoint, only {half[0]}, whose writing did not end.", code="K033"
+        )
+    raise CheckpointError(f"{path} is no checkpoint of a known format.", got=", ".join(sorted(inside)[:5]), code="K034")
 
 
 def storage_at(path: Path) -> LocalStorage:
@@ -94,7 +103,7 @@ def storage_at(path: Path) -> LocalStorage:
     where = Folder(path)
     name = "" if where.is_checkpoint else where.latest()
     if name is None:
-        raise CheckpointError(f"{path} has no whole checkpoint.")
+        raise CheckpointError(f"{path} has no whole checkpoint.", code="K035")
     return LocalStorage(path / name)
 
 
@@ -125,7 +134,7 @@ def open_source(
             return PerRankSource(path, model, model_only)
         return SafetensorsSource(path, _stem(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).", code="K036") from error
 
 
 def _stem(path: Path) -> str:
@@ -148,7 +157,7 @@ def kind_to_write(path: Path, to: str | None) -> str:
     if to is not None:
         kind = {"dcp": "fullshard", "pt": "torch"}.get(to, to)
         if kind not in WRITTEN:
-            raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
+            raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN), code="C089")
         return kind
     if path.suffix in TORCH_SUFFIXES:
         return "torch"

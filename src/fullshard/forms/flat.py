@@ -124,6 +124,7 @@ class FlatParameterForm(LocalForm):
                 expected=f"a Parameter of shape {(self.layout.shard_numel,)}",
                 got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
                 remedy="change values inside summon_full_params(model), or in place",
+                code="C090",
             )
         if found is not self.flat:
             found.__dict__.update(self.flat.__dict__)

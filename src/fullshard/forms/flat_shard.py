@@ -94,8 +94,9 @@ class FlatShard(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PhaseError(
-            f"FlatShard {self._run.name!r} holds a part of a parameter and a process group, and cannot be pickled.\n"
-            "  remedy: save through torch.distributed.checkpoint, or full_tensor() first"
+            f"FlatShard {self._run.name!r} holds a part of a parameter and a process group, and cannot be pickled.",
+            remedy="save through torch.distributed.checkpoint, or full_tensor() first",
+            code="P025",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
@@ -130,12 +131,8 @@ class FlatShard(torch.Tensor):
         for block in rectangles(permuted, *run.bounds(run.axis.rank)):
             view = self._local_tensor.detach()[block.start :][: torch.Size(block.sizes).numel()].view(block.sizes)
             offsets = torch.Size([block.offsets[i] for i in inverse])
-            chunks.append(
-                (
-                    ChunkStorageMetadata(offsets, torch.Size([block.sizes[i] for i in inverse])),
-                    view.permute(inverse),
-                )
-            )
+            storage = ChunkStorageMetadata(offsets, torch.Size([block.sizes[i] for i in inverse]))
+            chunks.append((storage, view.permute(inverse)))
         return chunks
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
@@ -150,6 +147,7 @@ class FlatShard(torch.Tensor):
                 got=f"{len(chunks)} of shape {self._run.shape}",
                 remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
                 '"owner"; DCP\'s own FileSystemWriter writes all layouts',
+                code="K037",
             )
         return [
             WriteItem(
@@ -256,6 +254,7 @@ def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
         remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
         'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
+        code="P026",
     )
 
 

@@ -135,6 +135,7 @@ class LocalForm:
             expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
             got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
             remedy=remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
+            code="C091",
         )
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:

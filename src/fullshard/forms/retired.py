@@ -35,6 +35,7 @@ class OriginalParameter(nn.Parameter):
             got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
             remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
             "modules inside one module that fully_shard is applied to",
+            code="C092",
         )
 
 

@@ -218,6 +218,7 @@ def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
         remedy="if a method other than forward uses this weight, name it with "
         "register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() ... "
         "module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+        code="P027",
     )
 
 
@@ -236,6 +237,7 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
             expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
             got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
             remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
+            code="C093",
         )
     if value.is_meta != parameter.is_meta:
         raise ConfigError(
@@ -244,6 +246,7 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
             expected="the meta device for both or for none, as of any tensor",
             got=f"{parameter.device.type}, set to one on {value.device.type}",
             remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
+            code="C094",
         )
     local = value._local_tensor.detach()
     note_change((parameter,))

@@ -160,6 +160,7 @@ def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int)
             expected="weights that are tied before the model is sharded",
             got=f"{other.name} in its place",
             remedy="tie them first (module.weight = other.weight), then shard the model",
+            code="C095",
         )
 
 
@@ -177,6 +178,7 @@ def not_its_shard(member: Member, found: Any, rank: int) -> ConfigError:
             "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
             "placements",
         ),
+        code="C096",
     )
 
 

@@ -43,6 +43,7 @@ class SpmdMesh:
                     expected=f"Replicate() on {(self.mesh.mesh_dim_names or ())[index]!r}",
                     got=placements[index],
                     remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
+                    code="C097",
                 )
 
 
@@ -86,6 +87,7 @@ class TensorParallel:
                     expected="Shard or Replicate",
                     got=placement,
                     remedy="redistribute it first",
+                    code="C098",
                 )
         data_dims: tuple[int, ...] = ()
         if spmd is not None and mesh == spmd.mesh:

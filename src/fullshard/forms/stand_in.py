@@ -39,6 +39,7 @@ class HiddenParameter(nn.Parameter):
             expected="use inside the forward of its FullyShardedDataParallel instance",
             got="use from outside it",
             remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
+            code="P028",
         )
 
 

@@ -115,6 +115,7 @@ def chunk_of(original: Any, slot: Slot, part: Part, axes: MeshAxes) -> Any:
             expected="a first dim, to split",
             got=f"shape {slot.shape}, split on dim {slot.spec.dim}",
             remedy="put it in ignored_params",
+            code="C099",
         )
     try:
         with torch.no_grad():
@@ -128,6 +129,7 @@ def chunk_of(original: Any, slot: Slot, part: Part, axes: MeshAxes) -> Any:
             expected="detach, split (torch.chunk), slice, clone and, from another device, to",
             got=f"{type(error).__name__}: {error}",
             remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
+            code="C100",
         ) from error
 
 
@@ -210,6 +212,7 @@ class SubclassFull:
                 expected=f"at most {_MOST} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
                 got=f"numbers of tensors {counts}, of rows {columns}",
                 remedy="pad what is sent to the first rank's number of rows",
+                code="D009",
             )
         return [(max(column), sum(column)) for column in columns]
 
@@ -224,6 +227,7 @@ class SubclassFull:
                 expected=" and ".join(_METHODS),
                 got=f"{type(source).__name__} without {' and '.join(missing)}",
                 remedy="implement them (they may be set on the class after fully_shard), or put it in ignored_params",
+                code="C101",
             )
         with torch.no_grad():
             if _arguments(type(source).fsdp_pre_all_gather) == 2:  # the older form: fsdp_pre_all_gather(self, mesh)
@@ -276,6 +280,7 @@ class SubclassFull:
                 parameter=member.name,
                 expected=member.slot.shape,
                 got=tuple(made.shape),
+                code="C102",
             )
         ours = {out.storage.data_ptr() for out in self._received}
         used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(made))}
@@ -285,7 +290,9 @@ class SubclassFull:
         self._made = made
 
     def cut(self, axis: Axis) -> torch.Tensor:
-        raise ConfigError("a tensor subclass with a gather of its own is freed whole", parameter=self.member.name)
+        raise ConfigError(
+            "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
+        )
 
     def settle(self) -> None:
         for out, keeps in zip(self._received, self._keeps, strict=True):

@@ -25,7 +25,7 @@ from ..api.wrapper import settings
 from ..api.wrapper.fsdp import FullyShardedDataParallel
 from ..api.wrapping import policies
 from ..checkpoint import functions
-from ..errors import PhaseError
+from ..errors import PhaseError, message
 from ..forms import FlatParameter
 from ..mesh.data_parallel import DataParallelMeshDims
 from ..optim import ShardedGradScaler
@@ -206,8 +206,11 @@ def _check_unused(front_ends: ModuleType) -> None:
     found += [type(one).__name__ for one in gc.get_referrers(wrapper) if type(one) is wrapper]
     for cls in wrapper.__subclasses__():
         warnings.warn(
-            f"{cls.__module__}.{cls.__qualname__} was derived from PyTorch's FullyShardedDataParallel before "
-            "fullshard.adopt() and stays PyTorch's",
+            message(
+                f"{cls.__module__}.{cls.__qualname__} was derived from PyTorch's FullyShardedDataParallel before "
+                "fullshard.adopt() and stays PyTorch's",
+                code="W008",
+            ),
             stacklevel=3,
         )
     if found:
@@ -215,4 +218,5 @@ def _check_unused(front_ends: ModuleType) -> None:
             "PyTorch's front-ends have sharded modules in this process already.",
             got=", ".join(sorted(set(found))),
             remedy="call fullshard.adopt() first, or start the program by: python -m fullshard adopt SCRIPT",
+            code="P029",
         )

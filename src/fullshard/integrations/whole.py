@@ -64,6 +64,7 @@ def _meet(what: str) -> None:
                 got=f"{here} after {PATIENCE:g} s",
                 remedy=f"call {what} on every rank (it writes on the main one), or pass "
                 "state_dict=accelerator.get_state_dict(model), called on every rank",
+                code="P030",
             )
         time.sleep(0.01)
         here = store.add(key, 0)

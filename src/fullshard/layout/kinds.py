@@ -77,22 +77,26 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
 
 def _check(world: int, align: int) -> None:
     if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
+        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L001")
 
 
 def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not spec.shape:
         raise LayoutError(
             f"parameter {spec.name} is a scalar (0 dimensions) and cannot be split into rows.\n"
-            '  remedy: give it shape (1,), pass it in ignored_params, or use layout="flat"'
+            '  remedy: give it shape (1,), pass it in ignored_params, or use layout="flat"',
+            code="L002",
         )
     if not 0 <= spec.dim < len(spec.shape):
-        raise LayoutError(f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard")
+        raise LayoutError(
+            f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard", code="L003"
+        )
     if spec.dim != 0 and spec.shape[spec.dim] % world:
         raise UnevenError(
             f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} "
-            f"over {world} ranks.\n"
-            f"  remedy: shard on dim 0, or on a dim whose size is a multiple of {world}"
+            f"over {world} ranks.",
+            remedy=f"shard on dim 0, or on a dim whose size is a multiple of {world}",
+            code="L004",
         )
 
 

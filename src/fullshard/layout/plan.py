@@ -177,12 +177,16 @@ class Layout:
         spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
         for (_, stop, first), (start, _, second) in pairwise(spans):
             if start < stop:
-                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket")
+                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket", code="L008")
         if spans and spans[-1][1] > self.full_numel:
-            raise LayoutError(f"parameter {spans[-1][2]} ends at {spans[-1][1]}, full bucket at {self.full_numel}")
+            raise LayoutError(
+                f"parameter {spans[-1][2]} ends at {spans[-1][1]}, full bucket at {self.full_numel}", code="L009"
+            )
         for slot in self.slots:
             if slot.full_offset % self.align:
-                raise LayoutError(f"parameter {slot.name} begins at {slot.full_offset}, not a multiple of {self.align}")
+                raise LayoutError(
+                    f"parameter {slot.name} begins at {slot.full_offset}, not a multiple of {self.align}", code="L010"
+                )
 
     @property
     def name(self) -> str:

@@ -136,20 +136,25 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
                 expected="torch.distributed initialised, or mesh=",
                 remedy="start with torchrun and call torch.distributed.init_process_group() first, "
                 "or pass mesh=init_device_mesh(...)",
+                code="C135",
             )
         mesh = init_device_mesh(device_type_of(None), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+        raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}", code="C136")
     if mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} dims.",
             expected="mesh.ndim in (1, 2)",
             got=f"shape {tuple(mesh.shape)}",
             remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
+            code="C137",
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
-            "This process is not part of the mesh given to fully_shard.", rank=dist.get_rank(), got=str(mesh)
+            "This process is not part of the mesh given to fully_shard.",
+            rank=dist.get_rank(),
+            got=str(mesh),
+            code="C138",
         )
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
     where = _device(mesh.device_type, device)
@@ -168,6 +173,7 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
             expected=f"an int that divides {axes.shard.size}, other than 1 and {axes.shard.size}",
             got=size,
             remedy="use True (free the unit) or False (keep it) for the trivial cases",
+            code="C139",
         )
     # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
     grid = axes.mesh.mesh.reshape(-1, size)
@@ -184,7 +190,10 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 def _device(device_type: str, given: torch.device | None = None) -> torch.device:
     if given is not None and given.type != device_type:
         raise ConfigError(
-            "The device to compute on is not of the mesh's device type.", expected=device_type, got=str(given)
+            "The device to compute on is not of the mesh's device type.",
+            expected=device_type,
+            got=str(given),
+            code="C140",
         )
     if device_type == "cpu":
         return torch.device("cpu")
@@ -198,6 +207,7 @@ def _device(device_type: str, given: torch.device | None = None) -> torch.device
             expected=f"a usable {device_type} device",
             got=str(error),
             remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
+            code="C141",
         ) from error
 
 
@@ -222,6 +232,7 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
         raise ConfigError(
             "FullyShardedDataParallel has no process group to shard over.",
             remedy="start with torchrun and call torch.distributed.init_process_group() first",
+            code="C142",
         )
     pair = isinstance(groups, (tuple, list))
     if hybrid and groups is not None and not pair:
@@ -229,15 +240,17 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
             "A hybrid strategy shards over one group and replicates over another.",
             expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
             got=repr(groups),
+            code="C143",
         )
     if not hybrid and pair:
-        raise ConfigError("process_group is a pair only for hybrid strategies; give one group")
+        raise ConfigError("process_group is a pair only for hybrid strategies; give one group", code="C144")
     given = groups if pair else [] if groups is None else [groups]
     if not all(isinstance(group, dist.ProcessGroup) for group in given) or (pair and len(given) != 2):
         raise ConfigError(
             "process_group must be a process group, or two of them for hybrid strategies.",
             got=repr(groups),
             remedy="make groups with torch.distributed.new_group(ranks), on every rank",
+            code="C145",
         )
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
     key = (id(dist.group.WORLD), tuple(map(id, groups)) if pair else id(groups), hybrid, kind)
@@ -281,7 +294,7 @@ def _backend_for(group: Any, device_type: str) -> str | None:
 def unsharded_axes(axes: MeshAxes) -> MeshAxes:
     """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis."""
     if axes.replicate is not None:
-        raise ConfigError("NO_SHARD takes one process group or a 1-D device_mesh")
+        raise ConfigError("NO_SHARD takes one process group or a 1-D device_mesh", code="C146")
     own = axes.shard
     alone = Axis(own.group, 1, 0, own.backend, (axes.global_rank,))
     return MeshAxes(axes.mesh, axes.device, alone, own if own.size > 1 else None, axes.global_rank)
@@ -310,5 +323,6 @@ def _node_mesh(kind: str) -> DeviceMesh:
             expected="equal numbers",
             got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
             remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
+            code="C147",
         )
     return DeviceMesh(kind, list(nodes.values()), mesh_dim_names=("replicate", "shard"))

@@ -31,6 +31,7 @@ class DataParallelMeshDims:
                 "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
                 expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
                 got=f"shard={self.shard!r}, replicate={self.replicate!r}",
+                code="C148",
             )
 
     @property
@@ -64,6 +65,7 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
             "dp_mesh_dims names a dim that the mesh does not have.",
             expected=f"names among {names}",
             got=", ".join(map(repr, unknown)),
+            code="C149",
         )
     if not dims.shard_names:
         raise ConfigError(
@@ -71,6 +73,7 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
             expected="shard=, the name of at least one dim",
             got=f"replicate={dims.replicate!r} alone",
             remedy="use DistributedDataParallel, or name one of these dims in shard=",
+            code="C150",
         )
     parts = [_flat(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
     return mesh[parts[0]] if len(parts) == 1 else mesh[tuple(parts)]
@@ -82,7 +85,8 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> str:
         return names[0]
     if not hasattr(mesh, "_flatten"):
         raise ConfigError(
-            f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place"
+            f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place",
+            code="C151",
         )
     flat = "_".join(names)
     mesh[names]._flatten(flat)

@@ -63,6 +63,7 @@ def refuse_misread(mesh: Any) -> None:
             remedy=f"to shard over both, make a 1-D mesh of all these ranks, or give fully_shard dp_mesh_dims="
             f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, give "
             f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant to be replicas, name it so",
+            code="C152",
         )
     if said[1] == "replicate":
         raise ConfigError(
@@ -72,4 +73,5 @@ def refuse_misread(mesh: Any) -> None:
             got=got,
             remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
             'mesh_dim_names=("replicate", "shard"))',
+            code="C153",
         )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
 from ..dtypes import as_real
-from ..errors import ConfigError
+from ..errors import ConfigError, NonfiniteError
 from ..forms import FlatShard, LocalForm, owner_of
 
 
@@ -37,15 +37,17 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: `norm_type` is not positive.
-        RuntimeError: the total norm is not finite and `error_if_nonfinite` is set.
+        NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
     if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+        raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C154")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in given if p.grad is not None]
     total = _norm_of([(p.grad, _groups_of(p)) for p in given if p.grad is not None], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite")
+        raise NonfiniteError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite", code="N001"
+        )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
@@ -116,6 +118,7 @@ def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
             "clip_grad_norm_ was given parameters of a FullyShardedDataParallel instance.",
             parameter=parameter.__dict__.get("_fullshard_name"),
             remedy="call model.clip_grad_norm_(max_norm) on the root instance",
+            code="C155",
         )
     assert parameter.grad is not None
     return shard_groups(parameter.grad)
@@ -129,7 +132,9 @@ def shard_groups(grad: torch.Tensor) -> list[torch.distributed.ProcessGroup]:
     if isinstance(grad, DTensor):
         for placement in grad.placements:
             if placement.is_partial():
-                raise ConfigError("a gradient with a partial placement has no norm yet; redistribute it first")
+                raise ConfigError(
+                    "a gradient with a partial placement has no norm yet; redistribute it first", code="C156"
+                )
         mesh = grad.device_mesh
         return [
             mesh.get_group(dim)
@@ -161,7 +166,7 @@ def clip_local_gradients(
         ConfigError: `norm_type` is not positive.
     """
     if not norm_type > 0:
-        raise ConfigError(f"norm_type must be positive, got {norm_type}")
+        raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C157")
     grads = [as_real(grad) for grad in grads]
     infinite = math.isinf(norm_type)
     op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM

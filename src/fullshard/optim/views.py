@@ -40,7 +40,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
     units = units_of(model)
     if not units:
-        raise ConfigError("optimizer_view needs a model that fully_shard was applied to")
+        raise ConfigError("optimizer_view needs a model that fully_shard was applied to", code="C162")
     held = {id(member.sharded) for _, _, member in members_of(model)}
     flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]
     held |= {id(flat) for flat in flats}
@@ -55,6 +55,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
                     "optimizer_view was given a tensor that is not a parameter of the model now.",
                     got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
                     remedy="take parameters from model.parameters() after the last fully_shard call",
+                    code="C163",
                 )
     views: list[nn.Parameter] = []
     for unit in units:

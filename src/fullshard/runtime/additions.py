@@ -83,6 +83,7 @@ class Additions:
                 rank=self._rank,
                 remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
                 "freeze them, or name them in ignored_params, to leave them alone",
+                code="P031",
             )
         self._seen = _Registrations.count
         self._frozen = frozen

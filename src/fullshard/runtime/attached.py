@@ -55,6 +55,7 @@ def check_attached(parameter: torch.Tensor) -> None:
             expected="optimizers attached to single parameters",
             got=f"one attached to {known.get(PART_KEY)}",
             remedy="wrap the model with use_orig_params=True, or attach them to model.parameters() of fully_shard",
+            code="P032",
         )
     for optimizer in attached_to(parameter):
         if not any(one is parameter for group in optimizer.param_groups for one in group["params"]):
@@ -64,4 +65,5 @@ def check_attached(parameter: torch.Tensor) -> None:
                 expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
                 got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
                 remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
+                code="P033",
             )

@@ -39,6 +39,7 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
                 raise PhaseError(
                     f"{type(module).__name__} was deep-copied while a forward or backward through it runs.",
                     remedy="copy it between steps",
+                    code="P034",
                 )
     units = {id(one): clone_unit(one.unit, memo) for one in runners}
     memo[_COPYING] = True
@@ -70,6 +71,7 @@ def _set_up(runners: Sequence[Runner], units: dict[int, Unit], memo: dict[Any, A
             raise PhaseError(
                 f"{type(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
                 remedy="deep-copy a module that contains all modules of the unit",
+                code="P035",
             )
         unit = units[id(old)]
         below = {id(child): memo[id(child)] for module in modules for child in module.modules() if id(child) in memo}

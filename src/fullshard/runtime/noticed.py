@@ -71,6 +71,7 @@ def in_graph(inputs: Any) -> Any:
                     "backward(inputs=...) names a parameter whose unit has not run yet.",
                     parameter=member.name,
                     remedy="name parameters that the loss depends on",
+                    code="P036",
                 )
             found.append(member.unsharded)
     return found
@@ -104,6 +105,7 @@ def freed_in_graph(error: RuntimeError, roots: Any) -> PhaseError | None:
         got=f"a graph kept elsewhere, through a tensor of shape {shape}",
         remedy="return from the forward what you differentiate, or make it an attribute of the module; "
         "set_reshard_after_forward(False) keeps the unit gathered",
+        code="P037",
     )
 
 
@@ -150,6 +152,7 @@ def asked_of_grad(outputs: Any, inputs: Any, found: Sequence[Any] | None) -> Pha
         expected="loss.backward(), which leaves reduced gradients in .grad (inputs= chooses parameters)",
         remedy="call loss.backward(inputs=parameters) and read .grad; for a penalty on weights compute it from "
         "parameter.full_tensor() or the sharded parameters themselves",
+        code="P038",
     )
 
 

@@ -59,6 +59,7 @@ def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
                 parameter=", ".join(m.name for m in unit.members if m.shape == tuple(tensor.shape)) or unit.name,
                 rank=unit.rank,
                 remedy="return a copy (weight.clone()), or the view itself or in a list, tuple, dict or dataclass",
+                code="P039",
             )
 
 

@@ -183,6 +183,7 @@ def refused_transform(unit: str) -> PhaseError:
         expected="a forward and backward by plain autograd",
         remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
         "loop over the batch; or apply the transform to an unsharded copy of the model",
+        code="P040",
     )
 
 
@@ -196,4 +197,5 @@ def impossible(phase: Phase, event: Happening, unit: str) -> PhaseError:
         else "another order of events; this is a bug in Fullshard",
         got=f"{event.name} while {phase.name}",
         remedy="call it when the unit's own forward or backward is over" if asked else None,
+        code="P041",
     )

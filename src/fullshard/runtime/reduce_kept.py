@@ -16,7 +16,9 @@ def reduce_kept(root: Root) -> None:
     """
     if root.pass_top is not None or root.in_backward:
         raise PhaseError(
-            "Kept gradients cannot be reduced while the model runs.", remedy="let its forward and backward end first"
+            "Kept gradients cannot be reduced while the model runs.",
+            remedy="let its forward and backward end first",
+            code="P042",
         )
     root.recover_if_broken()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -151,11 +150,13 @@ class Root:
                 expected="the first forward to be the root's",
                 got=f"a forward of {name!r} before one of the module around it",
                 remedy="run the root first; or build the model anew, and run this unit only through the root",
+                code="P043",
             )
         if self.pass_top is not None or self._backward is not None:
             raise PhaseError(
                 f"Unit {name!r} is part of two roots, and the other one's forward or backward is running.",
                 remedy="let each root's forward and backward end before the other's begin",
+                code="P044",
             )
         one.happens(Happening.RESHARD)
         held = sum(gradients.live_bytes for gradients in one.unit.gradients)  # accumulated without sync
@@ -254,22 +255,10 @@ class Root:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
         self.guide.end()
         if not self.orders.told and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            self._warn_of_order()
+            self.orders.warn_of_departure([one.unit.name for one in self.units], self.top.unit.rank)
         self.orders.end_forward(self.pass_grad)
         self.position.end()
         self._settle()
-
-    def _warn_of_order(self) -> None:
-        """Say once that a pass ran units in another order than the ones before: ranks are compared along the first."""
-        found = self.orders.forward.departure()
-        if found is not None:
-            self.orders.told = True
-            known, now = ("none" if i is None else f"unit {self.units[i].unit.name or '(root)'!r}" for i in found)
-            warnings.warn(
-                f"Forward order differs from that of the first iteration: rank {self.top.unit.rank} ran {now} where it "
-                f"ran {known} before. Every rank has to change its order in the same way.",
-                stacklevel=2,
-            )
 
     def break_forward(self, error: BaseException) -> None:
         """The pass was broken off by an exception.
@@ -306,7 +295,7 @@ class Root:
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
-            raise UsageError("backward() was called inside summon_full_params() of the same model")
+            raise UsageError("backward() was called inside summon_full_params() of the same model", code="P045")
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()

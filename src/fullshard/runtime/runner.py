@@ -232,6 +232,7 @@ class Runner(Asked):
                 "A backward reached a unit whose root is gone.",
                 parameter=", ".join(member.name for member in self.unit.members),
                 remedy="keep the root module until the backwards of its forwards are done",
+                code="P046",
             )
         if not root.in_backward:
             root.begin_backward()

@@ -108,6 +108,7 @@ def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
             got="; ".join(f"{kind!r} of {', '.join(map(repr, some[:3]))}" for kind, some in names.items()),
             remedy="give every call of fully_shard or FullyShardedDataParallel the same reduction=, or use "
             "auto_wrap_policy=",
+            code="C165",
         )
 
     for runner in units if "tokens" in names else ():
@@ -118,6 +119,7 @@ def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
                     expected=f"meshes of at most {mesh.world} ranks, as the root's",
                     got=f"unit {runner.unit.name!r} on {bucket.axes.world} ranks",
                     remedy="give the root the mesh of all ranks that hold data",
+                    code="C166",
                 )
 
 

@@ -291,6 +291,7 @@ class Bucket:
                 "Some parameters of a unit are on the meta device and others are not.",
                 parameter=", ".join(meta),
                 remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
+                code="C167",
             )
         if len({local.dtype for local in found}) > 1:
             raise _several_dtypes(self.members, found, self.axes.global_rank)
@@ -377,4 +378,5 @@ def _several_dtypes(members: Sequence[Member], found: Sequence[torch.Tensor], ra
         expected="one dtype",
         got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
         remedy="cast the whole unit; or cast a part of it before the model is sharded, or make it a unit of its own",
+        code="C168",
     )

@@ -117,6 +117,7 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
                     parameter=first.name,
                     got=type(first.parameter).__name__,
                     remedy="shard their unit without CPUOffloadPolicy",
+                    code="C169",
                 )
             policy, module = settings.policy, first.module
 
@@ -134,6 +135,7 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
                     "CPU offload does not work with tensor-parallel parameters yet.",
                     parameter=item.name,
                     remedy="shard their unit without CPUOffloadPolicy",
+                    code="C170",
                 )
         if not form.plain:
             (slot,) = layout.slots
@@ -263,6 +265,7 @@ def choose_placement(
             parameter=item.name,
             expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
             got=f"{placement!r} with layout={settings.layout!r}",
+            code="C171",
         )
     if mesh is None:
         return placement, settings.axes
@@ -275,6 +278,7 @@ def choose_placement(
                 parameter=item.name,
                 expected=settings.axes.device,
                 got=axes.device,
+                code="C172",
             )
         meshes[mesh] = axes
     return placement, meshes[mesh]
@@ -295,6 +299,7 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
             parameter=item.name,
             expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
             got=placement,
+            code="C173",
         )
     return ParameterSpec(item.name, shape, order or memory_order(parameter), dim % dims)
 

@@ -27,6 +27,7 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
             "A parameter of a lazy module has no shape yet.",
             parameter=name,
             remedy="run one forward on a small input before fully_shard",
+            code="C174",
         )
     inner = local_part(parameter)
     special = hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "__tensor_flatten__")
@@ -40,6 +41,7 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
             got=type(inner).__name__,
             remedy="implement these two methods, put it in ignored_params (ignored_states), or shard the weight "
             "before it is quantised",
+            code="C175",
         )
 
 
@@ -66,6 +68,7 @@ def check_device(name: str, device: torch.device, home: torch.device) -> None:
         got=device,
         remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
         f"or move it with model.to({str(home)!r})",
+        code="C176",
     )
 
 
@@ -89,6 +92,7 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                     parameter=item.name,
                     remedy="let one fully_shard call take all modules that use it: shard the module around them, "
                     "or a list of them, before any of them by itself",
+                    code="L011",
                 )
             continue
         check_type(item.name, parameter, extensions=not wrapper)
@@ -99,6 +103,7 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                 expected='layout="rows", whose sharded parameters say how they are split twice',
                 got=f"layout={layout!r}",
                 remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
+                code="C177",
             )
         check_device(item.name, parameter.device, axes.device)
         if local_part(parameter).numel() and not parameter.is_meta and not is_extension(parameter):
@@ -108,4 +113,5 @@ def check_parameters(found: Sequence[Found], axes: MeshAxes, layout: str | Block
                     "Two Parameter objects share one memory: sharded separately they would drift apart.",
                     parameter=f"{other} and {item.name}",
                     remedy="tie them by assigning the same Parameter object to both modules",
+                    code="L012",
                 )

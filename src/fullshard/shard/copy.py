@@ -104,6 +104,7 @@ def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
                     parameter=theirs.name,
                     rank=old.rank,
                     remedy="deep-copy the whole model",
+                    code="P047",
                 )
             found = Place(module, place.name, place.outside)
             ours.places.append(found)

@@ -386,6 +386,7 @@ class Delivery:
                             parameter=member.name,
                             remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
                             "optimizer model.parameters(); said once per unit",
+                            code="W011",
                         ),
                         stacklevel=2,
                     )

@@ -174,4 +174,5 @@ def check_ties(
                     parameter=f"{path}.{key}" if path else key,
                     expected="one unit around all uses of a tied weight",
                     remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
+                    code="L013",
                 )

@@ -105,7 +105,9 @@ class Gradients:
         """
         first = self.state is GradState.NONE
         if self.state is GradState.REDUCING:
-            raise PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
+            raise PhaseError(
+                "gradients were collected while their bucket is being reduced; this is a bug in Fullshard", code="P048"
+            )
         freed = 0
         if self.delivery.kept and (given_up := self.delivery.given_up()):
             freed = self.live_bytes
@@ -336,4 +338,5 @@ def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: s
                 rank=one.bucket.axes.global_rank,
                 remedy=f"{do} after the backward that reduces them (set_requires_gradient_sync(True)), "
                 "or after optimizer.zero_grad() and before the next backward",
+                code="P049",
             )

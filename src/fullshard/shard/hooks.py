@@ -82,6 +82,7 @@ def _checked(found: Any, grad: torch.Tensor, name: str, rank: int) -> torch.Tens
             expected=f"None, or {type(grad).__name__} of shape {tuple(grad.shape)}, as the gradient that it was given",
             got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
             remedy="compute what is returned from the gradient that the hook is given (torch.zeros_like(grad))",
+            code="C178",
         )
     if isinstance(grad, DTensor) and found.placements != grad.placements:
         found = found.redistribute(placements=grad.placements)

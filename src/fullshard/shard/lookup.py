@@ -67,4 +67,5 @@ def refuse_meta(units: Iterable[Unit]) -> None:
             parameter=", ".join(names),
             remedy="call model.to_empty(device=...) and then initialise every module "
             "(reset_parameters() or a state dict load)",
+            code="P050",
         )

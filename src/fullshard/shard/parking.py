@@ -121,6 +121,7 @@ def _parked(units: str) -> PhaseError:
         expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
         got="parked units" + (f" {units}" if units != "?" else ""),
         remedy="call fullshard.resume(model, *optimizers) first, on every rank",
+        code="P051",
     )
 
 

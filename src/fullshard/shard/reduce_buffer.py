@@ -168,4 +168,5 @@ def _not_dense(member: Member) -> PhaseError:
         got="a sparse one",
         remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
         "ignored_params and reduce its gradient yourself",
+        code="P052",
     )

@@ -73,6 +73,7 @@ class TokenCount:
                 expected="the same number on every rank",
                 got=f"{self.backwards} on this one, {everyone} on {self._axes.world} ranks together",
                 remedy="give one count per backward on every rank, 0 where a rank has no tokens",
+                code="D010",
             )
 
     def let_go(self) -> None:
@@ -98,4 +99,5 @@ def no_tokens(tokens: TokenCount | None) -> UsageError:
         got=got,
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
+        code="P053",
     )

@@ -95,7 +95,7 @@ class Unit:
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
         if self.state is not State.SHARDED:
-            raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded unit can be gathered")
+            raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
         full = staging = 0
         try:
             for bucket in self.buckets:
@@ -123,7 +123,7 @@ class Unit:
             keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
         """
         if self.state is not State.GATHERING:
-            raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for")
+            raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
         ledger, axis = self.ledger, self.kept_axis if keep else None
         try:
             for bucket in self.buckets:
@@ -147,7 +147,7 @@ class Unit:
     def free(self) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight."""
         if self.state is State.SHARDED:
-            raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free")
+            raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free", code="P056")
         self._release()
         if stream.listeners:
             self.emit("free", self.gathered_bytes)
@@ -227,9 +227,10 @@ class Unit:
             rank=self.rank,
             expected="parameters that change between steps only",
             got=f"a change in place, or of .data, of unit {self.name or '(root)'!r} while it was gathered",
-            remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a "
-            "changed copy; Embedding(max_norm=) renormalises rows in its forward: leave max_norm out, or put "
-            "the weight in ignored_params",
+            remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a changed "
+            "copy; Embedding(max_norm=) renormalises rows in its forward: leave it out, or put the weight in "
+            "ignored_params",
+            code="P057",
         )
 
     def assigned_error(self, member: Member) -> PhaseError:
@@ -241,6 +242,7 @@ class Unit:
             expected="parameters that are assigned between steps",
             got=f"another object in its place, in or before the forward of unit {self.name or '(root)'!r}",
             remedy="assign it between steps, or change values in place then (copy_)",
+            code="P058",
         )
 
     def version(self) -> int:
@@ -321,10 +323,9 @@ class Unit:
         identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
-            found = owner.get(id(tensor))
-            if found is None:
+            if id(tensor) not in owner:
                 return fn(tensor)
-            bucket, member = found
+            bucket, member = owner[id(tensor)]
             if id(bucket) not in moved:
                 moved[id(bucket)] = fn(bucket.shard)
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
@@ -346,9 +347,8 @@ class Unit:
         """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
         for gradients in self.gradients:
             bucket = gradients.bucket
-            whole = id(bucket.flat_parameter) in parameters
             live = gradients.live_bytes
-            gradients.give_up([m for m in bucket.members if whole or id(m.sharded) in parameters])
+            gradients.give_up([m for m in bucket.members if {id(bucket.flat_parameter), id(m.sharded)} & parameters])
             self.ledger.reducing -= live - gradients.live_bytes
 
     # Ties across units.
@@ -371,7 +371,7 @@ class Unit:
                         self.gradients[index] = Gradients(rest, self.reduce_dtype, self.keeps_compute_dtype)
                     self.showing.forget()
                     return list(member.places), whole
-        raise PhaseError(f"unit {self.name!r} does not hold what it should give up; this is a bug in Fullshard")
+        raise PhaseError(f"unit {self.name!r} lacks what it should give up; this is a bug in Fullshard", code="P059")
 
     def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""

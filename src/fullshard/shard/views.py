@@ -25,6 +25,7 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
             "An optimizer view was asked for while parameters are on the meta device.",
             parameter=", ".join(member.name for member in delivery.bucket.members),
             remedy="call model.to_empty(device=...) first",
+            code="C179",
         )
     delivery.views = [view for view in delivery.views if view.tensor is not None]
     taken = {i for view in delivery.views for i in view.members}
@@ -34,6 +35,7 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
                 "A parameter already has an optimizer view: two optimizers would update it.",
                 parameter=delivery.bucket.members[i].name,
                 remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
+                code="C180",
             )
     tensors = []
     for offset, length, indices in runs:

@@ -203,7 +203,9 @@ class Writer:
         assert answer is not None
         if "error" in answer:
             raise CheckpointError(
-                "A save in the background failed; the checkpoints before it are as they were.", got=answer["error"]
+                "A save in the background failed; the checkpoints before it are as they were.",
+                got=answer["error"],
+                code="K041",
             )
         return answer.get("name")
 

@@ -126,6 +126,7 @@ def _add_optimizer(
                 "Two optimizers update one parameter: their state would have one name.",
                 parameter=name,
                 remedy="give each optimizer parameters of its own",
+                code="C185",
             )
     states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
     lacking = [one for one in held if not states[id(one)]] if blank else []

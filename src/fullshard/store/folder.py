@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, message
 from . import manifest
 from .storage import LocalStorage, Storage
 from .write import LocalWriter
@@ -97,6 +97,7 @@ class Folder:
             expected="the name of a folder beside it, such as step-000000100",
             got=repr(text),
             remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
+            code="K042",
         )
 
     def storage(self, name: str) -> Storage:
@@ -173,7 +174,10 @@ class Folder:
             try:
                 self.remove(name)
             except OSError as error:  # the new checkpoint is whole all the same
-                warnings.warn(f"An old checkpoint could not be removed: {self.at(name)}: {error}", stacklevel=2)
+                warnings.warn(
+                    message(f"An old checkpoint could not be removed: {self.at(name)}: {error}", code="W012"),
+                    stacklevel=2,
+                )
             else:
                 removed.append(name)
         return removed
@@ -217,6 +221,7 @@ class Folder:
                             expected=f"the lock within {patience:g} s",
                             got=f"{self.path / LOCK} held by {holder or 'an unknown process'}",
                             remedy="give every run a folder of its own, or let the other save end",
+                            code="K043",
                         ) from None
                     time.sleep(_POLL)
             os.ftruncate(fd, 0)

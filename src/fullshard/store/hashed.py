@@ -55,6 +55,7 @@ def new_hash(kind: str, file: str) -> Any:
             got="no package xxhash",
             remedy="pip install xxhash (or 'fullshard[fast]'), or leave hashes out: load(check=False), "
             "fullshard inspect --no-hashes",
+            code="K112",
         )
     return made()
 

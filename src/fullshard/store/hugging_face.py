@@ -70,7 +70,9 @@ def save_safetensors(
     """
     check_dtype(dtype)
     if adapter and merge_lora:
-        raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
+        raise ConfigError(
+            "adapter and merge_lora exclude each other: an adapter, or the model it was merged into.", code="C191"
+        )
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
@@ -114,6 +116,7 @@ def _plain(given: list[Given]) -> list[Given]:
             parameter=odd.name,
             got=type(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)).__name__,
             remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first",
+            code="K113",
         )
     return given
 
@@ -218,7 +221,7 @@ def load_safetensors(
         PhaseError: called in the middle of a step.
     """
     if adapter and base:
-        raise ConfigError("adapter and base exclude each other: files hold one or the other.")
+        raise ConfigError("adapter and base exclude each other: files hold one or the other.", code="C192")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
     made: list[SafetensorsSource] = []
@@ -294,6 +297,7 @@ class _Plan:
                 "numbers",
                 remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
                 "fullshard.load reads what fullshard.save wrote of them",
+                code="K114",
             )
         for name in present:
             _check(own, tuple(value.shape), dtype, entries[name])
@@ -321,6 +325,7 @@ class _Plan:
                 parameter=piece.name,
                 expected=f"the same values under {first.removeprefix(MODEL)} and {other.removeprefix(MODEL)}",
                 remedy="make the model without tying these (tie_word_embeddings=False, say)",
+                code="K115",
             )
 
     def close(self, strict: bool) -> LoadedNames:
@@ -340,6 +345,7 @@ class _Plan:
                 got=f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
                 remedy="load them into the model they are of; base=True reads a base model's files into an adapted "
                 "one, adapter=True an adapter's; strict=False leaves both alone",
+                code="K116",
             )
         return LoadedNames(self._missing, unexpected)
 
@@ -359,6 +365,7 @@ def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entry) 
                 expected=expected,
                 got=got,
                 remedy="load them into the model they are of, or fix its configuration",
+                code="K117",
             )
 
 

@@ -123,6 +123,7 @@ class _State:
                     parameter=name,
                     expected=f"one of {', '.join(saved) or 'none'}",
                     remedy="name it as in save(state=...), leave it out, or pass strict=False",
+                    code="K118",
                 )
         plain: dict[str, Any] = {}
         of_ranks: dict[str, list[Any]] = {}
@@ -168,6 +169,7 @@ class _State:
                     got=self.ranks.size,
                     remedy="give the object a method load_state_dicts(states), which is given those of all ranks; or "
                     "leave it out, and use Loaded.of_ranks",
+                    code="K119",
                 )
             self.reader.after.append(lambda: take_all(every))
             return
@@ -203,6 +205,7 @@ class _State:
                         expected=f"{len(self.own)} ranks",
                         got=self.ranks.size,
                         remedy="seed them, or pass rng=False",
+                        code="W013",
                     ),
                     stacklevel=8,
                 )
@@ -218,6 +221,7 @@ class _State:
                 "The state of the random generators cannot be used; nothing was loaded.",
                 got=f"{type(error).__name__}: {error}",
                 remedy="pass rng=False to leave them as they are",
+                code="K120",
             ) from error
         self.reader.after.append(lambda: Generators().load_state_dict(state))
 
@@ -285,7 +289,8 @@ def load(
                 raise
             if ranks.is_first:
                 warnings.warn(
-                    f"{where.at(name)} was passed over, and the one before it is tried. {error}", stacklevel=2
+                    message(f"{where.at(name)} was passed over, and the one before it is tried. {error}", code="W014"),
+                    stacklevel=2,
                 )
     raise AssertionError("no candidates")  # `_candidates` raises then
 
@@ -306,11 +311,15 @@ def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
                 "There is no checkpoint of this step.",
                 expected=f"step {step} in {where}",
                 got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
+                code="K121",
             )
         return found[::-1] if fall_back else found[-1:]
     if not names:
         raise CheckpointError(
-            "There is no checkpoint here.", got=str(where), remedy="give the folder that was given to save()"
+            "There is no checkpoint here.",
+            got=str(where),
+            remedy="give the folder that was given to save()",
+            code="K122",
         )
     try:
         newest = where.latest()

@@ -110,6 +110,7 @@ def compare_values(several: dict[Key, list[int]], hashes: Sequence[dict[Key, str
                     got="others",
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
+                    code="D011",
                 )
 
 
@@ -145,6 +146,7 @@ def settle_plan(told: Sequence[Told], known: dict[str, Entry] | None = None) -> 
                     expected=f"as on rank 0: {_short(first)}",
                     got=_short(mine),
                     remedy="let all ranks call save() after the same step, with the same optimizers",
+                    code="D012",
                 )
     entries = _entries(told) if known is None else dict(known)
     scalars: dict[str, torch.Tensor] = {}
@@ -175,6 +177,7 @@ def _entries(told: Sequence[Told]) -> dict[str, Entry]:
                     rank=rank,
                     expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
                     got=f"shape {entry.shape}, {entry.dtype}",
+                    code="D013",
                 )
             counted[name] = counted.get(name, 0) + math.prod(data.chunk.sizes)
     for name, (entry, _) in found.items():
@@ -185,6 +188,7 @@ def _entries(told: Sequence[Told]) -> dict[str, Entry]:
                 expected=f"{entry.numel} elements",
                 got=f"{counted[name]} in all",
                 remedy="save over all ranks of the model's mesh (process_group=), the same model on each",
+                code="K134",
             )
     return {name: entry for name, (entry, _) in found.items()}
 

@@ -118,6 +118,7 @@ def _ordered(
                     rank=ranks.rank,
                     expected=f"{order[0]} in {folder}",
                     remedy="save into a folder that all ranks share, on every machine under the same path",
+                    code="K135",
                 )
     except BaseException:
         if orders and orders[0] is not None:

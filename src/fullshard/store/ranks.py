@@ -127,4 +127,4 @@ class Ranks:
 def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     kind = DamagedCheckpointError if damaged else CheckpointError
-    return kind(f"{what} failed on rank {rank}.", rank=rank, got=text)
+    return kind(f"{what} failed on rank {rank}.", rank=rank, got=text, code="K136")

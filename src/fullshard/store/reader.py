@@ -47,7 +47,9 @@ class Reader:
         if self.files.manifest is not None:
             found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
             if not _is_nested(found):
-                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
+                raise DamagedCheckpointError(
+                    "A checkpoint's optimizer state cannot be read.", got=str(found)[:80], code="K145"
+                )
             known: dict[str, dict[str, Any]] = found
             return known
         made: dict[str, dict[str, Any]] = {}
@@ -91,6 +93,7 @@ class Reader:
                     expected=expected,
                     got=got,
                     remedy="load it into the model it was saved from, or fix the model's configuration",
+                    code="K146",
                 )
         self.copies += copies_for(piece, entry, index.stored[name])
         return True
@@ -106,7 +109,9 @@ class Reader:
         """
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise DamagedCheckpointError("A tensor that a checkpoint's manifest names is missing.", parameter=name)
+            raise DamagedCheckpointError(
+                "A tensor that a checkpoint's manifest names is missing.", parameter=name, code="K147"
+            )
         made = torch.empty(entry.shape, dtype=entry.dtype)
         copies = copies_for(whole_piece(name, made, False), entry, self.files.index.stored[name])
         self.files.check(copies)
@@ -147,6 +152,7 @@ class Reader:
                 expected="state of the optimizers that are to be filled",
                 got="none",
                 remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
+                code="K148",
             )
         for one in contents.states:
             self._state(one)
@@ -193,6 +199,7 @@ class Reader:
                     got=value,
                     remedy="load it where each parameter has state of its own: use_orig_params=True, or "
                     "optimizer_view(model, params=...)",
+                    code="K149",
                 )
             return
         self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
@@ -206,6 +213,7 @@ class Reader:
                 parameter=name,
                 expected=tuple(getattr(like, "shape", ())),
                 got=entry.shape,
+                code="K150",
             )
         return self.tensor(name)
 
@@ -214,7 +222,9 @@ class Reader:
         if self.files.manifest is not None:
             found = from_json(self.files.manifest.values.get("optimizer", {}).get("param_groups", []), self.tensor)
             if not isinstance(found, list) or not all(map(_is_group, found)):
-                raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(found)[:80])
+                raise DamagedCheckpointError(
+                    "A checkpoint's optimizer groups cannot be read.", got=str(found)[:80], code="K151"
+                )
             return found
         made: dict[int, dict[str, Any]] = {}
         index = self.files.index
@@ -245,6 +255,7 @@ class Reader:
                 expected=_listed(list(self._missing), "that the checkpoint lacks") if self._missing else None,
                 got=_listed(unknown, "that the model and its optimizers lack") if unknown else None,
                 remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
+                code="K152",
             )
         return left
 

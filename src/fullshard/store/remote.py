@@ -145,5 +145,7 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
     if isinstance(path, Folder):
         return path
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigError("Checkpoints are kept in a folder.", expected="a path or an address", got=repr(path))
+        raise ConfigError(
+            "Checkpoints are kept in a folder.", expected="a path or an address", got=repr(path), code="C195"
+        )
     return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(path)

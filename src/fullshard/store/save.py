@@ -85,12 +85,14 @@ def save(
                 expected="a path",
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
+                code="C196",
             )
     assert request is not None and where is not None
     if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
         raise CheckpointError(
             "A save is still going on in the background.",
             remedy="save less often, wait() for it, or pass if_saving='wait'",
+            code="K154",
         )
     settle_background(ranks)
     with ExitStack() as held:
@@ -141,17 +143,23 @@ def _request(
     for what, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
         if not is_count and not (value is None and what != "step"):
-            raise ConfigError(f"save({what}=) is a count.", expected=f"an int of at least {least}", got=repr(value))
+            raise ConfigError(
+                f"save({what}=) is a count.", expected=f"an int of at least {least}", got=repr(value), code="C197"
+            )
     if if_saving not in ("wait", "refuse"):
-        raise ConfigError("save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving))
+        raise ConfigError(
+            "save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
+        )
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for what, value, kind in (("model", model, nn.Module), *(("optimizers", o, torch.optim.Optimizer) for o in given)):
         if not isinstance(value, kind):
-            raise ConfigError(f"save({what}=) is of another type.", expected=kind.__name__, got=type(value).__name__)
+            raise ConfigError(
+                f"save({what}=) is of another type.", expected=kind.__name__, got=type(value).__name__, code="C199"
+            )
     kept = dict(state or {})
     for name in kept:
         if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
-            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
+            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name), code="C200")
     if rng:
         kept[RNG] = Generators()
     return Request(model, given, step, kept, keep_last, keep_every)

@@ -71,9 +71,9 @@ class LocalStorage:
         self._path = path
         self._open: dict[str, int] = {}
         if not path.is_dir():
-            raise CheckpointError("There is no such checkpoint.", got=str(path))
+            raise CheckpointError("There is no such checkpoint.", got=str(path), code="K155")
         if (path / MANIFEST).is_symlink():
-            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST))
+            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST), code="K156")
         self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
@@ -108,7 +108,7 @@ class RemoteStorage:
         self._url = url
         self._open: dict[str, Any] = {}
         if not self._fs.isdir(self._path):
-            raise CheckpointError("There is no such checkpoint.", got=url)
+            raise CheckpointError("There is no such checkpoint.", got=url, code="K157")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
 
@@ -149,7 +149,10 @@ def file_system(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
+            "An address cannot be used.",
+            got=f"{url}: {error}",
+            remedy="pip install fsspec and what it names",
+            code="C201",
         ) from error
     return fs, str(path).rstrip("/")
 
@@ -161,7 +164,7 @@ def _told(storage: Storage, name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DamagedCheckpointError(
-            "A file of a checkpoint cannot be read.", got=f"{storage.called(name)}: {error}"
+            "A file of a checkpoint cannot be read.", got=f"{storage.called(name)}: {error}", code="K158"
         ) from error
 
 
@@ -180,5 +183,6 @@ def _fill(read: Callable[[memoryview, int], int], target: memoryview, storage: S
                 "A file of a checkpoint is truncated.",
                 expected=f"{len(target) - done} bytes more",
                 got=storage.called(name),
+                code="K159",
             )
         done += got

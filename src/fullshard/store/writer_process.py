@@ -137,13 +137,15 @@ def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wr
             return _read((path / f"rank-{rank}.written").read_text())
         if (path / f"rank-{rank}.failed").exists():
             raise CheckpointError(
-                "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text()
+                "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text(), code="K165"
             )
         if not path.is_dir():
-            raise CheckpointError("The folder being written was removed: not all ranks could start.", got=str(path))
+            raise CheckpointError(
+                "The folder being written was removed: not all ranks could start.", got=str(path), code="K166"
+            )
         if time.monotonic() > deadline:
             raise CheckpointError(
-                "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s"
+                "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s", code="K167"
             )
         if not orphaned and select.select([channel], [], [], 0)[0]:  # the rank is gone: this is its last checkpoint
             orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE

@@ -43,6 +43,7 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
             got=problem,
             remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); give '
             'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
+            code="C202",
         )
     found: DeviceMesh = first._get_root_mesh()[tuple(names)]
     return found

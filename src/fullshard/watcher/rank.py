@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any
 
-from ..errors import ConfigError, DivergenceError
+from ..errors import ConfigError, DivergenceError, message
 from .board import AGREEMENT, ROOT, Board, word
 
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -166,6 +166,7 @@ class Rank:
                     f"a connection to another rank broke before the first forward ({error}).",
                     got=f"no unit on rank {', '.join(absent)}, which ended or raised before it made one",
                     remedy="look at what that rank printed",
+                    code="D014",
                 )
             self._tell_peers(others)
         self.board.waits(self.board.number)
@@ -182,6 +183,7 @@ class Rank:
             f"a connection to another rank broke ({error}).",
             got="no word from that rank's watcher, nor from others, on why",
             remedy="look at what the other ranks printed",
+            code="D015",
         )
 
     def leave(self) -> None:
@@ -200,6 +202,7 @@ class Rank:
             report,
             remedy="let every rank make the same calls in the same order, and end all ranks when one fails; the time "
             "allowed is set by fullshard.watch(limit=...)",
+            code="D016",
         )
 
     # The watcher.
@@ -240,7 +243,10 @@ class Rank:
                 cwd="/",
             )
         except OSError as error:
-            warnings.warn(f"no watcher could be started ({error}): hangs will not be explained", stacklevel=2)
+            warnings.warn(
+                message(f"no watcher could be started ({error}): hangs will not be explained", code="W015"),
+                stacklevel=2,
+            )
             return None
         self._send(options)
         port = listener.getsockname()[1]
@@ -294,7 +300,8 @@ class Rank:
                 process.stdin.flush()
             except OSError as error:
                 warnings.warn(
-                    f"the watcher of this rank has ended ({error}): hangs will not be explained", stacklevel=2
+                    message(f"the watcher of this rank has ended ({error}): hangs will not be explained", code="W016"),
+                    stacklevel=2,
                 )
                 self._process = None
 
@@ -344,14 +351,20 @@ def watch(
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not fits and not (name == "limit" and value is None):
-            raise ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
+            raise ConfigError(
+                f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value), code="C203"
+            )
     if not isinstance(enabled, bool):
-        raise ConfigError("watch(enabled=) is True or False.", got=repr(enabled))
+        raise ConfigError("watch(enabled=) is True or False.", got=repr(enabled), code="C204")
     if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
-        raise ConfigError("watch() takes the path of a folder, which is made when needed.", got=repr(folder))
+        raise ConfigError(
+            "watch() takes the path of a folder, which is made when needed.", got=repr(folder), code="C205"
+        )
     at = None if folder is None else os.path.abspath(folder)
     if at is not None and os.path.exists(at) and not os.path.isdir(at):
-        raise ConfigError("watch() takes the path of a folder, which is made when needed.", got=f"the file {at}")
+        raise ConfigError(
+            "watch() takes the path of a folder, which is made when needed.", got=f"the file {at}", code="C206"
+        )
     RANK.configure(limit=limit, grace=grace, folder=at, enabled=enabled)
 
 

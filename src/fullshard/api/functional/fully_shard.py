@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import ArgumentTypeError, AssertedError, ConfigError
+from ...errors import ArgumentTypeError, AssertedError, ConfigError, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -142,9 +142,9 @@ def fully_shard(
     _check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
-        raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80])
+        raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80], code="C003")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
+        raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}", code="C004")
     spmd = None
     if dp_mesh_dims is None:
         refuse_misread(mesh)
@@ -161,7 +161,7 @@ def fully_shard(
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
     if auto_wrap_policy is not None:
         if len(modules) != 1:
-            raise ConfigError("auto_wrap_policy needs one module, not a list")
+            raise ConfigError("auto_wrap_policy needs one module, not a list", code="C005")
         blocks = _blocks(modules[0], auto_wrap_policy, ignored_params or set())
         planned = [([block], _override(own, settings, keep, ignored, prefetch)) for block, own in blocks]
     planned.append((modules, (settings, keep, ignored, prefetch)))
@@ -199,16 +199,21 @@ def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[t
                 f"auto_wrap_policy has arguments for {name!r} ({type(block).__name__}) that a unit cannot have.",
                 expected=f"any of {', '.join(PER_UNIT)}",
                 got=", ".join(wrong),
+                code="C006",
             )
         policy_given = own.get("mp_policy")
         if "mp_policy" in own and not isinstance(policy_given, MixedPrecisionPolicy):
-            raise ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}")
+            raise ConfigError(
+                f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}", code="C007"
+            )
         if not is_unit(block) and _has_forward(block):
             layout, prefetch = own.get("layout", LAYOUTS[0]), own.get("prefetch", 0)
             _check_arguments([block], OffloadPolicy(), layout, prefetch)
             reshard = own.get("reshard_after_forward")
             if reshard is not None and not isinstance(reshard, bool):
-                raise ConfigError(f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}")
+                raise ConfigError(
+                    f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}", code="C008"
+                )
     return [(block, own) for _, block, own in planned if not is_unit(block) and _has_forward(block)]
 
 
@@ -238,27 +243,33 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
     if not modules:
-        raise ConfigError("fully_shard was given an empty list of modules")
+        raise ConfigError("fully_shard was given an empty list of modules", code="C009")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}")
+            raise ArgumentTypeError(
+                f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}", code="C010"
+            )
         if not _has_forward(module):
             raise ConfigError(
                 f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
                 "nothing would tell when to gather its parameters.",
                 remedy="apply fully_shard to each module in it, or to the list of them as one unit",
+                code="C011",
             )
         if is_unit(module):
             raise AssertedError(
                 f"fully_shard was applied to this {type(module).__name__} already.",
                 remedy="apply it once to each module, innermost first",
+                code="C012",
             )
     if not isinstance(offload_policy, OffloadPolicy):
-        raise ConfigError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}")
+        raise ConfigError(
+            f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}", code="C013"
+        )
     if not isinstance(layout, Blocks) and layout not in LAYOUTS:
-        raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}")
+        raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}", code="C014")
     if not isinstance(prefetch, int) or prefetch < 0:
-        raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}")
+        raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}", code="C015")
 
 
 def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, SpmdMesh]:
@@ -269,6 +280,7 @@ def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh,
             "dp_mesh_dims says which dims of mesh= are data-parallel.",
             expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
             got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
+            code="C016",
         )
     ours = DataParallelMeshDims(*names)
     found = data_parallel_mesh(mesh, ours)
@@ -281,11 +293,14 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if not isinstance(reshard, int):
-        raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}")
+        raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}", code="C017")
     if reshard == 1:
         warnings.warn(
-            "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
-            "True (bool) frees them.",
+            message(
+                "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
+                "True (bool) frees them.",
+                code="W001",
+            ),
             stacklevel=3,
         )
         return False, None

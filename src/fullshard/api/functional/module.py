@@ -51,7 +51,7 @@ class FSDPModule:
     def _runner(self) -> Runner:
         found = runner_of(self)  # type: ignore[arg-type]
         if found is None:
-            raise PhaseError(f"{type(self).__name__} has lost its unit; apply fully_shard to it again")
+            raise PhaseError(f"{type(self).__name__} has lost its unit; apply fully_shard to it again", code="P002")
         return found
 
     def _get_fsdp_state(self) -> UnitState:
@@ -93,7 +93,7 @@ class FSDPModule:
         if runner.root is None:
             return
         if not runner.is_top:
-            raise PhaseError(f"reset_iter_state() is for the root unit; {runner.unit.name!r} is below it")
+            raise PhaseError(f"reset_iter_state() is for the root unit; {runner.unit.name!r} is below it", code="P003")
         runner.root.recover()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -123,7 +123,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
         if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
+            raise ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}", code="C018")
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
             runner.unit.kept_axis = None
@@ -180,12 +180,15 @@ class FSDPModule:
     def _check_callable(self, comm: Any, what: str) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
             raise ConfigError(
-                f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).", got=repr(comm)
+                f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).",
+                got=repr(comm),
+                code="C019",
             )
         if self._runner().settings.group_memory:
             raise ConfigError(
                 f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
-                "call the latter with False first"
+                "call the latter with False first",
+                code="C020",
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -206,7 +209,7 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise ConfigError("memory from the process group and custom collectives exclude each other")
+            raise ConfigError("memory from the process group and custom collectives exclude each other", code="C021")
         axes = runner.unit.buckets[0].axes
         memory = GroupMemory(axes.shard, axes.device)
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
@@ -223,6 +226,7 @@ class FSDPModule:
             got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
             remedy="leave the call out: gathers already go straight into the unit's own memory; or, on NCCL, try "
             "set_allocate_memory_from_process_group_for_comm(True)",
+            code="C022",
         )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -247,10 +251,12 @@ class FSDPModule:
             ConfigError: not an event; or this is not the root.
         """
         if not callable(getattr(event, "wait", None)):
-            raise ConfigError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
+            raise ConfigError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}", code="C023")
         runner = self._runner()
         if runner.root is not None and not runner.is_top:
-            raise ConfigError(f"set_post_optim_event is for the root unit; {runner.unit.name!r} is below it")
+            raise ConfigError(
+                f"set_post_optim_event is for the root unit; {runner.unit.name!r} is below it", code="C024"
+            )
         runner.post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -260,7 +266,7 @@ class FSDPModule:
             ConfigError: not a positive number; or the unit's `reduction` is not "mean".
         """
         if not factor > 0:
-            raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
+            raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}", code="C025")
         refuse_divisor(self._runner(), "a gradient divide factor")
         self._runner().set(reduce_divide_factor=float(factor))
 
@@ -292,7 +298,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units' reductions may be in flight at once; 1 by default. Each holds one full gradient buffer."""
         if max_input_buffers < 1:
-            raise ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+            raise ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}", code="C026")
         for runner in self._units(recurse):
             runner.set(reduce_max_in_flight=max_input_buffers)
 
@@ -329,7 +335,10 @@ def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tup
         runner = runner_of(module) if isinstance(module, nn.Module) else None
         if runner is None:
             raise ConfigError(
-                f"Only units can {what}.", expected="modules that fully_shard was applied to", got=type(module).__name__
+                f"Only units can {what}.",
+                expected="modules that fully_shard was applied to",
+                got=type(module).__name__,
+                code="C027",
             )
         found.append(runner)
     return tuple(found)
@@ -352,6 +361,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 "share_comm_ctx takes roots, whose forward is called from outside.",
                 got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
                 remedy="pass the root modules alone: what is below them comes along",
+                code="C028",
             )
     if not runners:
         return
@@ -378,5 +388,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
-        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to register as a forward")
+        raise ConfigError(
+            f"{type(module).__name__} has no method {method_name!r} to register as a forward", code="C029"
+        )
     run_method(module, module._runner(), method_name)

@@ -55,7 +55,7 @@ class UnitState:
         """
         root = self._root()
         if not self._runner.is_top:
-            raise PhaseError(f"gradients are reduced by the root; {self._runner.unit.name!r} is below it")
+            raise PhaseError(f"gradients are reduced by the root; {self._runner.unit.name!r} is below it", code="P004")
         reduce_kept(root)
 
     def _root(self) -> Root:

@@ -250,6 +250,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 raise UsageError(
                     "forward() was called inside summon_full_params() of the same model",
                     expected="torch.no_grad(), on ranks that show whole parameters",
+                    code="P013",
                 )
             return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         if runner.root is None:
@@ -272,7 +273,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
     def __getitem__(self, key: int) -> Any:
         if hasattr(self, WRAPPED):
             return self.module.__getitem__(key)  # type: ignore[operator]
-        raise PhaseError("the instance wraps nothing yet")
+        raise PhaseError("the instance wraps nothing yet", code="P014")
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         """A copy with shards of its own on the same ranks; see `fullshard.runtime.copy.deepcopy_module`."""
@@ -357,7 +358,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             ConfigError: the hook is not callable; or `reduction` is not "mean".
         """
         if not self.check_is_root():
-            raise UsageError("register_comm_hook can only be called on a root instance.")
+            raise UsageError("register_comm_hook can only be called on a root instance.", code="P015")
         register_hook(self, state, hook)
 
     def _must_be_root(self, what: str) -> None:
@@ -366,6 +367,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
                 f"{what} is for the root instance.",
                 got=f"the instance {self._runner().unit.name!r} below it",
                 remedy=f"call {what} on the outermost FullyShardedDataParallel",
+                code="P016",
             )
 
     @staticmethod

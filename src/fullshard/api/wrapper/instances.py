@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...comm import Comm, make_comm
-from ...errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError, message
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
@@ -173,6 +173,7 @@ def plan_blocks(
                 "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
                 got=f"{name or 'the module itself'}, a {type(child).__name__}",
                 remedy="wrap by the policy or by hand, not both",
+                code="C049",
             )
     ignored = root.arguments.ignored_modules
     planned = plan_wrapping(module, policy, ignored)
@@ -187,7 +188,11 @@ def plan_blocks(
                 exempt.add(type(child).__name__)
         if exempt:
             warnings.warn(
-                f"Modules of type {', '.join(sorted(exempt))} become instances of their own, without mixed precision.",
+                message(
+                    f"Modules of type {', '.join(sorted(exempt))} become instances of their own, "
+                    "without mixed precision.",
+                    code="W002",
+                ),
                 stacklevel=4,
             )
     known = inspect.signature(constructor).parameters
@@ -201,6 +206,7 @@ def plan_blocks(
             raise ArgumentTypeError(
                 f"auto_wrap_policy has arguments for a {type(child).__name__} that no instance has.",
                 got=", ".join(unknown),
+                code="C050",
             )
         blocks.append(_block(child, {**common, **answers[id(child)]}))
     return blocks
@@ -294,6 +300,7 @@ def check_uniform(found: Sequence[Found]) -> None:
                     expected=f"{value(first.parameter)}, as {first.name}",
                     got=value(item.parameter),
                     remedy="set use_orig_params=True, or wrap these modules separately",
+                    code="C051",
                 )
 
 

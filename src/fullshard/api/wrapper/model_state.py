@@ -83,7 +83,8 @@ class StateDictMethods:
                 if type(given).__name__ != expected.__name__:
                     raise CheckpointError(
                         f"Expected {name} of type {expected.__name__} but got {type(given).__name__}: "
-                        f"it goes with {kind.name}"
+                        f"it goes with {kind.name}",
+                        code="K001",
                     )
                 setattr(new, name, accept(given, expected, name))
         before = StateDictMethods.get_state_dict_type(module)
@@ -102,10 +103,12 @@ class StateDictMethods:
         for instance in instances_of(module):
             one = instance._settings or default_settings(StateDictType.FULL_STATE_DICT)
             if found is not None and one != found:
-                raise CheckpointError("instances in this module have different state dict types; set one for all")
+                raise CheckpointError(
+                    "instances in this module have different state dict types; set one for all", code="K002"
+                )
             found = one
         if found is None:
-            raise CheckpointError("this module contains no FullyShardedDataParallel instance")
+            raise CheckpointError("this module contains no FullyShardedDataParallel instance", code="K003")
         return found
 
     @staticmethod
@@ -149,7 +152,7 @@ class StateDictMethods:
             return result
         root = instance._lazy_init()
         if root.pass_top is not None or root.in_backward:
-            raise PhaseError("state_dict() was called inside forward or backward; call it between steps")
+            raise PhaseError("state_dict() was called inside forward or backward; call it between steps", code="P017")
 
         def save() -> Any:
             return plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -164,7 +167,7 @@ class StateDictMethods:
         """Load pre-hook: names as the wrapped module knows them, and values as this rank holds them."""
         missing = lists[0]
         if is_summoned(instance):
-            raise PhaseError("load_state_dict() was called inside summon_full_params(); call it outside")
+            raise PhaseError("load_state_dict() was called inside summon_full_params(); call it outside", code="P018")
         core.load_instance(instance, instance._runner(), state_dict, prefix, missing)
 
     @staticmethod

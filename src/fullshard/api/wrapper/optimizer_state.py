@@ -13,7 +13,7 @@ from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import named_state, state_to_load
 from ...checkpoint.values import Form
-from ...errors import AssertedError, CheckpointError
+from ...errors import AssertedError, CheckpointError, message
 from .model_state import form_of, instances_of
 from .settings import OptimStateKeyType, accept
 
@@ -162,7 +162,9 @@ class OptimizerStateMethods:
         groups = optim_state_dict.get("param_groups", [])
         for key in [*optim_state_dict["state"], *(p for g in groups for p in g["params"])]:
             if key not in to:
-                raise CheckpointError("The optimizer state has a key that the optimizer does not.", parameter=str(key))
+                raise CheckpointError(
+                    "The optimizer state has a key that the optimizer does not.", parameter=str(key), code="K004"
+                )
         rekeyed: dict[str, Any] = {"state": {to[key]: value for key, value in optim_state_dict["state"].items()}}
         if "param_groups" in optim_state_dict:
             order: Any = sorted if kind is OptimStateKeyType.PARAM_ID else list
@@ -172,8 +174,11 @@ class OptimizerStateMethods:
 
 def _warn(old: str, new: str, optim_input: Any = None) -> None:
     warnings.warn(
-        f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
-        f"``FullyShardedDataParallel.{new}``.",
+        message(
+            f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
+            f"``FullyShardedDataParallel.{new}``.",
+            code="W003",
+        ),
         FutureWarning,
         stacklevel=3,
     )
@@ -183,7 +188,7 @@ def _warn(old: str, new: str, optim_input: Any = None) -> None:
 def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
     if optim_input is not None:
         warnings.warn(
-            "The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.",
+            message("The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.", code="W004"),
             FutureWarning,
             stacklevel=stacklevel,
         )
@@ -192,7 +197,7 @@ def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
 def _first(model: nn.Module) -> Any:
     found = instances_of(model)
     if not found:
-        raise CheckpointError("this model contains no FullyShardedDataParallel instance")
+        raise CheckpointError("this model contains no FullyShardedDataParallel instance", code="K005")
     return found[0]
 
 

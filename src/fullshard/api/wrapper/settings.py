@@ -96,9 +96,11 @@ class _Checked:
 
     def _expect(self, name: str, value: Any, fits: bool, expected: str) -> Any:
         if name not in self.__dataclass_fields__:  # type: ignore[attr-defined]
-            raise ConfigError(f"{type(self).__name__} has no field {name!r}")
+            raise ConfigError(f"{type(self).__name__} has no field {name!r}", code="C052")
         if not fits:
-            raise ConfigError(f"{type(self).__name__}.{name} does not fit.", expected=expected, got=repr(value))
+            raise ConfigError(
+                f"{type(self).__name__}.{name} does not fit.", expected=expected, got=repr(value), code="C053"
+            )
         return value
 
 
@@ -332,4 +334,5 @@ def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = 
         f"{argument} does not fit.",
         expected=f"fullshard.{kind.__name__}",
         got=repr(value),
+        code="C054",
     )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError, message
 from ...forms import successor_of
 from ...mesh import MeshAxes, axes_of_groups, refuse_misread, resolve_mesh, unsharded_axes
 from ...runtime import is_unit, own_modules
@@ -63,12 +63,12 @@ def check_arguments(
         ConfigError: one of them, or two together, cannot work.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {type(module).__name__}")
+        raise ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {type(module).__name__}", code="C055")
     chosen, notes = ShardingStrategy.FULL_SHARD, list[str]()
     if sharding_strategy is not None:
         chosen = accept(sharding_strategy, ShardingStrategy, "sharding_strategy")
     if device_mesh is not None and process_group is not None:
-        raise ConfigError("process_group and device_mesh say the same twice: give one of them")
+        raise ConfigError("process_group and device_mesh say the same twice: give one of them", code="C056")
     device = _device(device_id)
     hybrid = chosen in HYBRID
     if device_mesh is not None:
@@ -80,20 +80,25 @@ def check_arguments(
                 expected="a 2-D mesh (replicate, shard)" if hybrid else "a 1-D mesh",
                 got=f"shape {tuple(device_mesh.shape)}",
                 remedy="2-D meshes go with HYBRID_SHARD, 1-D meshes with the other strategies",
+                code="C057",
             )
     else:
         axes = axes_of_groups(process_group, hybrid, device)
     if chosen is ShardingStrategy.NO_SHARD:
         axes = unsharded_axes(axes)
     elif axes.shard.size == 1 and not hybrid:
-        notes.append(f"FSDP is switching to use `NO_SHARD` instead of {chosen} since the world size is 1.")
+        notes.append(
+            message(f"FSDP is switching to use `NO_SHARD` instead of {chosen} since the world size is 1.", code="W005")
+        )
         chosen, axes = ShardingStrategy.NO_SHARD, unsharded_axes(axes)
     prefetch = None
     if backward_prefetch is not None:
         prefetch = accept(backward_prefetch, BackwardPrefetch, "backward_prefetch")
     modules, ignored = _ignored(ignored_modules, ignored_states)
     if module in modules:
-        notes.append("the module given to FullyShardedDataParallel is itself among the ignored ones")
+        notes.append(
+            message("the module given to FullyShardedDataParallel is itself among the ignored ones", code="W006")
+        )
     return Arguments(
         axes,
         chosen,
@@ -116,6 +121,7 @@ def _device(device_id: Any) -> torch.device | None:
             raise ConfigError(
                 f"device_id={device_id} names an accelerator, and this machine has none.",
                 remedy='leave device_id out, or give torch.device("cpu")',
+                code="C058",
             )
         return torch.device(accelerator.type, device_id)
     if isinstance(device_id, str):
@@ -125,25 +131,32 @@ def _device(device_id: Any) -> torch.device | None:
         "device_id names no device.",
         expected="an index of an accelerator, a torch.device, or its name",
         got=repr(device_id),
+        code="C059",
     )
 
 
 def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> tuple[set[nn.Module], set[int]]:
     if modules is not None and states is not None:
-        raise ConfigError("ignored_modules and ignored_states exclude each other: ignored_states takes modules too")
+        raise ConfigError(
+            "ignored_modules and ignored_states exclude each other: ignored_states takes modules too", code="C060"
+        )
     states = modules if modules is not None else states or ()
     if not isinstance(states, Iterable):
-        raise ArgumentTypeError(f"the ignored modules or states must be given as a list or set, got {states!r}")
+        raise ArgumentTypeError(
+            f"the ignored modules or states must be given as a list or set, got {states!r}", code="C061"
+        )
     given = list(states)
     kinds = {isinstance(item, nn.Parameter) for item in given}
     wrong = [item for item in given if not isinstance(item, (nn.Module, nn.Parameter))]
     if wrong or len(kinds) > 1 or (modules is not None and True in kinds):
         what = "modules" if modules is not None else "parameters, or modules, not both"
-        raise ConfigError(f"the ignored states must be {what}; got {[type(item).__name__ for item in given]}")
+        raise ConfigError(
+            f"the ignored states must be {what}; got {[type(item).__name__ for item in given]}", code="C062"
+        )
     chosen = {item for item in given if isinstance(item, nn.Module)}
     for item in chosen:
         if any(is_unit(child) for child in item.modules()):
-            raise ConfigError("ignored modules must not hold FullyShardedDataParallel instances")
+            raise ConfigError("ignored modules must not hold FullyShardedDataParallel instances", code="C063")
     ids = {id(parameter) for item in chosen for parameter in item.parameters()}
     ids |= {id(item) for item in given if isinstance(item, nn.Parameter)}
     return {child for item in chosen for child in item.modules()}, ids
@@ -161,9 +174,12 @@ def warn_of_host(module: nn.Module, arguments: Arguments) -> None:
         for parameter in owner._parameters.values():
             if parameter is not None and id(parameter) not in arguments.ignored and parameter.device.type == "cpu":
                 warnings.warn(
-                    f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
-                    "values are copied there, which is slower than making them there. Give device_id to say where the "
-                    "instance computes, and build the module on that device, or on meta.",
+                    message(
+                        f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
+                        "values are copied there, which is slower than making them there. Give device_id to say where "
+                        "the instance computes, and build the module on that device, or on meta.",
+                        code="W007",
+                    ),
                     stacklevel=4,
                 )
                 return
@@ -184,12 +200,13 @@ def check_initialisable(
         ConfigError: a module on meta has neither, or `init` is no function.
     """
     if init is not None and not callable(init):
-        raise ConfigError(f"param_init_fn must be callable, got {init!r}")
+        raise ConfigError(f"param_init_fn must be callable, got {init!r}", code="C064")
     for owner in own_modules(module, apart) if init is None else ():
         if owner not in ignored and _on_meta(owner) and not callable(getattr(owner, "reset_parameters", None)):
             raise ConfigError(
                 f"{type(owner).__name__} is on the meta device and has no reset_parameters().",
                 remedy="give param_init_fn=, or add reset_parameters() to the class",
+                code="C065",
             )
 
 
@@ -211,7 +228,7 @@ def materialise(
             with torch.no_grad():
                 owner.reset_parameters()  # type: ignore[operator]
         if _on_meta(owner):
-            raise ConfigError(f"param_init_fn left {type(owner).__name__} on the meta device")
+            raise ConfigError(f"param_init_fn left {type(owner).__name__} on the meta device", code="C066")
 
 
 def _on_meta(owner: nn.Module) -> bool:

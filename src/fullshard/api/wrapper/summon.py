@@ -81,6 +81,7 @@ def summon_full_params(
         raise NotSupportedError(
             "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
             remedy="set writeback=False, or rank0_only=False",
+            code="C067",
         )
     instances = [child for child in module.modules() if hasattr(child, "_arguments") and runner_of(child) is not None]
     if not recurse:
@@ -95,10 +96,10 @@ def summon_full_params(
 
 def _check_idle(instance: Any) -> None:
     if is_summoned(instance):
-        raise UsageError("Cannot manually unshard parameters when already unsharding parameters")
+        raise UsageError("Cannot manually unshard parameters when already unsharding parameters", code="P019")
     root = instance._runner().root  # None: not settled yet, and not by this: an inner instance would become a root
     if root is not None and (root.pass_top is not None or root.in_backward):
-        raise UsageError("Cannot manually unshard parameters during forward/backward")
+        raise UsageError("Cannot manually unshard parameters during forward/backward", code="P020")
 
 
 @contextmanager
@@ -127,7 +128,9 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
 
 def _refuse_gradient(grad: torch.Tensor) -> None:
     """Of a whole parameter whose context is over: nothing would be trained by it."""
-    raise UsageError("backward() reached parameters that summon_full_params() showed, which are sharded again")
+    raise UsageError(
+        "backward() reached parameters that summon_full_params() showed, which are sharded again", code="P021"
+    )
 
 
 class _Whole:
@@ -249,6 +252,7 @@ class _Whole:
                 "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
                 parameter=", ".join(member.name for member in bucket.members),
                 remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
+                code="P022",
             )
 
     def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
@@ -265,6 +269,7 @@ class _Whole:
                 parameter=member.name,
                 expected=slot.shape,
                 got=tuple(value.shape),
+                code="C068",
             )
         if writeback and value.data_ptr() != view.data_ptr():
             with torch.no_grad():

@@ -49,17 +49,18 @@ def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
 def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
     """`FullyShardedDataParallel.register_comm_hook`, for the root instance."""
     if not callable(hook):
-        raise ConfigError(f"a communication hook must be callable, got {hook!r}")
+        raise ConfigError(f"a communication hook must be callable, got {hook!r}", code="C069")
     instances = root.fsdp_modules(root)
     for child in instances:
         if isinstance(child._runner().settings.comm, HookComm):
-            raise UsageError("a communication hook is already registered")
+            raise UsageError("a communication hook is already registered", code="P023")
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
             raise UsageError(
                 "Communication hooks do not work with hybrid strategies.",
                 got=child.sharding_strategy.name,
                 remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+                code="P024",
             )
         refuse_divisor(child._runner(), "a communication hook, which scales gradients itself,")
     for child in instances:

@@ -115,7 +115,7 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return lambda module: {} if id(module) in chosen else None
     if isinstance(policy, (set, frozenset, tuple, list)):
         if not all(isinstance(cls, type) for cls in policy):
-            raise ConfigError(f"auto_wrap_policy must hold module classes, got {policy!r}")
+            raise ConfigError(f"auto_wrap_policy must hold module classes, got {policy!r}", code="C070")
         return ModuleWrapPolicy(policy).choose
     if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
         return policy.choose
@@ -125,7 +125,8 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return None
     raise ArgumentTypeError(
         'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
-        f"got {policy!r}"
+        f"got {policy!r}",
+        code="C071",
     )
 
 

@@ -72,6 +72,7 @@ class CustomPolicy:
                 f"CustomPolicy's lambda_fn gave no answer for a {type(module).__name__}.",
                 expected="False, True or a dict of arguments",
                 got=repr(answer),
+                code="C072",
             )
         return {} if answer else None
 
@@ -165,7 +166,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         ConfigError: `wrapper_cls` cannot be called.
     """
     if not callable(wrapper_cls):
-        raise ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}")
+        raise ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}", code="C073")
     before = _wrapping.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -191,5 +192,5 @@ def _checked_classes(given: Any, argument: str) -> tuple[type[nn.Module], ...]:
     classes = tuple(given) if isinstance(given, Iterable) else (given,)
     for cls in classes:
         if not isinstance(cls, type):
-            raise ConfigError(f"{argument} must hold module classes, got {cls!r}")
+            raise ConfigError(f"{argument} must hold module classes, got {cls!r}", code="C074")
     return tuple(dict.fromkeys(classes))

@@ -36,7 +36,7 @@ def read(path: Path) -> Evidence:
         ConfigError: there is no such path, or nothing of use at it.
     """
     if not path.exists():
-        raise ConfigError(f"there is no file or folder {path}")
+        raise ConfigError(f"there is no file or folder {path}", code="C104")
     if path.is_file():
         candidates = [path]
     else:
@@ -56,11 +56,12 @@ def read(path: Path) -> Evidence:
                 reports.append(found)
     if not reports and not dumps:
         if path.is_file():
-            raise ConfigError(f"{path} cannot be read: {left_out[0].partition(': ')[2]}")
+            raise ConfigError(f"{path} cannot be read: {left_out[0].partition(': ')[2]}", code="C105")
         why = f" ({len(left_out)} could not be read; {left_out[0]})" if left_out else ""
         raise ConfigError(
             f"there is neither a watcher's report (stuck-*.json) nor a flight recorder's dump (nccl_trace_rank_*) "
-            f"in {path}{why}"
+            f"in {path}{why}",
+            code="C106",
         )
     return Evidence(tuple(reports), tuple(dumps), tuple(left_out))
 

@@ -31,7 +31,9 @@ from .trial import Step, Trial
 def run_parts(session: Session, plan: Plan, names: Sequence[str], tolerance: float | None) -> Report:
     """See `verify` with `modules`. Collective."""
     if plan.max_norm is not None:
-        raise ConfigError("verify: max_norm needs the gradients of the whole model, which modules= leaves out")
+        raise ConfigError(
+            "verify: max_norm needs the gradients of the whole model, which modules= leaves out", code="C116"
+        )
     made = start.sharded(session, plan)
     if isinstance(made, list):
         return Report(tuple(made), session.world, 0, 0)
@@ -45,7 +47,7 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     known = modules_of(model)
     missing = [name for name in names if name not in known]
     if missing or not names:
-        raise ConfigError(f"the model has no modules named {missing}; it has {list(known)[:20]} ...")
+        raise ConfigError(f"the model has no modules named {missing}; it has {list(known)[:20]} ...", code="C117")
     return {name: known[name] for name in names}
 
 

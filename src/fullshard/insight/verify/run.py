@@ -94,7 +94,7 @@ def verify(
     )  # fmt: skip
     plan.check()
     if initial not in ("compare", "copy"):
-        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}')
+        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}', code="C118")
     with opened(data_mesh, seed) as session:
         if modules is not None:
             return run_parts(session, plan, modules, tolerance)

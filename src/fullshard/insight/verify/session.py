@@ -111,7 +111,9 @@ class Session:
         """
         result, failed = self.attempt(fn)
         for rank, error in failed.items():
-            raise ConfigError(f"verify could not begin: {what} raised {error.name}: {error.text}", rank=rank)
+            raise ConfigError(
+                f"verify could not begin: {what} raised {error.name}: {error.text}", rank=rank, code="C119"
+            )
         return result  # type: ignore[return-value]
 
     def seed_with(self, *words: Any) -> None:
@@ -136,6 +138,7 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
                 "data_mesh does not number the ranks' batches.",
                 expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
                 got=f"places {numbers} by rank",
+                code="C120",
             )
         kind = device_type_of(None)
         with generators.kept():
@@ -153,7 +156,9 @@ def _place_in(mesh: DeviceMesh) -> int:
     """This rank's place among the ranks of a mesh, in row-major order."""
     coordinate, place = mesh.get_coordinate(), 0
     if coordinate is None:
-        raise ConfigError("This rank is not part of the data_mesh that verify was given.", rank=dist.get_rank())
+        raise ConfigError(
+            "This rank is not part of the data_mesh that verify was given.", rank=dist.get_rank(), code="C121"
+        )
     for size, at in zip(mesh.shape, coordinate, strict=True):
         place = place * size + at
     return place

@@ -40,9 +40,11 @@ def _reference(session: Session, plan: Plan, other: nn.Module) -> Reference | No
     session.seed_with("model")
     model = plan.model_fn()
     if not isinstance(model, nn.Module) or model is other:
-        raise ConfigError("model_fn must make a new module at each call")
+        raise ConfigError("model_fn must make a new module at each call", code="C131")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ConfigError("model_fn gave parameters on the meta device; let it give values, and use meta in shard_fn")
+        raise ConfigError(
+            "model_fn gave parameters on the meta device; let it give values, and use meta in shard_fn", code="C132"
+        )
     model.to(session.device)
     return Reference(session, model, listed(plan.optimizer_fn(model)), plan.loss_fn, plan.max_norm)
 

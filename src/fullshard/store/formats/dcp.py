@@ -45,7 +45,7 @@ class DcpSource(Source):
         where = Folder(path)
         name = "" if where.is_checkpoint else where.latest()
         if name is None:
-            raise CheckpointError("There is no checkpoint here.", got=str(path))
+            raise CheckpointError("There is no checkpoint here.", got=str(path), code="K056")
         self.files = Files(LocalStorage(where.at(name)), hashes)
         index, manifest = self.files.index, self.files.manifest
         self._prefix = "" if any(n.startswith((MODEL, OPTIMIZER)) for n in index.entries) else MODEL
@@ -91,7 +91,7 @@ class DcpSource(Source):
     def _read(self, name: str, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> torch.Tensor:
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name)
+            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name, code="K057")
         extent = entry.shape if sizes is None else tuple(sizes)
         made = torch.empty(extent, dtype=entry.dtype)
         begin = (0,) * len(extent) if offsets is None else tuple(offsets)
@@ -126,7 +126,9 @@ class DcpSink(Sink):
     ) -> None:
         self._path = Path(path).absolute()
         if self._path.exists():
-            raise CheckpointError("There is something where a checkpoint is to be written.", got=str(self._path))
+            raise CheckpointError(
+                "There is something where a checkpoint is to be written.", got=str(self._path), code="K058"
+            )
         self._entries, self._values, self._ties = dict(entries), dict(values), dict(ties or {})
         self._here = self._path.with_name(f"{self._path.name}.saving-{secrets.token_hex(4)}")
         self._here.mkdir(parents=True)
@@ -145,6 +147,7 @@ class DcpSink(Sink):
                 parameter=name,
                 expected=f"shape {entry.shape}, {entry.dtype}",
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+                code="K059",
             )
         (item,) = write_items([whole_piece(name, tensor, True)])
         self._add(item, tensor)
@@ -174,7 +177,7 @@ class DcpSink(Sink):
                     self._add(item, value)
         missing = self._entries.keys() - {item.index.fqn for item in self._items}
         if missing:
-            raise CheckpointError("Not all tensors were written.", parameter=min(missing))
+            raise CheckpointError("Not all tensors were written.", parameter=min(missing), code="K060")
         self._stream.sync()
         self._file.close()
         self._end(told)

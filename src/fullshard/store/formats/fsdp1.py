@@ -126,6 +126,7 @@ class _Reading:
             raise CheckpointError(
                 f"{self._path} has {len(self._archives)} files of torch.save, none with parts of sharded tensors.",
                 remedy="convert one file",
+                code="K075",
             )
         flat = [name for name in kept if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
         local = {MODEL + name for name in self._read_flat(flat, model)} if flat else set()
@@ -137,6 +138,7 @@ class _Reading:
             raise CheckpointError(
                 f"{self._path}: the optimizer's state is of each rank's own parts, by number, which cannot be joined.",
                 remedy="convert the model alone (--model-only), or save FSDP.optim_state_dict(model, optimizer)",
+                code="K076",
             )
 
     def _read_named(self, name: str) -> None:
@@ -160,12 +162,14 @@ class _Reading:
                 continue
             told = told or one
             if (one.shape, one.dtype) != (told.shape, told.dtype):
-                raise CheckpointError(f"{archive.path} is of another checkpoint than the other files.", parameter=name)
+                raise CheckpointError(
+                    f"{archive.path} is of another checkpoint than the other files.", parameter=name, code="K077"
+                )
             for offsets, sizes, stored in one.parts:
                 archive.check(name, stored)
                 if any(offsets[1:]) or sizes[1:] != one.shape[1:] or not _contiguous(stored):
                     raise CheckpointError(
-                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name
+                        f"{archive.path}: a tensor is cut on another dim than the first.", parameter=name, code="K078"
                     )
                 line = Stored(stored.key, stored.numel, stored.dtype, stored.offset, (numel(sizes),), (1,))
                 parts.setdefault(offsets[0], (sizes[0], Run(archive, line, 0, numel(sizes))))
@@ -181,6 +185,7 @@ class _Reading:
                 parameter=name,
                 expected=f"{told.world} parts",
                 got=f"{len(parts)} parts",
+                code="K079",
             )
         return [run for _, (_, run) in sorted(parts.items())], told
 
@@ -190,6 +195,7 @@ class _Reading:
             raise ConfigError(
                 f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
                 remedy="name a function that returns the model before wrapping: --model MODULE:FUNCTION",
+                code="C186",
             )
         with torch.device("meta"):
             made = model()
@@ -218,6 +224,7 @@ class _Reading:
                 parameter=flat.removeprefix(MODEL),
                 expected=f"{told.shape[0]:,} elements, with padding",
                 got=f"{sum(sizes.values()):,} elements without it, of {', '.join(members)}",
+                code="K080",
             )
         for name, parameter in members.items():
             part = _cut(runs, starts[name], starts[name] + sizes[name])

@@ -16,16 +16,16 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..folder import sync_folder
 from ..source import MODEL, Entry, Sink, Source
+from .safetensors_files import SUFFIX, PlannedFile, index_of, split_files
 from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
 
-SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 MAX_FILE_BYTES = 5 * 2**30
 
@@ -114,7 +114,9 @@ class _File:
         if not entry.numel:
             return torch.empty(entry.shape, dtype=entry.dtype)
         if self._map is None:
-            raise ConfigError("A safetensors file was closed and then read.", parameter=name, got=str(self.path))
+            raise ConfigError(
+                "A safetensors file was closed and then read.", parameter=name, got=str(self.path), code="C187"
+            )
         begin = self.header.begins[name]
         octets = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=begin)
         if begin % entry.dtype.itemsize:  # of other writers' files, which need not align
@@ -138,6 +140,7 @@ def _files_of(path: Path, stem: str) -> list[tuple[Path, set[str] | None]]:
             "A folder holds two models: one in a single file, and one in the files that an index names.",
             got=f"{single.name} and {index.name} in {path}",
             remedy="remove the one that is not wanted, or name the file or the index itself",
+            code="K086",
         )
     if index.exists():
         return _indexed(path, index.name)
@@ -148,6 +151,7 @@ def _files_of(path: Path, stem: str) -> list[tuple[Path, set[str] | None]]:
             expected=f"{stem}{SUFFIX} or {stem}{INDEX} in {path}",
             got=", ".join(there) or "none" if isinstance(there, list) else there,
             remedy="name the folder that has them; adapter=True reads adapter_model.safetensors",
+            code="K087",
         )
     return [(_inside(path, single.name), None)]
 
@@ -156,7 +160,10 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, set[str] | None]]:
     where = _inside(folder, index)
     if where.stat().st_size > MOST_BYTES:
         raise DamagedCheckpointError(
-            "An index of safetensors files is longer than any can be.", expected=f"{MOST_BYTES} bytes", got=str(where)
+            "An index of safetensors files is longer than any can be.",
+            expected=f"{MOST_BYTES} bytes",
+            got=str(where),
+            code="K088",
         )
     said = parse_json(where.read_bytes(), str(where))
     placed = said.get("weight_map") if isinstance(said, dict) else None
@@ -165,6 +172,7 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, set[str] | None]]:
             f"An index of safetensors files is damaged: {where}",
             expected='{"weight_map": {name: file}}',
             got=str(said)[:100],
+            code="K089",
         )
     names: dict[str, set[str]] = {}
     for name, file in placed.items():
@@ -191,10 +199,11 @@ def _inside(folder: Path, name: str) -> Path:
             expected=f"the name of a file in {folder}",
             got=repr(name)[:200] + (f", a link to {found}" if plain else ""),
             remedy="do not load it unless you know why; copy the files into one folder if you do",
+            code="K090",
         )
     if not found.is_file():
         raise DamagedCheckpointError(
-            "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file"
+            "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file", code="K091"
         )
     return here / name
 
@@ -206,6 +215,7 @@ def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpoi
         expected=expected,
         got=got,
         remedy="copy all files again, from one version of the checkpoint",
+        code="K092",
     )
 
 
@@ -241,10 +251,11 @@ class SafetensorsSink(Sink):
         self._path = Path(path).absolute()
         self._left = dict(entries)
         self._planned = [
-            _Planned(name, own, *make_header(own, metadata)) for name, own in _split(entries, max_file_bytes, stem)
+            PlannedFile(name, own, *make_header(own, metadata))
+            for name, own in split_files(entries, max_file_bytes, stem)
         ]
         self._where = {name: file for file in self._planned for name in file.entries}
-        self._index = _index_of(self._planned) if len(self._planned) > 1 else None
+        self._index = index_of(self._planned) if len(self._planned) > 1 else None
         self._stem = stem
         self._refuse_existing()
         total = sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self._planned)
@@ -261,6 +272,7 @@ class SafetensorsSink(Sink):
                 "There is not enough room for what is to be written.",
                 expected=f"{total} bytes free at {self._path.parent}",
                 got=f"{free}",
+                code="K093",
             )
 
     def _refuse_existing(self) -> None:
@@ -269,6 +281,7 @@ class SafetensorsSink(Sink):
                 "The folder to write to is there already, and is not empty.",
                 got=str(self._path),
                 remedy="name another one, or remove it first: nothing is overwritten",
+                code="K094",
             )
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -280,6 +293,7 @@ class SafetensorsSink(Sink):
                 parameter=key,
                 expected=entry,
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+                code="K095",
             )
         try:
             self._where[key].write(self.folder, key, tensor)
@@ -288,7 +302,9 @@ class SafetensorsSink(Sink):
 
     def finish(self) -> None:
         if self._left:
-            raise CheckpointError("Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL))
+            raise CheckpointError(
+                "Not all tensors were written.", parameter=next(iter(self._left)).removeprefix(MODEL), code="K096"
+            )
         try:
             for file in self._planned:
                 file.close(self.folder)  # those without elements, which nobody wrote to
@@ -308,78 +324,6 @@ class SafetensorsSink(Sink):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class _Planned:
-    """A file that is being written, each tensor at its place."""
-
-    def __init__(self, name: str, entries: dict[str, Entry], header: bytes, begins: dict[str, int]) -> None:
-        self.name, self.entries, self.header, self.begins = name, entries, header, begins
-        self._left = len(entries)
-        self._file: IO[bytes] | None = None
-
-    def write(self, folder: Path, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor; the file is closed after its last."""
-        file = self._opened(folder)
-        octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        file.seek(self.begins[name])
-        file.write(octets.numpy().data)
-        self._left -= 1
-        if not self._left:
-            self.close(folder)
-
-    def _opened(self, folder: Path) -> IO[bytes]:
-        if self._file is None:
-            self._file = (folder / self.name).open("xb")
-            self._file.write(self.header)
-        return self._file
-
-    def close(self, folder: Path) -> None:
-        """Write it to the disk."""
-        if self._left or not self.entries:
-            self._opened(folder)
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Close it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _split(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list[tuple[str, dict[str, Entry]]]:
-    """Names of files, and what each holds, in order."""
-    if not isinstance(max_bytes, int) or max_bytes <= 0:
-        raise ConfigError("max_file_bytes must be a positive number of bytes.", got=repr(max_bytes))
-    files: list[dict[str, Entry]] = [{}]
-    held = 0
-    for name, entry in entries.items():
-        if not name.startswith(MODEL) or name == MODEL or name.removeprefix(MODEL) == "__metadata__":
-            raise CheckpointError(
-                "safetensors files hold a model's parameters and buffers, and nothing else.",
-                parameter=name,
-                expected=f"a name that begins with {MODEL!r}",
-                remedy="leave optimizer state out",
-            )
-        if files[-1] and held + entry.nbytes > max_bytes:
-            files.append({})
-            held = 0
-        files[-1][name.removeprefix(MODEL)] = entry
-        held += entry.nbytes
-    if len(files) == 1:
-        return [(f"{stem}{SUFFIX}", files[0])]
-    return [(f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}", file) for i, file in enumerate(files, 1)]
-
-
-def _index_of(files: Sequence[_Planned]) -> dict[str, Any]:
-    total = sum(entry.nbytes for file in files for entry in file.entries.values())
-    return {
-        "metadata": {"total_size": total},
-        "weight_map": dict(sorted((name, file.name) for file in files for name in file.entries)),
-    }
-
-
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
@@ -390,4 +334,5 @@ def _cannot(path: Path, error: OSError, parameter: str | None = None) -> Checkpo
         parameter=parameter,
         got=f"{type(error).__name__}: {error}",
         expected=f"room and rights to write {path}",
+        code="K098",
     )

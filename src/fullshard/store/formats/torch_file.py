@@ -143,7 +143,7 @@ class TorchFileSink(Sink):
         data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if len(data) != size:
             raise CheckpointError(
-                "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data)
+                "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data), code="K110"
             )
         self._file.seek(position)
         self._file.write(data)
@@ -153,7 +153,7 @@ class TorchFileSink(Sink):
         assert self._file is not None
         missing = [name for name, (key, _, _) in self._places.items() if f"data/{key}" not in self._sums]
         if missing:
-            raise CheckpointError("Not all tensors were written.", parameter=missing[0])
+            raise CheckpointError("Not all tensors were written.", parameter=missing[0], code="K111")
         put_sums(self._file, self._sums)
         self._file.flush()
         os.fsync(self._file.fileno())
