@@ -24,6 +24,7 @@ from torch import nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.state_dict import get_optimizer_state_dict
 
 STEPS = 6
 WRONG = 3
@@ -72,6 +73,16 @@ class Fails(torch.autograd.Function):
 
 def planted() -> None:
     raise ValueError("planted in forward")
+
+
+def stop_after(collective: Any) -> Any:
+    """A collective after which this process stops: sizes have arrived, and what they are the sizes of has not."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        collective(*args, **kwargs).wait()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return stop
 
 
 def hold_the_gil() -> None:
@@ -136,6 +147,8 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
             else:
                 sharded.set_requires_gradient_sync(last)
                 loss_of(sharded, batch, scenario, here).backward()
+        if step == WRONG and scenario == "is stopped in an exchange":
+            get_optimizer_state_dict(sharded, optimizer)
         if here and scenario == "clips alone":
             if front_end == "wrapper":
                 sharded.clip_grad_norm_(1.0)
@@ -172,6 +185,8 @@ def go_wrong(scenario: str, model: Model, sharded: nn.Module, batch: torch.Tenso
         os.kill(os.getpid(), signal.SIGKILL)
     elif scenario == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif scenario == "is stopped in an exchange":
+        dist.all_gather = stop_after(dist.all_gather)
     elif scenario == "holds the GIL":
         hold_the_gil()
     elif scenario == "sleeps":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from ..comm import objects_of_all
 from ..errors import CheckpointError, DivergenceError, FullshardError
 from . import values
 from .names import Named, Table
@@ -143,8 +143,7 @@ def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: Fullsha
     """
     axes = {id(b.axes.shard.group): b.axes.shard for b, _ in table.buckets() if b.axes.shard.size > 1}
     for axis in axes.values():  # all of them, whatever is wrong, for ranks of the next one to learn of it
-        everyone: list[Any] = [None] * axis.size
-        dist.all_gather_object(everyone, (structure, mine, error), group=axis.group)
+        everyone = objects_of_all((structure, mine, error), axis.group, "optimizers' state")
         mine, error = {}, None
         for rank, (theirs, kinds, failed) in enumerate(everyone):
             if theirs != everyone[0][0]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..comm import Comm
+from ..comm import Comm, object_from
 from ..dtypes import as_moved
 from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of
@@ -325,11 +325,11 @@ def _ways(axes: MeshAxes) -> Iterator[Any]:
 def from_rank0(tree: Any, axes: MeshAxes) -> Any:
     """Rank 0's nested dicts on every rank, tensors in them as `Sent`. Collective, and so is every use of those."""
     is_first = axes.shard.rank == 0 and (axes.replicate is None or axes.replicate.rank == 0)
-    plan = [_planned(tree) if is_first else None]
+    plan = _planned(tree) if is_first else None
     for axis in _ways(axes):
-        dist.broadcast_object_list(plan, group_src=0, group=axis.group)
-    _complete(plan[0], tree if is_first else None, axes)
-    return plan[0]
+        plan = object_from(0, plan, axis.group, "whole values")
+    _complete(plan, tree if is_first else None, axes)
+    return plan
 
 
 def _planned(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
 from .lanes import Lanes, OneStream, Turns, lanes_of, turns_on
+from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
     Call,
     Comm,
@@ -59,6 +60,10 @@ __all__ = [
     "gather_segments",
     "lanes_of",
     "make_comm",
+    "object_from",
+    "objects_from_first",
+    "objects_of_all",
+    "objects_to_first",
     "reduce_segments",
     "reduce_value",
     "separate_group",

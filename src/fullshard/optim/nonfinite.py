@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import reduce_value
+from ..comm import objects_of_all, reduce_value
 from ..dtypes import as_real
 from ..errors import ConfigError
 from ..forms import owner_of
@@ -220,8 +220,6 @@ def _groups(runners: list[Runner]) -> list[dist.ProcessGroup]:
 def _exchange(known: dict[int, dict[_Key, _Seen]], groups: list[dist.ProcessGroup]) -> dict[int, dict[_Key, _Seen]]:
     """By rank, what each saw."""
     for group in groups:
-        told: list[dict[int, dict[_Key, _Seen]]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(told, known, group=group)
-        for one in told:
+        for one in objects_of_all(known, group, "values of all ranks"):
             known = known | one
     return known

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..comm import reduce_value
+from ..comm import object_from, objects_from_first, objects_of_all, objects_to_first, reduce_value
 from ..errors import CheckpointError, DamagedCheckpointError, FullshardError
-from ..mesh import lines_of
 from ..watcher import RANK
+
+_WHAT = "a checkpoint"
 
 
 class Ranks:
     """All ranks of a process group, or this process alone. Every method is collective.
 
-    They meet before they exchange anything: a rank that does not come, because it is elsewhere or gone, is found by the
-    watcher, and named.
+    A rank that does not come, because it is elsewhere or gone, is found by the watcher, and named.
 
     Args:
         group: None: the default group, if there is one.
@@ -67,7 +67,7 @@ class Ranks:
                 raise error if isinstance(error, FullshardError) else _failed(what, self.rank, error) from error
             return
         failures = torch.tensor([int(error is not None)])
-        if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, "a checkpoint")):
+        if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, _WHAT)):
             return
         damaged = isinstance(error, DamagedCheckpointError)
         told = self.all(None if error is None else (damaged, f"{type(error).__name__}: {error}"))
@@ -81,47 +81,25 @@ class Ranks:
         """Every rank's value, on every rank. For small ones."""
         if self._group is None or self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        self._exchange(lambda group: dist.all_gather_object(found, value, group=group))
-        return found
+        return objects_of_all(value, self._group, _WHAT)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on the first rank; the others get an empty list."""
         if self._group is None or self.size == 1:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.is_first else None
-        self._exchange(lambda group: dist.gather_object(value, found, group_dst=0, group=group))
-        return found or []
+        return objects_to_first(value, self._group, _WHAT)
 
     def scatter(self, each: Sequence[Any]) -> Any:
         """For every rank one of the first rank's values."""
         if self._group is None or self.size == 1:
             return each[0]
-        found: list[Any] = [None]
-        given = list(each) if self.is_first else None
-        self._exchange(lambda group: dist.scatter_object_list(found, given, group_src=0, group=group))
-        return found[0]
+        return objects_from_first(each, self._group, _WHAT)
 
     def share(self, value: Any = None) -> Any:
         """The first rank's value, on every rank."""
         if self._group is None or self.size == 1:
             return value
-        found = [value if self.is_first else None]
-        self._exchange(lambda group: dist.broadcast_object_list(found, group_src=0, group=group))
-        return found[0]
-
-    def _exchange(self, talk: Callable[[Any], object]) -> None:
-        group = self._group
-        assert group is not None
-        lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))
-        reduce_value(torch.zeros(1), dist.ReduceOp.SUM, group, "a checkpoint")  # the watcher sees who does not come
-        try:
-            talk(lines.apart if lines.is_open else group)
-        except (RuntimeError, ValueError) as failed:
-            if isinstance(failed, FullshardError):
-                raise
-            # torch logs an error of a collective by its group's name, and raises a ValueError where it knows none.
-            raise RANK.explain(failed.__context__ or failed) from failed
+        return object_from(0, value, self._group, _WHAT)
 
 
 def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:

@@ -37,7 +37,7 @@ _BOOT = (
 )
 TALKS = (
     *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
-    *("values of all ranks", "whole values", "a checkpoint"),
+    *("values of all ranks", "whole values", "a checkpoint", "optimizers' state", "verification"),
 )
 """What ranks may exchange that is no unit's."""
 SLICE = 0.25

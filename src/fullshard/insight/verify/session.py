@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...comm import object_from, objects_of_all, objects_to_first
 from ...dtypes import as_moved
 from ...errors import ConfigError, FullshardError
 from ...mesh import device_type_of
@@ -67,21 +68,15 @@ class Session:
 
     def all(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+        return objects_of_all(value, None, "verification")
 
     def told(self, value: T, source: int = 0) -> T:
         """The value of rank `source`, on every rank. Collective."""
-        box = [value]
-        dist.broadcast_object_list(box, src=source)
-        return box[0]
+        return object_from(source, value, None, "verification")
 
     def to_first(self, value: T) -> list[T] | None:
         """Every rank's value on the first rank; None on the others. Collective."""
-        found: list[Any] | None = [None] * self.world if self.first else None
-        dist.gather_object(value, found, dst=0)
-        return found
+        return objects_to_first(value, None, "verification") or None
 
     def sent(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first rank's tensor, which has that shape and dtype, on every rank. Collective."""
@@ -131,8 +126,7 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
         mine = rank if data_mesh is None else _place_in(data_mesh)
-        numbers: list[Any] = [None] * world
-        dist.all_gather_object(numbers, mine)
+        numbers = objects_of_all(mine, None, "verification")
         if sorted(set(numbers)) != list(range(len(set(numbers)))):
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
