@@ -29,8 +29,12 @@ _installed: list[Any] = []
 
 def give_up(parameters: Iterable[Any]) -> None:
     """Discard gradients of these parameters that were accumulated without sync, or not yet reduced."""
+    waiting = False
     for root in list(ROOTS):
         root.recover_if_broken()
+        waiting = waiting or any([one.unit.accumulates for one in root.units])
+    if not waiting:
+        return
     units: dict[int, tuple[Unit, set[int]]] = {}
     for parameter in parameters:
         unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None

@@ -78,6 +78,11 @@ class Gradients:
         """Bytes of the buffer if it is allocated now."""
         return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether something was accumulated that no reduction has taken yet."""
+        return self.state is GradState.PENDING or (self.partial is not None and self.state is not GradState.REDUCING)
+
     def owed(self) -> bool:
         """Whether gradients of earlier backwards wait to be reduced, and the user did not give them up."""
         if self.state is not GradState.PENDING and self.partial is None:
@@ -281,7 +286,7 @@ class Gradients:
 
     def give_up(self, members: Sequence[Member]) -> None:
         """Discard what was accumulated for these members and not delivered yet; nothing while it is being reduced."""
-        if self.state is GradState.REDUCING or (self.state is GradState.NONE and self.partial is None):
+        if not self.accumulates:
             return
         if len(members) == len(self.bucket.members):
             self._drop()
