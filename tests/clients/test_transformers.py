@@ -138,38 +138,27 @@ def recomputed(way: str, kind: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("way", ["words", "v2 full"])
 def test_saved_model_is_whole(run_adopted, tmp_path, way):
-    assert all(run_adopted(saved_model, way, str(tmp_path)))
-
-
-def saved_model(way: str, folder: str) -> bool:
-    import torch.distributed as dist
-    from transformers import LlamaForCausalLM
-
-    sharded = trainer_of(way, folder)
-    sharded.train()
-    sharded.save_model(f"{folder}/whole")
-    dist.barrier()
-    found = LlamaForCausalLM.from_pretrained(f"{folder}/whole")
-    batch = {name: value[None] for name, value in Sentences(1)[0].items()}
-    with torch.no_grad():
-        close(sharded.model(**batch).loss, found(**batch).loss)
-    return True
+    assert all(run_adopted(saved, way, str(tmp_path), "save_model"))
 
 
 @pytest.mark.parametrize("way", ["v1", "v2"])
 def test_save_pretrained_of_a_sharded_model(run_adopted, tmp_path, way):
     """Of the wrapped and of the unwrapped model; called by every rank, as `Trainer` and examples do."""
-    assert all(run_adopted(save_pretrained, way, str(tmp_path)))
+    assert all(run_adopted(saved, way, str(tmp_path), "save_pretrained"))
 
 
-def save_pretrained(way: str, folder: str) -> bool:
+def saved(way: str, folder: str, by: str) -> bool:
+    """Train, write by the trainer's or the model's own method, and compare with what the folder holds."""
     import torch.distributed as dist
     from transformers import LlamaForCausalLM
 
     sharded = trainer_of(way, folder)
     sharded.train()
-    inner = sharded.accelerator.unwrap_model(sharded.model_wrapped)
-    inner.save_pretrained(f"{folder}/whole", is_main_process=dist.get_rank() == 0)
+    if by == "save_model":
+        sharded.save_model(f"{folder}/whole")
+    else:
+        inner = sharded.accelerator.unwrap_model(sharded.model_wrapped)
+        inner.save_pretrained(f"{folder}/whole", is_main_process=dist.get_rank() == 0)
     dist.barrier()
     found = LlamaForCausalLM.from_pretrained(f"{folder}/whole")
     batch = {name: value[None] for name, value in Sentences(1)[0].items()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
 ]
 
-DEVICE, BACKEND = "cuda", "nccl"
+DEVICE = "cuda"
 WIDTH, BLOCKS, VOCABULARY, WORLD = 512, 6, 97, 64
 LAYOUTS = pytest.mark.parametrize("layout", ["rows", "flat"])
 
@@ -69,14 +68,6 @@ def repeatable_attention() -> Iterator[None]:
     """Attention by plain matrix products: the faster kernels' backward adds in no fixed order."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone, with real communication."""
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh(DEVICE, (1,))
-    dist.destroy_process_group()
 
 
 def make_model() -> Model:

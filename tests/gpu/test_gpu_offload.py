@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 
@@ -19,14 +17,6 @@ pytestmark = [
 ]
 
 WIDTH, BLOCKS = 1024, 4
-
-
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone, with real communication."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
 
 
 def build() -> nn.Sequential:

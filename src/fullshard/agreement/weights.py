@@ -29,7 +29,8 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
     by_axes: dict[tuple[int, ...], tuple[MeshAxes, list[tuple[Bucket, Member]]]] = {}
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.form.plain and bucket.home is None:  # what lies on the host is read there, in its own time
+            at_home = bucket.home is not None and bucket.home.for_good  # is read there, in its own time
+            if bucket.form.plain and not at_home:
                 _, found = by_axes.setdefault(tuple([id(axis.group) for axis in bucket.axes.all]), (bucket.axes, []))
                 found += [(bucket, member) for member in bucket.members]
     with torch.no_grad():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -31,7 +30,7 @@ from ..mesh.data_parallel import DataParallelMeshDims
 from ..optim import ShardedGradScaler
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..version import VERSION
-from . import clients, private
+from . import clients, held, private
 
 FSDP = "torch.distributed.fsdp"
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -107,21 +106,27 @@ class Adopted:
         lenient: private names are warned of.
         names: of PyTorch's that are Fullshard's now, by the module they are imported from.
         rebound: the same of modules that had taken some already.
+        held: where such modules held them otherwise, in containers, default arguments, closures and classes.
         notes: what changed in client libraries; grows as they are imported.
     """
 
     lenient: bool
     names: dict[str, list[str]] = field(default_factory=dict)
     rebound: dict[str, list[str]] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"fullshard {VERSION} adopts this program (torch {torch.__version__}); taken over:"]
         lines += [f"  {module}: {len(names)} names" for module, names in self.names.items()]
         lines += [f"  taken earlier by {module}: {', '.join(names)}" for module, names in self.rebound.items()]
+        lines += [f"  held earlier as {path}" for path in self.held]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
+
+FRONT_ENDS = (FSDPModule, FullyShardedDataParallel, FlatParameter)
+"""What programs derive classes from; settings of PyTorch's classes are taken as they are."""
 
 _adoptions: list[Adopted] = []
 """At most one: it is for good."""
@@ -142,7 +147,8 @@ def adopt(lenient: bool = False) -> Adopted:
         What was taken over. A second call changes nothing but `lenient`.
 
     Raises:
-        PhaseError: modules were sharded by PyTorch's front-ends already.
+        PhaseError: modules were sharded by PyTorch's front-ends already; or a running function, or a class that was
+            derived from one of PyTorch's, holds what cannot be replaced (with `lenient`: a warning).
         PrivateNameError: later, when the program asks for a private name.
     """
     if _adoptions:
@@ -151,13 +157,16 @@ def adopt(lenient: bool = False) -> Adopted:
     modules = {name: importlib.import_module(name) for name in PUBLIC}
     _check_unused(modules[FSDP])
     adopted = Adopted(lenient)
-    _adoptions.append(adopted)
-    originals: dict[int, str] = {}
+    pairs = {}
     for module, name in _to_replace(modules):
-        originals[id(vars(module)[name])] = name
+        theirs = vars(module)[name]
+        pairs[id(theirs)] = theirs, OURS[name]
         adopted.names.setdefault(module.__name__, []).append(name)
-    kept_alive = _replace(originals, adopted)
-    private.guard(adopted, [one for name, one in list(sys.modules.items()) if _guarded(name)], kept_alive)
+    _change_classes(pairs, lenient)
+    _adoptions.append(adopted)
+    _replace(pairs, adopted)
+    adopted.held += held.search({at: ours for at, (_, ours) in pairs.items()})
+    private.guard(adopted, [one for name, one in list(sys.modules.items()) if _guarded(name)], pairs.values())
     clients.watch(_told)
     if dist.get_node_local_rank(fallback_rank=0) == 0:
         print(adopted, flush=True)
@@ -183,36 +192,43 @@ def _to_replace(modules: Mapping[str, ModuleType]) -> Iterator[tuple[ModuleType,
                 yield module, name
 
 
-def _replace(originals: Mapping[int, str], told: Adopted) -> list[Any]:
-    """Put ours where PyTorch's objects are the globals of any module. Returns the replaced objects."""
-    replaced: dict[int, Any] = {}
+Pairs = Mapping[int, tuple[Any, Any]]
+"""By id of PyTorch's object: that, and ours."""
+
+
+def _replace(pairs: Pairs, told: Adopted) -> None:
+    """Put ours where PyTorch's objects are the globals of any module."""
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or module_name.partition(".")[0] == __name__.partition(".")[0]:
             continue  # ours call PyTorch's for models that are not sharded
         taken = vars(module)
         for name, value in list(taken.items()):
-            if id(value) in originals:
-                taken[name] = OURS[originals[id(value)]]
-                replaced[id(value)] = value
+            if id(value) in pairs:
+                taken[name] = pairs[id(value)][1]
                 if module_name not in told.names and not module_name.startswith(f"{FSDP}."):
                     told.rebound.setdefault(module_name, []).append(name)
-    return list(replaced.values())
+
+
+def _change_classes(pairs: Pairs, lenient: bool) -> None:
+    """Derive the program's classes from ours, and refuse what cannot be changed, before anything else is.
+
+    Raises:
+        PhaseError: see `adopt`.
+    """
+    held.refuse([f"local variable {one}" for one in held.in_use(pairs)], lenient)
+    stay = held.rebase(pair for pair in pairs.values() if pair[1] in FRONT_ENDS)
+    held.refuse(
+        [f"class {cls.__module__}.{cls.__qualname__} is derived from {base.__name__}" for cls, base in stay], lenient
+    )
 
 
 def _check_unused(front_ends: ModuleType) -> None:
     """Refuse to adopt once PyTorch's front-ends hold modules, which the program could no longer steer."""
     unit, wrapper = front_ends.FSDPModule, front_ends.FullyShardedDataParallel
-    found = [cls.__name__ for cls in unit.__subclasses__() if cls.__name__ != "ReplicateModule"]  # which is PyTorch's
-    found += [type(one).__name__ for one in gc.get_referrers(wrapper) if type(one) is wrapper]
-    for cls in wrapper.__subclasses__():
-        warnings.warn(
-            message(
-                f"{cls.__module__}.{cls.__qualname__} was derived from PyTorch's FullyShardedDataParallel before "
-                "fullshard.adopt() and stays PyTorch's",
-                code="W008",
-            ),
-            stacklevel=3,
-        )
+    made = [cls for cls in unit.__subclasses__() if not held.is_programs(cls.__module__)]
+    found = [cls.__name__ for cls in made if cls.__name__ != "ReplicateModule"]  # which is PyTorch's
+    wrappers = [wrapper, *wrapper.__subclasses__()]
+    found += [type(one).__name__ for cls in wrappers for one in gc.get_referrers(cls) if type(one) is cls]
     if found:
         raise PhaseError(
             "PyTorch's front-ends have sharded modules in this process already.",

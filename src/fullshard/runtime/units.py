@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..names import clean_name, clean_path
-from ..shard import Unit, check_ties, refuse_meta, refuse_parked
+from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
 from .outputs import Leftovers
 from .root import Root
@@ -81,7 +81,6 @@ def find_root(top: Runner) -> Root:
     for runner in units:
         runner.unit.refresh()
     refuse_meta([runner.unit for runner in units])
-    refuse_parked([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
     root = Root(
         top, units, top.settings.comm, additions, top.settings.in_flight, top.settings.check, top.settings.unused

@@ -23,7 +23,12 @@ class Home:
         device: where it is.
         compute: the compute device.
         pinned: whether it is page-locked; needs an accelerator.
+
+    Attributes:
+        for_good: whether shards are here while the model trains, or for a while.
     """
+
+    for_good = True
 
     def __init__(self, device: torch.device, compute: torch.device, pinned: bool = False) -> None:
         self.device, self.compute, self.pinned = device, compute, pinned

@@ -6,8 +6,9 @@ and optimizer views stay the objects they are: their memory is another. What sha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,10 +30,22 @@ class Parking(Home):
         pinned: whether it is page-locked memory.
         before: the bucket's home when it is not parked.
         apart: what the bucket's form said then of shards apart from the mesh's device.
+
+    Attributes:
+        alive: all there are, copies of parked models included: while it is empty nobody need look for parked units.
     """
+
+    alive: ClassVar[weakref.WeakSet[Parking]] = weakref.WeakSet()
+
+    def __new__(cls, *_: Any, **__: Any) -> Parking:
+        """Also what `copy` and `pickle` make comes by here."""
+        made = super().__new__(cls)
+        cls.alive.add(made)
+        return made
 
     def __init__(self, compute: torch.device, pinned: bool, before: Home | None, apart: bool) -> None:
         super().__init__(torch.device("cpu"), compute, pinned)
+        self.for_good = before is not None
         self.before, self.apart = before, apart
 
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -100,11 +113,13 @@ class Mover:
 
 
 def refuse_parked(units: Iterable[Unit]) -> None:
-    """Raise if any of these units is parked.
+    """Raise if any of these units is parked. Costs nothing while none is in this process: it is asked once a step.
 
     Raises:
         PhaseError: names the units, and `fullshard.resume`.
     """
+    if not Parking.alive:
+        return
     names = [unit.name for unit in units if is_parked(unit)]
     if names:
         raise _parked(", ".join(name or "(root)" for name in dict.fromkeys(names)))

@@ -263,8 +263,8 @@ class Unit:
         return self.version() != self._gathered_version
 
     def replaced(self) -> bool:
-        """Whether a sharded parameter or its storage is not the one that was made here."""
-        return any([bucket.replaced() for bucket in self.buckets])
+        """Whether a sharded parameter or its storage is not the one that was made here; not asked since `unshard()`."""
+        return not self.showing.unsharded and any([bucket.replaced() for bucket in self.buckets])
 
     def checksum(self) -> int:
         """Of the shards' bytes; of equal value for equal shards. Reads them to the host."""

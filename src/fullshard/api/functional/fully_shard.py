@@ -67,7 +67,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str | Blocks = "rows",
@@ -98,7 +98,7 @@ def fully_shard(
             `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
             after forward, also if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
-        offload_policy: `OffloadPolicy()`, no offloading; or `CPUOffloadPolicy()`: sharded parameters, gradients and
+        offload_policy: None or `OffloadPolicy()`, nothing; or `CPUOffloadPolicy()`: sharded parameters, gradients and
             optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced; by units around this one, too.
         dp_mesh_dims: which dims of `mesh` are data-parallel, if it has others too (`DataParallelMeshDims`); parameters
@@ -139,6 +139,7 @@ def fully_shard(
         LayoutError: a parameter that the layout cannot hold.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     _check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
     if not isinstance(sync_module_states, bool):

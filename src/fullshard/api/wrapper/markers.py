@@ -2,7 +2,9 @@
 
 Accelerate (`Accelerator.prepare` with mixed precision) holds weights that were loaded in 16 bits in float32: for each
 instance in turn that `_has_params` it looks at the dtype, device, `requires_grad` and `_fqns` of `_flat_param`, sets
-its `.data` to a cast one, and says so by `_handle._orig_param_dtype = torch.float32`. Lightning looks for
+its `.data` to a cast one, and says so by `_handle._orig_param_dtype = torch.float32`. verl
+moves a model to the host and back by `flat_param_to` of `_all_handles`, and takes `_is_root` back from parts of a model
+that it summoned. Lightning looks for
 `_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`). Transformers
 and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runtime/managed.py`).
 """
@@ -17,9 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import UsageError
 from ...forms import FlatParamShardMetadata, shard_metadata
 from ...names import WRAPPED
-from ...runtime import Runner, mark_managed, own_modules, runner_of
+from ...runtime import Runner, mark_managed, own_modules, runner_of, runners_in
 from ...shard import Bucket, Unit
 from .instances import flat_of
 from .settings import StateDictType, TrainingState
@@ -69,6 +72,29 @@ class Handle:
                 cast(bucket.members[0].sharded)
         finish()
 
+    @property
+    def _offload_params(self) -> bool:
+        """Whether the parameters live in host memory."""
+        return any([bucket.home is not None for bucket in self._unit.buckets])
+
+    @property
+    def flat_param(self) -> Any:
+        """The instance's `FlatParameter`."""
+        return flat_of(_shown(self._unit))
+
+    def flat_param_to(self, device: torch.device, non_blocking: bool = False) -> None:
+        """Move the shards, and show them in the same `FlatParameter`; gradients stay where they are.
+
+        Between steps, and back before the next one; `fullshard.park` moves gradients and optimizer state, too.
+        """
+        unit = self._unit
+        unit.refresh()
+        unit.reshard()
+        move, finish = unit.apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        for bucket in unit.buckets:
+            move(bucket.members[0].sharded)
+        finish()
+
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank holds of the instance's parameters: names, shapes, strides, sizes, first and last element."""
         bucket = _shown(self._unit)
@@ -100,6 +126,21 @@ class Markers:
         """Whether the instance's forward is called from outside; None until the first one settles it."""
         runner = _runner_of(self)
         return None if runner.root is None else runner.is_top
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        """Taken back is what was never given: to summon a part of a model makes it no root here.
+
+        Raises:
+            UsageError: it is to be a root.
+        """
+        if value and not self._is_root:
+            raise UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Of all instances from this one on that have parameters of their own."""
+        return [Handle(runner.unit) for runner in runners_in(self) if runner.unit.buckets]  # type: ignore[arg-type]
 
     @property
     def _use_orig_params(self) -> bool:
