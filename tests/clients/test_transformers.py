@@ -28,17 +28,17 @@ def trainer_of(way: str, folder: str, model: Any = None, cls: Any = None, **more
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    seq2seq = cls is transformers.Seq2SeqTrainer
+    seq2seq = cls is not None and issubclass(cls, transformers.Seq2SeqTrainer)
     arguments = (transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments)(
         output_dir=folder,
         use_cpu=True,
         per_device_eval_batch_size=2,
         logging_steps=1,
-        max_grad_norm=0.5,
         report_to=[],
         disable_tqdm=True,
         **{
             "max_steps": STEPS,
+            "max_grad_norm": 0.5,
             "per_device_train_batch_size": 2,
             "save_strategy": "no",
             "learning_rate": 1e-2,
