@@ -17,8 +17,9 @@ from ...errors import ConfigError
 from ...runtime import runners_in
 from ...store.hugging_face import load_safetensors
 from ...store.lora import is_peft_model
+from .blockwise import read_by_units
 from .meta import fit, on_meta
-from .units import hold_in_float32, shard
+from .units import hold_in_float32, serve_generate, shard
 
 
 def from_pretrained(
@@ -28,6 +29,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     prepare: Callable[[Any], nn.Module] | None = None,
+    quantise: Callable[[Any], object] | None = None,
     mixed_precision: str = "no",
     **sharding: Any,
 ) -> Any:
@@ -47,6 +49,9 @@ def from_pretrained(
         prepare: given the model before it is sharded, with parameters on meta; returns the one to shard, as
             `lambda model: peft.get_peft_model(model, settings)` does. Parameters that it adds are kept, those of the
             first rank on all.
+        quantise: given each block with its weights, whole and on the CPU, before it is sharded; puts others in
+            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a time, and in the
+            end what is in none.
         mixed_precision, **sharding: see `shard`.
 
     Returns:
@@ -70,18 +75,27 @@ def from_pretrained(
     model = base if prepare is None else _prepared(base, prepare)
     made = _take_made(model)
     held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    if dist.is_initialized():
-        words = "no" if "mp_policy" in sharding else mixed_precision
-        shard(model, mixed_precision=words, **sharding)
-    _give_memory(model, held)
+    words = "no" if "mp_policy" in sharding else mixed_precision
+    if quantise is not None:
+        read_by_units(model, where, made, quantise, {"mixed_precision": words, **sharding})
+        if dist.is_initialized():
+            serve_generate(model)
+    else:
+        if dist.is_initialized():
+            shard(model, mixed_precision=words, **sharding)
+        _give_memory(model, held)
+        _read(model, where, made)
+    if mixed_precision != "no":
+        hold_in_float32(model)
+    return model.eval()
+
+
+def _read(model: nn.Module, folder: Path, made: dict[str, torch.Tensor]) -> None:
     if made:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
         set_model_state_dict(model, made, options=options)
     # After it: PEFT's copies of modules (modules_to_save) were made of what had no values.
-    load_safetensors(model, where, strict=False, base=any(is_peft_model(module) for module in model.modules()))
-    if mixed_precision != "no":
-        hold_in_float32(model)
-    return model.eval()
+    load_safetensors(model, folder, strict=False, base=any(is_peft_model(module) for module in model.modules()))
 
 
 def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module:

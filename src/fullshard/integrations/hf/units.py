@@ -13,6 +13,7 @@ from ...api.functional.module import register_fsdp_forward_method
 from ...errors import ConfigError
 from ...policies import MixedPrecisionPolicy
 from ...runtime import runners_in
+from ..quantised import by_rows
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -73,28 +74,50 @@ def shard(model: ModelT, *, units: Any = None, mixed_precision: str = "no", **se
         ConfigError: units that the model does not have, a word for mixed_precision that is none, both that and
             `mp_policy`, and whatever `fully_shard` refuses. Nothing has changed then.
     """
-    if mixed_precision not in _DTYPES:
-        raise ConfigError(
-            "mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(mixed_precision)
-        )
-    dtype = _DTYPES[mixed_precision]
+    units, settings = settings_of({"units": units, "mixed_precision": mixed_precision, **settings})
+    policy = wrap_policy(model, units)
+    by_rows(model)
+    fully_shard(model, auto_wrap_policy=policy, **settings)
+    if mixed_precision != "no":
+        hold_in_float32(model)
+    serve_generate(model)
+    return model
+
+
+def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Of `shard`'s arguments, the units; and those that `fully_shard` takes.
+
+    Raises:
+        ConfigError: see `shard`.
+    """
+    settings = dict(sharding)
+    units, word = settings.pop("units", None), settings.pop("mixed_precision", "no")
+    if word not in _DTYPES:
+        raise ConfigError("mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(word))
+    dtype = _DTYPES[word]
     if dtype is not None:
         if "mp_policy" in settings:
             raise ConfigError(
                 "mixed_precision and mp_policy say the same in two ways.",
-                got=f"mixed_precision={mixed_precision!r}, mp_policy={settings['mp_policy']}",
+                got=f"mixed_precision={word!r}, mp_policy={settings['mp_policy']}",
                 remedy='give mp_policy with mixed_precision="no"',
             )
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fully_shard(model, auto_wrap_policy=_policy(model, units), **settings)
-    if dtype is not None:
-        hold_in_float32(model)
-    if callable(getattr(model, "generate", None)):  # PEFT's calls the model inside, not the unit around it
+    return units, settings
+
+
+def serve_generate(model: nn.Module) -> None:
+    """Let a sharded model's `generate` gather as its forward does: PEFT's calls the model inside, past the unit."""
+    if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
-    return model
 
 
-def _policy(model: nn.Module, units: Any) -> Any:
+def wrap_policy(model: nn.Module, units: Any) -> Any:
+    """What `fully_shard(auto_wrap_policy=)` takes for `units`.
+
+    Raises:
+        ConfigError: see `unit_classes`.
+    """
     named = isinstance(units, (set, frozenset, tuple, list))
     if units is not None and not named:
         return [units] if isinstance(units, type) else units
