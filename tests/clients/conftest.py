@@ -35,14 +35,39 @@ def run_adopted(adopted_pools: RankPools) -> Callable[..., list[Any]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def client_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
+    """Pools of gloo ranks that have the client libraries imported, and have not adopted."""
+    ranks.PRELOADED += [name for name in CLIENTS if name not in ranks.PRELOADED]
+    ranks.START_TIMEOUT = 400.0
+    pools = RankPools(tmp_path_factory.mktemp("clients"))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_clients(client_pools: RankPools) -> Callable[..., list[Any]]:
+    """`run_clients(fn, *args, world=2, timeout=240)`: as `run_adopted`, without adopting."""
+
+    def run(fn: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
+        return client_pools.run(launched, fn, *args, timeout=timeout, **kwargs)
+
+    return run
+
+
 def adopted(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn` as a program under `torchrun` would run it, in a process that may have run others."""
-    import torch.distributed as dist
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     import fullshard
 
     fullshard.adopt()
+    return launched(fn, *args, **kwargs)
+
+
+def launched(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn` with what `torchrun` tells a process, and libraries as they are when they are imported."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     before = dict(os.environ)

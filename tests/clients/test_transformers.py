@@ -28,17 +28,17 @@ def trainer_of(way: str, folder: str, model: Any = None, cls: Any = None, **more
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    seq2seq = cls is transformers.Seq2SeqTrainer
+    seq2seq = cls is not None and issubclass(cls, transformers.Seq2SeqTrainer)
     arguments = (transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments)(
         output_dir=folder,
         use_cpu=True,
         per_device_eval_batch_size=2,
         logging_steps=1,
-        max_grad_norm=0.5,
         report_to=[],
         disable_tqdm=True,
         **{
             "max_steps": STEPS,
+            "max_grad_norm": 0.5,
             "per_device_train_batch_size": 2,
             "save_strategy": "no",
             "learning_rate": 1e-2,
@@ -195,3 +195,33 @@ def generated(way: str, folder: str) -> list[Any]:
     torch.testing.assert_close(ours[:, :length], theirs[:, :length])
     metrics = sharded.evaluate(max_new_tokens=5, do_sample=False)
     return [round(metrics["eval_loss"], 4)]
+
+
+@pytest.mark.parametrize("way", ["v1", "v2"])
+def test_from_pretrained_for_sharding_loads_once(run_adopted, tmp_path, way):
+    """With efficient loading, and weights of the first rank sent to the others; rotary buffers are right on all."""
+    assert all(run_adopted(pretrained_once, way, str(tmp_path)))
+
+
+def pretrained_once(way: str, folder: str) -> bool:
+    import os
+
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    plain = trainer_of("ddp", folder, train_sampling_strategy="sequential")
+    if dist.get_rank() == 0:
+        llama().save_pretrained(f"{folder}/base", max_shard_size="4KB")
+    dist.barrier()
+    plain.train()
+    config = {**WAYS[way]["fsdp_config"], "cpu_ram_efficient_loading": True, "sync_module_states": True}
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")  # as its launcher does
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
+    sharded = trainer_of(way, folder, model, fsdp_config=config, train_sampling_strategy="sequential")
+    sharded.train()
+    assert is_ours(sharded)
+    close(losses(sharded), losses(plain))
+    expected = dict(plain.accelerator.unwrap_model(plain.model_wrapped).named_buffers())
+    found = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in sharded.model.named_buffers()}
+    close(found, expected)
+    return True

@@ -25,7 +25,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2", bos_token="w1")
 
 
-def sft(way: str, folder: str) -> Any:
+def sft(way: str, folder: str, cls: Any = None) -> Any:
     import datasets
     from accelerate.state import AcceleratorState
     from trl import SFTConfig, SFTTrainer
@@ -46,7 +46,7 @@ def sft(way: str, folder: str) -> Any:
         **WAYS[way],
     )
     data = datasets.Dataset.from_dict({"input_ids": Sentences(32).tokens.tolist()})
-    return SFTTrainer(model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer())
+    return (cls or SFTTrainer)(model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
 @pytest.mark.parametrize("way", ["v1", "v2"])

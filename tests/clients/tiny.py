@@ -18,12 +18,18 @@ def llama(**more: Any) -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
-        intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=32,
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, **more},
+        **{
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+            "intermediate_size": 24,
+            **more,
+        },
     )
     torch.manual_seed(5)
     return LlamaForCausalLM(config).to(dtype)

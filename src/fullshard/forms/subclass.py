@@ -226,7 +226,8 @@ class SubclassFull:
                 parameter=self.member.name,
                 expected=" and ".join(_METHODS),
                 got=f"{type(source).__name__} without {' and '.join(missing)}",
-                remedy="implement them (they may be set on the class after fully_shard), or put it in ignored_params",
+                remedy="of a frozen weight, call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
+                "else implement them (they may be set on the class after fully_shard), or put it in ignored_params",
                 code="C101",
             )
         with torch.no_grad():

@@ -1,66 +1,260 @@
-"""Accelerate, adopted: FSDP on CPU ranks, which it turns into DDP without a word."""
+"""Accelerate without adopting: an `Accelerator` that shards what it prepares.
+
+    from fullshard.integrations.accelerate import FullshardAccelerator
+
+    accelerator = FullshardAccelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Where `Accelerator` would wrap a model in DDP, this one applies `fully_shard`; the rest of a program stays.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from ..api.functional.module import FSDPModule
+from ..api.whole import gathered
+from ..errors import ConfigError
+from ..optim import ShardedGradScaler, clip_grad_norm_
+from ..store.load import load
+from ..store.save import save
+from .hf.saving import write_weights
+from .hf.units import is_sharded, shard
+from .optimizers import names_of, point_optimizers
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise ImportError(
+        "fullshard.integrations.accelerate needs Accelerate: pip install 'fullshard[hf]'", name=error.name
+    ) from error
+
+FOLDER = "fullshard"
+"""In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
 
 
-def adjust_plugin(dataclasses: ModuleType, told: Callable[[str], None]) -> None:
-    """Let version 1's `sync_module_states`, and so efficient loading, work where there is no accelerator.
+class FullshardAccelerator(Accelerator):
+    """An `Accelerator` whose models are sharded by `fully_shard`.
+
+    `prepare` shards models, points optimizers that were built before it at the shards, and leaves all else to
+    Accelerate. Mixed precision is that of `mixed_precision=`: gathers in 16 bits, what trains is held in float32, and
+    forwards under autocast as Accelerate has them. In a program of one process without a process group nothing is
+    sharded, and all methods do what they did.
 
     Args:
-        dataclasses: `accelerate.utils.dataclasses`.
-        told: see `clients.watch`.
+        sharding: arguments of `fullshard.integrations.hf.shard` for all models: units, mesh, reshard_after_forward,
+            layout, ...
+        **settings: of `Accelerator`.
+
+    Raises:
+        ConfigError: settings that shard, too (an FSDP or DeepSpeed plugin, ...).
     """
-    original = dataclasses.FullyShardedDataParallelPlugin.__post_init__
 
-    @functools.wraps(original)
-    def post_init(self: Any) -> None:
-        try:
-            original(self)
-        except RuntimeError as error:
-            # The last thing it looks at: the device on which weights that are on meta are made.
-            if (
-                not self.sync_module_states
-                or torch.accelerator.is_available()
-                or "no available devices" not in str(error)
-            ):
-                raise
-            self.param_init_fn = lambda module: module.to_empty(device="cpu", recurse=False)
+    def __init__(self, *, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._start_sharding(sharding)
 
-    dataclasses.FullyShardedDataParallelPlugin.__post_init__ = post_init
+    def _start_sharding(self, sharding: Mapping[str, Any] | None) -> None:
+        kind = str(getattr(self.distributed_type, "value", self.distributed_type))
+        if not (kind == "NO" or kind.startswith("MULTI_")) or getattr(self, "parallelism_config", None) is not None:
+            raise ConfigError(
+                "FullshardAccelerator shards in the place of DDP; this one was told to distribute in another way.",
+                expected="neither an FSDP, DeepSpeed or Megatron plugin nor a parallelism_config, also in the settings "
+                "of accelerate launch",
+                got=f"distributed type {kind}",
+                remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
+                "python -m fullshard adopt",
+            )
+        self._sharding = dict(sharding or {})
+        if getattr(self, "scaler", None) is not None:
+            self.scaler: Any = ShardedGradScaler(self.device.type)
 
+    # Preparing.
 
-def adjust_state(state: ModuleType, told: Callable[[str], None]) -> None:
-    """Let `AcceleratorState` choose FSDP on CPU ranks as it does on others.
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As `Accelerator.prepare`; models are sharded, in place, and optimizers given with them follow.
 
-    Args:
-        state: `accelerate.state`.
-        told: see `clients.watch`.
-    """
-    original = state.AcceleratorState.__init__
+        Raises:
+            ConfigError: an optimizer that has state already, of parameters that are sharded here.
+        """
+        models = [one for one in args if isinstance(one, nn.Module) and self._to_shard(one)]
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        for model in models:
+            self.shard_model(model, optimizers)
+        return super().prepare(*args, device_placement=device_placement)
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        first = not state.AcceleratorState._shared_state
-        plugin = kwargs.get("fsdp_plugin")
-        if plugin is not None and not torch.accelerator.is_available() and dist.is_torchelastic_launched():
-            kwargs["cpu"] = True  # its launcher does not say so of FSDP: every rank would train a model of its own
-        original(self, *args, **kwargs)
-        if not first or plugin is None or self.distributed_type is not state.DistributedType.MULTI_CPU:
+    def shard_model(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Shard a model, in place, unless it is sharded, or there is nobody to share it with.
+
+        Args:
+            optimizers: built before it; those of its parameters get the shards in their place.
+
+        Raises:
+            ConfigError: one has state already.
+        """
+        if not self._to_shard(model):
             return
-        # What it does where it finds an accelerator.
-        self.distributed_type = state.DistributedType.FSDP
-        if self._mixed_precision != "no":
-            plugin.set_mixed_precision(self._mixed_precision)
-        self.fsdp_plugin = plugin
-        state.PartialState._shared_state["distributed_type"] = self.distributed_type
-        told("Accelerate: FSDP on CPU ranks, where Accelerate itself would train with DDP")
+        before = names_of(model)
+        words = self.mixed_precision if "mp_policy" not in self._sharding else "no"
+        shard(model, **{"mixed_precision": words, **self._sharding})
+        point_optimizers(optimizers, before, model)
 
-    state.AcceleratorState.__init__ = init
+    def _to_shard(self, model: nn.Module) -> bool:
+        return dist.is_initialized() and not is_sharded(model)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As `Accelerator.prepare_model`, sharded also where it is for evaluation alone."""
+        self.shard_model(model)
+        placed = False if is_sharded(model) else device_placement
+        alone = evaluation_mode or is_sharded(model)  # "for evaluation" is what it calls: not in DDP
+        return super().prepare_model(model, device_placement=placed, evaluation_mode=alone)
+
+    # Training.
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients without reducing them; what `accumulate` enters between steps."""
+        if not isinstance(model, FSDPModule):
+            with super().no_sync(model):
+                yield
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """`fullshard.clip_grad_norm_`: exact for shards of every layout, and for plain parameters beside them."""
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # Saving and loading.
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole weights of a sharded model in host memory on the first rank, nothing on others. Collective."""
+        if is_sharded(model):
+            return {} if self._saves_apart else gathered(model, "get_state_dict")
+        return super().get_state_dict(model, unwrap)
+
+    _saves_apart = False
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a sharded model's weights as safetensors, tensor by tensor: no rank holds the model. Collective.
+
+        Raises:
+            ConfigError: `safe_serialization=False`, which pickles.
+        """
+        if not is_sharded(model):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise ConfigError(
+                "A sharded model is written as safetensors.",
+                got="safe_serialization=False",
+                remedy="torch.save(accelerator.get_state_dict(model), ...) on the main process, called by all",
+            )
+        write_weights(model, save_directory, max_shard_size=max_shard_size)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
+        """As `Accelerator.save_state`; each rank writes what it owns of models and optimizers, by `fullshard.save`.
+
+        Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each in place of weights.
+        """
+        models, optimizers = list(self._models), list(self._optimizers)
+        if not any(map(is_sharded, models)):
+            return super().save_state(output_dir, safe_serialization, **settings)
+        folders: list[str] = []
+
+        def save_models(_: Any, weights: list[Any], folder: str) -> None:
+            weights.clear()
+            folders.append(str(folder))
+
+        last = self.register_save_state_pre_hook(save_models)
+        self._optimizers: list[Any] = []
+        self._saves_apart = True
+        try:
+            found = super().save_state(output_dir, safe_serialization, **settings)
+        finally:
+            self._optimizers = optimizers
+            self._saves_apart = False
+            last.remove()
+        for name, model, own in self._apart(models):
+            save(Path(folders[0]) / name, model, own, step=self.step, rng=False, keep_last=1)
+        return found
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
+        """As `Accelerator.load_state`, from a folder of `save_state`, whose number of ranks may have been another.
+
+        Raises:
+            CheckpointError: see `fullshard.load`.
+        """
+        models, optimizers = list(self._models), list(self._optimizers)
+        if not any(map(is_sharded, models)):
+            super().load_state(input_dir, load_kwargs, **settings)
+            return
+        folders: list[str] = []
+
+        def load_models(given: list[nn.Module], folder: str) -> None:
+            given.clear()
+            folders.append(str(folder))
+
+        last = self.register_load_state_pre_hook(load_models)
+        self._optimizers = []
+        try:
+            super().load_state(input_dir, load_kwargs, **settings)
+        finally:
+            self._optimizers = optimizers
+            last.remove()
+        for name, model, own in self._apart(models):
+            load(Path(folders[0]) / name, model, own, rng=False)
+
+    def _apart(self, models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, list[torch.optim.Optimizer]]]:
+        """Each model with its folder's name and the optimizers of its parameters."""
+        plain = [getattr(one, "optimizer", one) for one in self._optimizers]
+        for index, model in enumerate(models):
+            ours = {id(parameter) for parameter in model.parameters()}
+            own = [one for one in plain if any(id(p) in ours for group in one.param_groups for p in group["params"])]
+            yield FOLDER + (f"_{index}" if index else ""), model, own
+
+
+def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = None) -> FullshardAccelerator:
+    """Make an `Accelerator` that a library has built a `FullshardAccelerator`, in place.
+
+    Args:
+        accelerator: with nothing prepared yet.
+        sharding: see `FullshardAccelerator`.
+
+    Returns:
+        `accelerator` itself.
+
+    Raises:
+        ConfigError: it is of a class derived from `Accelerator`, was told to distribute in another way, or has
+            prepared a model.
+    """
+    if type(accelerator) is not Accelerator or accelerator._models:
+        raise ConfigError(
+            "take_over needs an Accelerator as it was made.",
+            expected="class Accelerator, nothing prepared",
+            got=f"class {type(accelerator).__name__}, {len(accelerator._models)} models prepared",
+            remedy="take it over before prepare; derive other classes from FullshardAccelerator",
+        )
+    accelerator.__class__ = FullshardAccelerator
+    accelerator._start_sharding(sharding)
+    return accelerator

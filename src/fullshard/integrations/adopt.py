@@ -24,7 +24,7 @@ from ..api.wrapper import settings
 from ..api.wrapper.fsdp import FullyShardedDataParallel
 from ..api.wrapping import policies
 from ..checkpoint import functions
-from ..errors import PhaseError, message
+from ..errors import PhaseError
 from ..forms import FlatParameter
 from ..mesh.data_parallel import DataParallelMeshDims
 from ..optim import ShardedGradScaler

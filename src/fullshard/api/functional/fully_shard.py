@@ -48,6 +48,7 @@ from ...shard import (
     show_shared,
 )
 from ..gradients import check_reduction
+from ..whole import saving_methods
 from ..wrapping import plan_wrapping
 from .module import FSDPModule
 from .state import state_of
@@ -350,7 +351,8 @@ def _make_unit(
 
 def _unit_class(cls: type) -> type:
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        added = {"__module__": cls.__module__, **saving_methods(cls)}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), added)
     return _classes[cls]
 
 

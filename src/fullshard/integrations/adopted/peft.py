@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..names import WRAPPED, clean_name, clean_path
-from .rebind import rebind
-from .whole import gathered, sharded_around
+from ...api.whole import saving_whole
+from ...names import WRAPPED, clean_name, clean_path
+from ..rebind import rebind
 
 
 def adjust_states(save_and_load: ModuleType, told: Callable[[str], None]) -> None:
@@ -47,17 +47,7 @@ def adjust_model(peft_model: ModuleType, told: Callable[[str], None]) -> None:
         peft_model: `peft.peft_model`.
         told: see `clients.watch`.
     """
-    original = peft_model.PeftModel.save_pretrained
-
-    @functools.wraps(original)
-    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sharded = sharded_around(self)
-        if sharded is None or kwargs.get("state_dict") is not None:
-            return original(self, *args, **kwargs)
-        state = gathered(sharded, "save_pretrained")
-        return original(self, *args, **{**kwargs, "state_dict": state}) if state else None
-
-    peft_model.PeftModel.save_pretrained = save_pretrained
+    peft_model.PeftModel.save_pretrained = saving_whole(peft_model.PeftModel.save_pretrained)
     told("PEFT: save_pretrained of a sharded model writes whole adapters; call it on every rank")
 
 

@@ -1,19 +1,22 @@
-"""The whole weights of a sharded model, for libraries that save what one rank has."""
+"""The whole weights of a sharded model, for libraries whose `save_pretrained` writes what one rank has."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from ..api.wrapper.markers import wrapper_of
 from ..checkpoint.functions import get_model_state_dict
 from ..errors import PhaseError
 from ..runtime import runners_in
 from ..torch_private.store import default_store
+from .wrapper.markers import wrapper_of
 
 PATIENCE = 120.0
 """Seconds that ranks wait for each other before a collective that programs may call on one rank alone."""
@@ -27,6 +30,47 @@ def sharded_around(model: nn.Module) -> nn.Module | None:
     if found is None and runners_in(model):
         found = model
     return found
+
+
+def saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `save_pretrained` that gathers a sharded model's weights, which `original` would write in parts, or refuse.
+
+    Every rank calls it; the first one writes, and holds the model in host memory. A `state_dict` that is given is
+    written as it is.
+
+    Args:
+        original: of transformers' models, or of PEFT's; a function of the model.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        sharded = sharded_around(self)
+        if sharded is None or given.arguments.get("state_dict", kwargs.get("state_dict")) is not None:
+            return original(self, *args, **kwargs)
+        state = gathered(sharded, "save_pretrained")
+        if not state:
+            return None
+        if "state_dict" not in signature.parameters:  # PEFT's takes it among its further arguments
+            return original(self, *args, **{**kwargs, "state_dict": state})
+        given.arguments["state_dict"] = state
+        return original(*given.args, **given.kwargs)
+
+    return save_pretrained
+
+
+def saving_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """What a class gains whose instances are sharded: its `save_pretrained`, of whole weights; nothing if it has none.
+
+    Only of a kind that takes weights from its caller, as those of transformers and PEFT do.
+    """
+    original = getattr(cls, "save_pretrained", None)
+    if original is None or not (
+        "state_dict" in inspect.signature(original).parameters or hasattr(cls, "get_base_model")
+    ):
+        return {}
+    return {"save_pretrained": saving_whole(original)}
 
 
 def gathered(sharded: nn.Module, what: str) -> dict[str, Any]:

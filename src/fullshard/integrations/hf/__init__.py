@@ -1,0 +1,16 @@
+"""Transformers and PEFT without adopting: shard, load straight into shards, save, and a mixin for `Trainer`.
+
+from fullshard.integrations import hf
+
+model = hf.from_pretrained(LlamaForCausalLM, "/data/llama")  # each rank reads what it owns
+hf.save_pretrained(model, "out")
+
+class ShardedTrainer(hf.ShardedTrainerMixin, Trainer): ...
+"""
+
+from .pretrained import from_pretrained
+from .saving import save_pretrained
+from .trainer import ShardedTrainerMixin
+from .units import shard, unit_classes
+
+__all__ = ["ShardedTrainerMixin", "from_pretrained", "save_pretrained", "shard", "unit_classes"]

@@ -1,0 +1,108 @@
+"""Weights of a sharded model in the files that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...api.whole import gathered
+from ...errors import ConfigError
+from ...store.hugging_face import save_safetensors
+from ...store.lora import is_peft_model
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a sharded model so that plain `from_pretrained(folder)` loads it. Collective: every rank calls it.
+
+    Parameters are gathered and written bucket by bucket: no rank holds the model. Of a model that PEFT made the active
+    adapter is written, for `peft.PeftModel.from_pretrained(base, folder)`; `fullshard.save_safetensors(model, folder,
+    merge_lora=True)` writes the base with it merged in. A model whose files have other names than its parameters
+    (transformers converts them while loading) is written by its own `save_pretrained`: the first rank holds it whole.
+
+    Args:
+        model: sharded in whole, or not at all.
+        folder: where to; weights in it are replaced, other files stay. Tokenizers are yours to save.
+        dtype: cast floating-point weights to this; None: as they are held.
+        max_shard_size: of one file, in bytes or as "5GB", "200MiB".
+
+    Raises:
+        ConfigError: a size that is none.
+        CheckpointError: the folder cannot be written, on any rank.
+    """
+    if converted(model) and dtype is None:
+        state = gathered(model, "save_pretrained")
+        if state:
+            type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[attr-defined]
+        return
+    write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size, process_group=process_group)
+
+
+def converted(model: nn.Module) -> bool:
+    """Whether transformers changes names or shapes of this model's weights between memory and files."""
+    return bool(getattr(model, "_weight_conversions", None))
+
+
+def write_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write weights and configuration of a model, or of its adapter, into a folder that may be in use. Collective.
+
+    Files are written in a folder within, and take the place of those that are there once they are whole.
+
+    Raises:
+        ConfigError: a size that is none.
+        CheckpointError: see `save_safetensors`.
+    """
+    size, where = bytes_of(max_shard_size), Path(folder)
+    adapter = any(is_peft_model(module) for module in model.modules())
+    fresh = where / ".fullshard-writing"
+    first = not dist.is_initialized() or dist.get_rank(process_group) == 0
+    if first:
+        shutil.rmtree(fresh, ignore_errors=True)
+        where.mkdir(parents=True, exist_ok=True)
+    save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=adapter, process_group=process_group)
+    if not first:
+        return
+    made = {path.name for path in fresh.iterdir()}
+    for old in list(where.iterdir()):
+        if _WEIGHTS.fullmatch(old.name) and old.name not in made:
+            old.unlink()  # of a save in another number of files
+    for path in list(fresh.iterdir()):
+        path.replace(where / path.name)
+    fresh.rmdir()
+
+
+def bytes_of(size: int | str) -> int:
+    """A size as Hugging Face's libraries write it, in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", str(size).upper())
+    value = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if value <= 0 or isinstance(size, bool):
+        raise ConfigError(
+            "max_shard_size is a number of bytes, or a text.", expected="5GB, 200MB, 1GiB", got=repr(size)
+        )
+    return value

@@ -1,0 +1,204 @@
+"""`FullshardAccelerator`, without adopting: the numbers of one process on the joined batch, and of DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import BATCH, STEPS, net, rows
+from test_accelerate import ACCUMULATE, ROWS, close, reference, train
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fullshard
+from fullshard.integrations.accelerate import FullshardAccelerator, take_over
+
+UNITS = {"units": ["Block"]}
+
+
+def fresh() -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def accelerator_of(cls: type = FullshardAccelerator, **more: Any) -> Any:
+    fresh()
+    sharding = {} if cls is not FullshardAccelerator else {"sharding": {**UNITS, **more.pop("sharding", {})}}
+    return cls(gradient_accumulation_steps=ACCUMULATE, **sharding, **more)
+
+
+def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
+    """The optimizer is built before, on the whole parameters."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return accelerator.prepare(model, optimizer, DataLoader(rows(ROWS), batch_size=BATCH))
+
+
+def is_ours(model: nn.Module) -> bool:
+    return isinstance(model, fullshard.FSDPModule) and all(isinstance(m, fullshard.FSDPModule) for m in model.blocks)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_trains_as_one_process_and_as_ddp(run_clients, layout):
+    assert all(run_clients(trained, layout))
+
+
+def trained(layout: str) -> bool:
+    from accelerate import Accelerator
+
+    losses, weights = reference()
+    plain = accelerator_of(Accelerator)
+    model, optimizer, loader = prepared(plain)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    close(train(plain, model, optimizer, loader), losses)
+    accelerator = accelerator_of(sharding={"layout": layout})
+    model, optimizer, loader = prepared(accelerator)
+    assert is_ours(model) and model is accelerator.unwrap_model(model)
+    close(train(accelerator, model, optimizer, loader), losses)
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == (weights.keys() if dist.get_rank() == 0 else set())
+    close(dict(state), {name: value for name, value in weights.items() if name in state})
+    return True
+
+
+def test_micro_batches_are_not_reduced(run_clients):
+    assert all(run_clients(accumulated))
+
+
+def accumulated() -> bool:
+    accelerator = accelerator_of()
+    model, _, loader = prepared(accelerator)
+    counts = []
+    for x, y in list(loader)[:ACCUMULATE]:
+        with fullshard.record_events() as events, accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            counts.append(sum(event.verb == "reduce" for event in events))
+    assert counts == [0, 4], counts
+    return True
+
+
+def test_bf16(run_clients):
+    assert all(run_clients(in_bf16))
+
+
+def in_bf16() -> bool:
+    from accelerate import Accelerator
+
+    found = []
+    for cls in (Accelerator, FullshardAccelerator):
+        accelerator = accelerator_of(cls, mixed_precision="bf16")
+        model, optimizer, loader = prepared(accelerator)
+        found.append(train(accelerator, model, optimizer, loader))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
+    return True
+
+
+def test_saves_and_loads_on_other_numbers_of_ranks(run_clients, tmp_path):
+    assert all(run_clients(saved, str(tmp_path)))
+    assert all(run_clients(loaded, str(tmp_path)))
+    assert all(run_clients(loaded, str(tmp_path), world=1))
+
+
+def saved(folder: str) -> bool:
+    """Half of the steps, a save, and one over it; a hook and a scheduler take part."""
+    accelerator = accelerator_of()
+    model, optimizer, loader = prepared(accelerator)
+    told: list[Any] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: told.append((models, list(weights), where)))
+    accelerator.save_state(folder)
+    train(accelerator, model, optimizer, loader, 0, STEPS // 2)
+    accelerator.save_state(folder)
+    assert told == [([model], [{}], folder)] * 2
+    names = {path.name for path in Path(folder).iterdir()}
+    assert "fullshard" in names and not {"model.safetensors", "optimizer.bin"} & names
+    accelerator.save_model(model, f"{folder}/whole")
+    dist.barrier()
+    from safetensors.torch import load_file
+
+    whole = load_file(f"{folder}/whole/model.safetensors")
+    close(whole, {name: value.full_tensor() for name, value in model.state_dict().items()})
+    return True
+
+
+def loaded(folder: str) -> bool:
+    losses, _ = reference()
+    fresh()
+    ranks = dist.get_world_size()
+    accelerator = FullshardAccelerator(gradient_accumulation_steps=ACCUMULATE, sharding=UNITS)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    loader = DataLoader(rows(ROWS), batch_size=BATCH * 2 // ranks)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
+    return True
+
+
+def test_two_models(run_clients, tmp_path):
+    assert all(run_clients(two_models, str(tmp_path)))
+
+
+def two_models(folder: str) -> bool:
+    """Each with its optimizer, prepared apart; saved and loaded together."""
+    accelerator = accelerator_of()
+    pairs = []
+    for scale in (1.0, 2.0):
+        model = net()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        pairs.append(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+    x, y = (torch.stack(column) for column in zip(*rows(4), strict=True))
+
+    def step() -> list[float]:
+        losses = []
+        for model, optimizer in pairs:
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    step()
+    accelerator.save_state(folder)
+    expected = step()
+    accelerator.load_state(folder)
+    close(step(), expected)
+    return (Path(folder) / "fullshard_1").is_dir()
+
+
+def test_bad_inputs_are_named(run_clients):
+    assert all(run_clients(refused))
+
+
+def refused() -> bool:
+    from accelerate import Accelerator
+
+    accelerator = accelerator_of()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 12)).sum().backward()
+    optimizer.step()
+    with pytest.raises(fullshard.ConfigError, match="has stepped"):
+        accelerator.prepare(model, optimizer)
+    model, _ = accelerator.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(fullshard.ConfigError, match="safe_serialization"):
+        accelerator.save_model(model, "x", safe_serialization=False)
+    fresh()
+    plain = Accelerator()
+    plain.prepare(net())
+    for one in (plain, accelerator):
+        with pytest.raises(fullshard.ConfigError, match="take_over"):
+            take_over(one)
+    fresh()
+    assert type(take_over(Accelerator())) is FullshardAccelerator
+    return True

@@ -1,0 +1,290 @@
+"""`fullshard.integrations.hf.ShardedTrainerMixin`, without adopting: the numbers of the same program under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_transformers import STEPS, close, losses, norms, trainer_of
+from tiny import LENGTH, Sentences, llama
+
+import fullshard
+from fullshard.integrations import hf
+
+
+def sharded_class(base: Any = None) -> Any:
+    import transformers
+
+    class ShardedTrainer(hf.ShardedTrainerMixin, base or transformers.Trainer):
+        """What users write."""
+
+    return ShardedTrainer
+
+
+def sharded_trainer(folder: str, model: Any = None, base: Any = None, **more: Any) -> Any:
+    return trainer_of("ddp", folder, model, sharded_class(base), **more)
+
+
+def is_ours(trainer: Any) -> bool:
+    model = trainer.model
+    layers = model.get_base_model().model.layers if hasattr(model, "get_base_model") else model.model.layers
+    return trainer.model_wrapped is model and all(isinstance(m, fullshard.FSDPModule) for m in (model, *layers))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {name: value[None] for name, value in Sentences(1)[0].items()}
+
+
+# Training.
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "tied": {"tie_word_embeddings": True},
+    "no clipping": {"max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trains_and_evaluates_as_ddp(run_clients, tmp_path, variant):
+    assert all(run_clients(trained, variant, str(tmp_path)))
+
+
+def trained(variant: str, folder: str) -> bool:
+    more = dict(VARIANTS[variant])
+    ties = {"tie_word_embeddings": more.pop("tie_word_embeddings", False)}
+    plain = trainer_of("ddp", folder, llama(**ties), **more)
+    plain.train()
+    sharded = sharded_trainer(folder, llama(**ties), **more)
+    sharded.train()
+    assert is_ours(sharded) and type(plain.model_wrapped).__name__ == "DistributedDataParallel"
+    close(losses(sharded), losses(plain))
+    close(norms(sharded), norms(plain))
+    close(sharded.evaluate()["eval_loss"], plain.evaluate()["eval_loss"])
+    if ties["tie_word_embeddings"]:
+        assert sharded.model.lm_head.weight is sharded.model.model.embed_tokens.weight
+    return True
+
+
+def test_bf16_computes_in_16_bits_and_holds_32(run_clients, tmp_path):
+    assert all(run_clients(in_bf16, str(tmp_path)))
+
+
+def in_bf16(folder: str) -> bool:
+    """Also a model that was loaded in bfloat16: what trains is held in float32."""
+    plain = trainer_of("ddp", folder, bf16=True)
+    plain.train()
+    for dtype in (torch.float32, torch.bfloat16):
+        sharded = sharded_trainer(folder, llama(dtype=dtype), bf16=True)
+        sharded.train()
+        assert {p.dtype for p in sharded.model.parameters()} == {torch.float32}
+        assert (
+            fullshard.owner_of(sharded.model, sharded.model.model.layers[0]).buckets[0].compute_dtype == torch.bfloat16
+        )
+        torch.testing.assert_close(losses(sharded), losses(plain), rtol=2e-2, atol=2e-2)
+    return True
+
+
+def test_optimizer_that_was_given_is_pointed_at_the_shards(run_clients, tmp_path):
+    assert all(run_clients(given_optimizer, str(tmp_path)))
+
+
+def given_optimizer(folder: str) -> bool:
+    found = []
+    for cls in (None, sharded_class()):
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        from accelerate.state import AcceleratorState
+        from transformers import Trainer, TrainingArguments
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = TrainingArguments(
+            folder, max_steps=2, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True
+        )
+        trainer = (cls or Trainer)(model, arguments, train_dataset=Sentences(32), optimizers=(optimizer, None))
+        trainer.train()
+        found.append(losses(trainer))
+    close(found[1], found[0])
+    return is_ours(trainer)
+
+
+# Evaluation.
+
+
+def test_evaluates_before_training_and_generates(run_clients, tmp_path):
+    found = run_clients(evaluated_first, str(tmp_path))
+    assert found[0] == found[1]
+
+
+def evaluated_first(folder: str) -> list[float]:
+    """What `generate` gives on ranks whose texts end at other lengths is what the unsharded model gives."""
+    from transformers import Seq2SeqTrainer
+
+    plain = trainer_of("ddp", folder)
+    sharded = sharded_trainer(folder, base=Seq2SeqTrainer, predict_with_generate=True, max_steps=1)
+    metrics = sharded.evaluate(max_new_tokens=5, do_sample=False)
+    assert is_ours(sharded)
+    close(metrics["eval_loss"], plain.evaluate()["eval_loss"])
+    prompts = Sentences(12).tokens[:, : LENGTH // 2]
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": int(prompts[0, 0])}
+    mine = prompts[dist.get_rank() :: 2]
+    ours, theirs = sharded.model.generate(mine, **settings), llama().generate(mine, **settings)
+    length = min(ours.shape[1], theirs.shape[1])
+    torch.testing.assert_close(ours[:, :length], theirs[:, :length])
+    sharded.train()
+    return [round(sharded.evaluate(max_new_tokens=5, do_sample=False)["eval_loss"], 4)]
+
+
+# Checkpoints.
+
+
+def test_resumes_on_other_numbers_of_ranks(run_clients, tmp_path):
+    together = run_clients(checkpointed, str(tmp_path))
+    names = {path.name for path in (tmp_path / f"checkpoint-{STEPS // 2}").iterdir()}
+    assert {"fullshard", "config.json", "trainer_state.json", "scheduler.pt", "training_args.bin"} <= names
+    assert not any(name.endswith((".safetensors", ".bin")) and name != "training_args.bin" for name in names)
+    assert all(run_clients(resumed, str(tmp_path), together[0]))
+    assert all(run_clients(resumed, str(tmp_path), together[0], world=1))
+
+
+def checkpointed(folder: str) -> list[float]:
+    trainer = sharded_trainer(folder, save_strategy="steps", save_steps=STEPS // 2)
+    trainer.train()
+    return losses(trainer)
+
+
+def resumed(folder: str, expected: list[float]) -> bool:
+    torch.manual_seed(dist.get_rank())
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # all of it comes from the checkpoint
+    trainer = sharded_trainer(folder, model, per_device_train_batch_size=4 // dist.get_world_size())
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    assert is_ours(trainer) and trainer.state.global_step == STEPS
+    close(losses(trainer), expected)
+    return True
+
+
+def test_best_model_is_loaded_at_the_end(run_clients, tmp_path):
+    assert all(run_clients(best_model, str(tmp_path)))
+
+
+def best_model(folder: str) -> bool:
+    """A learning rate that spoils the model after the first step: the best is not the last."""
+    for name, more in {"sharded": {}, "whole": {"save_only_model": True}}.items():
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trainer = sharded_trainer(
+            f"{folder}/{name}",
+            learning_rate=2.0,
+            load_best_model_at_end=True,
+            lr_scheduler_type="constant",
+            max_steps=3,
+            **settings,
+            **more,
+        )
+        trainer.train()
+        evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert min(evaluated) != evaluated[-1], evaluated
+        close(trainer.evaluate()["eval_loss"], min(evaluated))
+        checkpoint = Path(trainer.state.best_model_checkpoint)
+        assert (checkpoint / "fullshard").is_dir() != (checkpoint / "model.safetensors").exists()
+    return True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_model_is_what_from_pretrained_loads(run_clients, tmp_path, tied):
+    assert all(run_clients(saved_model, tied, str(tmp_path)))
+
+
+def saved_model(tied: bool, folder: str) -> bool:
+    """By the trainer, into a folder in use; by `hf.save_pretrained`; and by the model's own method."""
+    from transformers import LlamaForCausalLM
+
+    trainer = sharded_trainer(folder, llama(tie_word_embeddings=tied))
+    trainer.train()
+    with torch.no_grad():
+        expected = trainer.model(**batch()).loss
+    for _ in range(2):
+        trainer.save_model()
+    hf.save_pretrained(trainer.model, f"{folder}/ours", max_shard_size="4KB")
+    trainer.model.save_pretrained(f"{folder}/own", max_shard_size="4KB")
+    dist.barrier()
+    assert (
+        len(list(Path(folder, "ours").glob("*.safetensors"))) > 2 < len(list(Path(folder, "own").glob("*.safetensors")))
+    )
+    for one in ("", "ours", "own"):
+        found = LlamaForCausalLM.from_pretrained(f"{folder}/{one}")
+        with torch.no_grad():
+            close(found(**batch()).loss, expected)
+    assert not list(Path(folder).glob(".fullshard*"))
+    return True
+
+
+# PEFT.
+
+
+def test_adapters_train_resume_and_are_saved(run_clients, tmp_path):
+    assert all(run_clients(adapters, str(tmp_path)))
+
+
+def adapters(folder: str) -> bool:
+    from peft import PeftModel
+    from test_peft import lora
+
+    plain = trainer_of("ddp", folder, lora(torch.float32), ddp_find_unused_parameters=False)
+    plain.train()
+    saves = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    sharded = sharded_trainer(folder, lora(torch.float32), **saves)
+    sharded.train()
+    assert is_ours(sharded)
+    close(losses(sharded), losses(plain))
+    prompt = Sentences(1).tokens[:, :4]
+    ours = sharded.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+    torch.testing.assert_close(ours, plain.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False))
+    again = sharded_trainer(folder, lora(torch.float32))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    close(losses(again), losses(plain))
+    sharded.save_model(f"{folder}/adapters")
+    sharded.model.save_pretrained(f"{folder}/own")
+    dist.barrier()
+    with torch.no_grad():
+        expected = sharded.model(**batch()).loss
+        for one in ("adapters", "own"):
+            assert not (Path(folder) / one / "model.safetensors").exists()
+            close(PeftModel.from_pretrained(llama(), f"{folder}/{one}")(**batch()).loss, expected)
+    return True
+
+
+# What is refused.
+
+
+def test_bad_inputs_are_named(run_clients, tmp_path):
+    assert all(run_clients(refused, str(tmp_path)))
+
+
+def refused(folder: str) -> bool:
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}}
+    for make, word in (
+        (lambda: sharded_trainer(folder, **fsdp), "python -m fullshard adopt"),
+        (lambda: hf.shard(llama(), units=["LlamaDecoder"]), "LlamaDecoderLayer"),
+        (lambda: hf.shard(llama(), mixed_precision="bfloat16"), "'bf16'"),
+        (lambda: hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy()), "two ways"),
+        (lambda: hf.save_pretrained(hf.shard(llama()), f"{folder}/x", max_shard_size="5 apples"), "1GiB"),
+    ):
+        with pytest.raises(fullshard.ConfigError, match=word):
+            make()
+    return True
+
+
+def test_units_are_the_models_own():
+    from transformers import BertConfig, BertForMaskedLM
+
+    bert = BertForMaskedLM(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    assert {cls.__name__ for cls in hf.unit_classes(bert)} >= {"BertLayer"}
+    assert {cls.__name__ for cls in hf.unit_classes(llama())} == {"LlamaDecoderLayer"}
+    assert {cls.__name__ for cls in hf.unit_classes(llama(), ["LlamaMLP"])} == {"LlamaMLP"}
+    assert hf.unit_classes(torch.nn.Linear(2, 2)) == set()
