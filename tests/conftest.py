@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import ranks
+from error_recorder import Recorder
 from ranks import RankPools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
+    parser.addoption("--record-errors", type=Path, metavar="FILE", help="add which test raises which error to FILE")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -79,6 +82,35 @@ _MANY = {
     **dict.fromkeys(("test_save_and_load", "test_wrapper_parts", "test_wrapper_together", "test_wrapper_summon"), 2),
     **dict.fromkeys(("test_wrapper_precision", "test_full_parameters", "test_methods", "test_extensions"), 2),
 }
+
+
+@pytest.fixture(scope="session")
+def error_recorder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Recorder | None]:
+    """What `--record-errors` asks for; None without it."""
+    result = request.config.getoption("--record-errors")
+    recorder = None
+    if result is not None:
+        recorder = Recorder(result.absolute(), tmp_path_factory.mktemp("errors") / "codes")
+        ranks.NOTES = recorder.notes
+    yield recorder
+    ranks.NOTES = None
+
+
+@pytest.fixture(autouse=True)
+def errors_of_this_test(request: pytest.FixtureRequest, error_recorder: Recorder | None) -> Iterator[None]:
+    """With `--record-errors`: which errors the test raised. Those for which the error index names it are among them."""
+    if error_recorder is None:
+        yield
+        return
+    error_recorder.codes_since()
+    yield
+    codes = error_recorder.codes_since()
+    test = request.node.nodeid
+    error_recorder.write(test, codes)
+    missing = error_recorder.promised(test) - set(codes)
+    assert not missing, f"the error index says that this test raises {sorted(missing)}; it raised {codes}"
 
 
 @pytest.fixture(scope="session")

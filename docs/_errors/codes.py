@@ -51,6 +51,7 @@ class Site:
         path: of the file, from `src/fullshard`.
         what: the message's first argument, as a template: what is put in at run time stands in braces.
         facts: the other arguments, likewise.
+        function: that it is in, with its class.
     """
 
     code: str | None
@@ -59,6 +60,7 @@ class Site:
     line: int
     what: str
     facts: dict[str, str] = field(default_factory=dict)
+    function: str = ""
 
 
 def error_classes() -> dict[str, str]:
@@ -88,12 +90,21 @@ def sites() -> list[Site]:
     letters = error_classes()
     found = []
     for path, tree in files():
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        for call, function in sorted(calls_in(tree), key=lambda pair: (pair[0].lineno, pair[0].col_offset)):
             kind = kind_of(path, call, letters)
             if kind is not None:
-                found.append(site_of(path, call, kind))
+                found.append(site_of(path, call, kind, function))
     return found
+
+
+def calls_in(node: ast.AST, inside: str = "") -> Iterator[tuple[ast.Call, str]]:
+    """Each call with the name of the function around it, from the file; empty at its top."""
+    if isinstance(node, ast.Call):
+        yield node, inside
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        inside = f"{inside}.{node.name}".lstrip(".")
+    for child in ast.iter_child_nodes(node):
+        yield from calls_in(child, inside)
 
 
 def kind_of(path: str, call: ast.Call, letters: dict[str, str]) -> str | None:
@@ -106,13 +117,13 @@ def kind_of(path: str, call: ast.Call, letters: dict[str, str]) -> str | None:
     return BY_ANOTHER_NAME.get((path, name))
 
 
-def site_of(path: str, call: ast.Call, kind: str) -> Site:
+def site_of(path: str, call: ast.Call, kind: str, function: str) -> Site:
     """A call that makes one."""
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     code = given.get("code")
     literal = code.value if isinstance(code, ast.Constant) and isinstance(code.value, str) else None
     facts = {name: template(given[name]) for name in FACTS if name in given}
-    return Site(literal, kind, path, call.lineno, template(call.args[0]) if call.args else "", facts)
+    return Site(literal, kind, path, call.lineno, template(call.args[0]) if call.args else "", facts, function)
 
 
 def name_of(node: ast.expr) -> str:

@@ -83,8 +83,8 @@ def _check(world: int, align: int) -> None:
 def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not spec.shape:
         raise LayoutError(
-            f"parameter {spec.name} is a scalar (0 dimensions) and cannot be split into rows.\n"
-            '  remedy: give it shape (1,), pass it in ignored_params, or use layout="flat"',
+            f"parameter {spec.name} is a scalar (0 dimensions) and cannot be split into rows.",
+            remedy='give it shape (1,), pass it in ignored_params, or use layout="flat"',
             code="L002",
         )
     if not 0 <= spec.dim < len(spec.shape):

@@ -1,0 +1,244 @@
+"""Writes the error index, docs/errors.md, and what `fullshard explain` reads, src/fullshard/cli/errors.json.
+
+    python docs/_errors/page.py
+
+Both are made of the source (`codes.py`), of what was written by hand (meanings.toml: why an error comes and what to do,
+where its own text is not enough) and of the tests that raise it (`examples.py`). tests/test_error_index.py says when
+they are older than those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import codes
+import examples
+
+PAGE = Path(__file__).parents[1] / "errors.md"
+DATA = codes.SOURCE / "cli" / "errors.json"
+MEANINGS = Path(__file__).with_name("meanings.toml")
+
+CLASSES = {
+    "C": ("ConfigError", "ValueError", "an argument, or a combination of settings, that cannot work"),
+    "L": ("LayoutError", "ValueError", "a parameter that cannot be laid out as asked"),
+    "D": ("DivergenceError", "RuntimeError", "ranks disagree on what they train or on what to do next"),
+    "K": ("CheckpointError", "RuntimeError", "a state dict or checkpoint that does not fit, or files that are damaged"),
+    "P": ("PhaseError", "RuntimeError", "a call at a time when it cannot be served"),
+    "N": ("NonfiniteError", "RuntimeError", "gradients that are not finite"),
+    "W": ("Warnings", "UserWarning", "training goes on; something is not as it was probably meant"),
+}
+SUBJECTS = {
+    "api/functional/": "fully_shard",
+    "api/wrapper/": "FullyShardedDataParallel",
+    "api/wrapping/": "Wrapping: which modules become units",
+    "api/": "Gradients, parking, what stays gathered",
+    "agreement/": "Ranks that should do the same",
+    "watcher/": "Ranks that are stuck or gone",
+    "checkpoint/": "State dicts",
+    "store/formats/": "Files of other formats",
+    "store/hugging_face.py": "Hugging Face's files and adapters",
+    "store/lora.py": "Hugging Face's files and adapters",
+    "store/": "Checkpoints on disk",
+    "exchange/": "Checkpoints between formats",
+    "cli/": "The command line",
+    "comm": "Collectives",
+    "mesh/": "Meshes and process groups",
+    "torch_private/": "Meshes and process groups",
+    "layout/": "Layouts",
+    "forms/": "Sharded parameters",
+    "shard/": "Units",
+    "runtime/": "Forward and backward",
+    "optim/": "Optimizers and gradients",
+    "insight/doctor/": "The doctor",
+    "insight/verify/": "verify",
+    "insight/": "What a model holds",
+    "integrations/": "Adopted programs",
+    "": "Policies, names and dtypes",
+}
+"""Beginnings of paths, the first that fits counts; what the errors there are about."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One code, as it is shown.
+
+    Attributes:
+        kind: the class that is raised.
+        subject: what it is about.
+        text: the whole message, with what is put in at run time in braces.
+        means: what the text does not say; empty where it says all.
+        do: what to do, if neither the text nor `means` says it.
+        places: where it is made.
+        example: the test that shows it, if one does.
+    """
+
+    code: str
+    kind: str
+    subject: str
+    text: str
+    means: str
+    do: str
+    places: tuple[codes.Site, ...]
+    example: examples.Example | None
+
+
+def entries() -> list[Entry]:
+    """All of them, in the order of codes.
+
+    Raises:
+        ValueError: something was written by hand for a code that there is not.
+    """
+    written = tomllib.loads(MEANINGS.read_text())
+    tests = examples.read_table()
+    places: defaultdict[str, list[codes.Site]] = defaultdict(list)
+    for site in codes.sites():
+        places[site.code or "?"].append(site)
+    unknown = sorted({*written, *tests} - set(places))
+    if unknown:
+        raise ValueError(f"there are no such codes: {', '.join(unknown)}")
+    found = []
+    for code, made in sorted(places.items()):
+        by_hand = written.get(code, {})
+        first = made[0]
+        facts = {**first.facts, **{key: by_hand[key] for key in codes.FACTS if key in by_hand}}
+        lines = [
+            by_hand.get("what", first.what),
+            *(f"  {name + ':':<11}{facts[name]}" for name in codes.FACTS if name in facts),
+        ]
+        found.append(
+            Entry(
+                code,
+                first.kind,
+                next(title for start, title in SUBJECTS.items() if first.path.startswith(start)),
+                "\n".join(lines),
+                " ".join(by_hand.get("means", "").split()),
+                " ".join(by_hand.get("do", "").split()),
+                tuple(made),
+                examples.example(tests[code]) if code in tests else None,
+            )
+        )
+    return found
+
+
+def section(entry: Entry, shown: set[str]) -> list[str]:
+    """An entry as Markdown. `shown`: tests that were quoted already; this one's is added."""
+    lines = [f"### {entry.code}", "", "```text", entry.text, "```", ""]
+    if entry.means:
+        lines += [entry.means, ""]
+    if entry.do:
+        lines += [f"**What to do:** {entry.do}", ""]
+    kind = "A warning" if entry.kind == "warning" else f"`{entry.kind}`"
+    where = [f"[{one.path}](../src/fullshard/{one.path}#L{one.line}){in_function(one)}" for one in entry.places]
+    lines += [f"{kind}, from {'; '.join(where)}.", ""]
+    if entry.example is None:
+        return [*lines, "No example yet.", ""]
+    example = entry.example
+    lines += [f"Raised by the test [{name_of(example)}](../{example.path}#L{example.line}).", ""]
+    if example.source and example.test not in shown:
+        shown.add(example.test)
+        lines += ["```python", example.source, "```", ""]
+    return lines
+
+
+def in_function(site: codes.Site) -> str:
+    return f", in `{site.function}`" if site.function else ""
+
+
+def name_of(example: examples.Example) -> str:
+    """A test's id, as the text of a link."""
+    return "`" + example.test.rpartition("/")[2].replace("`", "'") + "`"
+
+
+def page(all_entries: list[Entry]) -> str:
+    """The whole page."""
+    lines = [
+        "<!-- Made by docs/_errors/page.py from the source: change that, or docs/_errors/meanings.toml. -->",
+        "",
+        "# Error index",
+        "",
+        "Every error and warning of Fullshard ends in a line with its code, which is also `error.code`:",
+        "",
+        "```text",
+        *example_of_a_message(),
+        "```",
+        "",
+        "Find it here (`errors.md#c017`), or ask in a terminal: `fullshard explain C017`. Each entry has the text (what"
+        " is put in at run time stands in braces, by its name in the source), what it means where that is not in the "
+        "text, where it is raised, and a test that raises it. Each error is also the built-in type that PyTorch raises "
+        "for such a mistake.",
+        "",
+        "| code | class | also | what went wrong | entries |",
+        "|---|---|---|---|---|",
+    ]
+    by_letter: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in all_entries:
+        by_letter[entry.code[0]].append(entry)
+    for letter, (kind, builtin, what) in CLASSES.items():
+        lines.append(f"| {letter} | [{kind}](#{kind.lower()}) | `{builtin}` | {what} | {len(by_letter[letter])} |")
+    without = sum(entry.example is None for entry in all_entries)
+    lines += ["", f"Of {len(all_entries)} entries {len(all_entries) - without} have an example that a test runs.", ""]
+    shown: set[str] = set()
+    for letter in CLASSES:
+        lines += [f"## {CLASSES[letter][0]}", "", f"{CLASSES[letter][2][0].upper()}{CLASSES[letter][2][1:]}.", ""]
+        subjects: defaultdict[str, list[Entry]] = defaultdict(list)
+        for entry in by_letter[letter]:
+            subjects[entry.subject].append(entry)
+        for title, own in sorted(subjects.items()):
+            links = " ".join(f"[{entry.code}](#{entry.code.lower()})" for entry in own)
+            lines.append(f"- {title}: {links}")
+        lines.append("")
+        for title, own in sorted(subjects.items()):
+            lines += [f"**{title}**", ""]
+            for entry in own:
+                lines += section(entry, shown)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def example_of_a_message() -> list[str]:
+    """A message as users meet it."""
+    return [
+        "fullshard.errors.CheckpointError: There is no checkpoint of this step.",
+        "  expected:  step 300 in runs/first",
+        "  got:       steps 100, 200",
+        "  code:      K121",
+    ]
+
+
+def data(all_entries: list[Entry]) -> str:
+    """What `fullshard explain` reads, as JSON."""
+    told = {
+        entry.code: {
+            "kind": entry.kind,
+            "text": entry.text,
+            "means": entry.means,
+            "do": entry.do,
+            "where": [f"{one.path}: {one.function}" if one.function else one.path for one in entry.places],
+            "example": entry.example.test if entry.example is not None else None,
+        }
+        for entry in all_entries
+    }
+    return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+
+
+def without_lines(text: str) -> str:
+    """A page without the numbers of lines, which every change of a file moves."""
+    return re.sub(r"#L\d+\)", ")", text)
+
+
+def main() -> None:
+    found = entries()
+    PAGE.write_text(page(found))
+    DATA.write_text(data(found))
+    print(f"{len(found)} codes, {sum(entry.example is None for entry in found)} without an example")
+
+
+if __name__ == "__main__":
+    main()

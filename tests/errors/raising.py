@@ -1,0 +1,50 @@
+"""What the examples share: an error of this code is raised, and a small model on a group that moves no data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+
+
+@contextmanager
+def raises(code: str) -> Iterator[None]:
+    """The block raises Fullshard's error of this code, whose message ends in it."""
+    with pytest.raises(fullshard.FullshardError) as caught:
+        yield
+    assert caught.value.code == code, f"{caught.value}"
+    assert str(caught.value).endswith(f"\n  code:      {code}")
+
+
+@contextmanager
+def warns(code: str) -> Iterator[None]:
+    """The block warns with this code."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield
+    assert any(str(one.message).endswith(f"\n  code:      {code}") for one in told), [str(one.message) for one in told]
+
+
+def two_layers() -> nn.Sequential:
+    """4 features in, 4 out."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def sharded(**arguments: object) -> nn.Module:
+    """Two layers: each of them a unit, and the root one."""
+    model = two_layers()
+    for layer in model:
+        fullshard.fully_shard(layer, **arguments)  # type: ignore[arg-type]
+    return fullshard.fully_shard(model, **arguments)  # type: ignore[arg-type]
+
+
+def wrapped(**arguments: object) -> fullshard.FullyShardedDataParallel:
+    """Two layers in one instance."""
+    return fullshard.FullyShardedDataParallel(two_layers(), **arguments)  # type: ignore[arg-type]

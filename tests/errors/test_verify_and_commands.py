@@ -1,0 +1,205 @@
+"""Errors of `verify`, the doctor, `watch`, and what commands are given; in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from raising import raises, two_layers
+
+import fullshard
+from fullshard.cli.main import main
+from fullshard.cli.target import function_at
+from fullshard.insight.doctor import doctor
+from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+
+GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
+
+
+def test_a_model_in_place_of_a_function_that_makes_one():
+    with raises("C123"):
+        fullshard.verify(**{**GIVEN, "model_fn": None})
+
+
+def test_a_step_that_is_no_function():
+    with raises("C124"):
+        fullshard.verify(**GIVEN, train_step_fn="step")
+
+
+def test_no_steps():
+    with raises("C125"):
+        fullshard.verify(**GIVEN, steps=0)
+
+
+def test_a_reduction_that_there_is_not():
+    with raises("C126"):
+        fullshard.verify(**GIVEN, reduction="max")
+
+
+def test_sums_by_tokens_without_counting_them():
+    with raises("C127"):
+        fullshard.verify(**GIVEN, reduction="tokens")
+
+
+def test_no_sync_in_a_step_of_ones_own():
+    with raises("C128"):
+        fullshard.verify(**GIVEN, train_step_fn=lambda model, optimizer, batches: None, no_sync=True)
+
+
+def test_another_way_to_begin():
+    with raises("C118"):
+        fullshard.verify(**GIVEN, initial="random")
+
+
+def test_clipping_the_norm_of_some_modules():
+    with raises("C116"):
+        fullshard.verify(**GIVEN, modules=["0"], max_norm=1.0)
+
+
+def test_a_module_that_there_is_not():
+    with raises("C119"):
+        fullshard.verify(**GIVEN, modules=["layers.7"])
+
+
+def test_a_batch_that_cannot_be_made():
+    def broken(*_: int) -> torch.Tensor:
+        raise FileNotFoundError("tokens.bin")
+
+    with raises("C119"):
+        fullshard.verify(**{**GIVEN, "batch_fn": broken})
+
+
+def test_counts_of_no_tokens():
+    with raises("C130"):
+        fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
+
+
+# Commands.
+
+
+def refused(code: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says this in one line."""
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.endswith(f" code: {code}\n")
+
+
+def script(folder: Path, text: str) -> str:
+    """A script that a command is given, and the function in it."""
+    (folder / "train.py").write_text(text)
+    return f"{folder / 'train.py'}:check"
+
+
+def test_a_target_without_a_function():
+    with raises("C077"):
+        function_at("train.py")
+
+
+def test_a_module_that_cannot_be_imported():
+    with raises("C078"):
+        function_at("no.such.module:check")
+
+
+def test_a_function_that_there_is_not(tmp_path):
+    with raises("C079"):
+        function_at(script(tmp_path, "pass"))
+
+
+def test_a_script_that_there_is_not(tmp_path):
+    with raises("C080"):
+        function_at(f"{tmp_path / 'train.py'}:check")
+
+
+def test_a_script_that_raises(tmp_path, capsys):
+    refused("C081", ["verify", script(tmp_path, "def check(): raise KeyError('lr')")], capsys)
+
+
+def test_a_script_that_returns_no_arguments(tmp_path, capsys):
+    refused("C082", ["verify", script(tmp_path, "def check(): return 1")], capsys)
+
+
+def test_a_script_that_returns_other_arguments(tmp_path, capsys):
+    refused("C083", ["verify", script(tmp_path, "def check(): return {'model': 1}")], capsys)
+
+
+# The doctor, and what it is to find.
+
+
+def test_a_folder_that_there_is_not(tmp_path):
+    with raises("C104"):
+        doctor(tmp_path / "reports")
+
+
+def test_a_report_that_cannot_be_read(tmp_path):
+    (tmp_path / "stuck-1.json").write_text("{")
+    with raises("C105"):
+        doctor(tmp_path / "stuck-1.json")
+
+
+def test_a_folder_without_reports(tmp_path):
+    with raises("C106"):
+        doctor(tmp_path)
+
+
+def test_a_time_that_is_not_positive():
+    with raises("C203"):
+        fullshard.watch(limit=0)
+
+
+def test_watching_is_a_switch():
+    with raises("C204"):
+        fullshard.watch(enabled="yes")
+
+
+def test_a_folder_for_reports_that_is_none():
+    with raises("C205"):
+        fullshard.watch(folder="")
+
+
+def test_a_folder_for_reports_that_is_a_file(tmp_path):
+    (tmp_path / "reports").touch()
+    with raises("C206"):
+        fullshard.watch(folder=tmp_path / "reports")
+
+
+# Layouts, planned without tensors.
+
+WEIGHT = ParameterSpec("weight", (4, 4), (0, 1))
+
+
+def test_rows_over_no_ranks():
+    with raises("L001"):
+        plan_rows([WEIGHT], 0, 4, 1024)
+
+
+def test_blocks_over_no_ranks():
+    with raises("L006"):
+        plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks")
+
+
+def test_owners_among_no_ranks():
+    with raises("L007"):
+        plan_owner([WEIGHT], 0, 4)
+
+
+def test_rows_of_a_dim_that_there_is_not():
+    with raises("L003"):
+        plan_rows([ParameterSpec("weight", (4, 4), (0, 1), dim=2)], 2, 4, 1024)
+
+
+def test_slots_that_overlap():
+    layout = plan_flat([WEIGHT, ParameterSpec("bias", (4,), (0,))], 2, 4)
+    with raises("L008"):
+        replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8)))
+
+
+def test_a_slot_beyond_the_bucket():
+    with raises("L009"):
+        replace(plan_flat([WEIGHT], 2, 4), full_numel=8)
+
+
+def test_a_slot_that_is_not_aligned():
+    layout = plan_flat([WEIGHT], 2, 4)
+    with raises("L010"):
+        replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32)

@@ -1,0 +1,315 @@
+"""Errors of `FullyShardedDataParallel`; rank 0 of 2, on a group that moves no data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from raising import raises, two_layers, warns, wrapped
+from torch import nn
+
+from fullshard import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fullshard.wrap import CustomPolicy, enable_wrap
+
+FSDP = FullyShardedDataParallel
+
+
+@pytest.fixture(autouse=True)
+def _ranks(fake_world):
+    fake_world(2)
+
+
+def nested() -> FSDP:
+    """Two layers, each an instance, in another one."""
+    return wrapped(auto_wrap_policy={nn.Linear})
+
+
+def test_a_policy_for_a_model_that_is_wrapped():
+    with raises("C049"):
+        FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))), auto_wrap_policy={nn.Linear})
+
+
+def test_arguments_of_a_policy_that_no_instance_has():
+    policy = CustomPolicy(lambda module: {"layout": "rows"} if isinstance(module, nn.Linear) else False)
+    with raises("C050"):
+        FSDP(two_layers(), auto_wrap_policy=policy)
+
+
+def test_one_flat_parameter_of_two_dtypes():
+    with raises("C051"):
+        FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), use_orig_params=False)
+
+
+def test_a_field_that_there_is_not():
+    with raises("C052"):
+        CPUOffload().pin_memory = True
+
+
+def test_a_field_of_another_type():
+    with raises("C053"):
+        MixedPrecision(param_dtype="bfloat16")
+
+
+def test_a_strategy_by_its_name():
+    with raises("C054"):
+        wrapped(sharding_strategy="FULL_SHARD")  # meant: ShardingStrategy.FULL_SHARD
+
+
+def test_something_else_than_a_module():
+    with raises("C055"):
+        FSDP(torch.nn.functional.relu)
+
+
+def test_a_group_and_a_mesh():
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    with raises("C056"):
+        wrapped(process_group=torch.distributed.group.WORLD, device_mesh=mesh)
+
+
+def test_a_hybrid_strategy_on_a_mesh_of_one_dim():
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    with raises("C057"):
+        wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator of this number")
+def test_an_accelerator_that_there_is_not():
+    with raises("C058"):
+        wrapped(device_id=0)
+
+
+def test_a_device_that_is_none():
+    with raises("C059"):
+        wrapped(device_id="gpu")
+
+
+def test_what_is_ignored_is_said_once():
+    with raises("C060"):
+        wrapped(ignored_modules=[], ignored_states=[])
+
+
+def test_one_module_to_ignore_without_a_list():
+    model = two_layers()
+    with raises("C061"):
+        FSDP(model, ignored_modules=1)
+
+
+def test_names_of_what_is_to_be_ignored():
+    with raises("C062"):
+        wrapped(ignored_states=["0.weight"])
+
+
+def test_instances_cannot_be_ignored():
+    inner = FSDP(nn.Linear(4, 4))
+    with raises("C063"):
+        FSDP(nn.Sequential(inner, nn.Linear(4, 4)), ignored_modules=[inner])
+
+
+def test_an_init_function_that_is_none():
+    with raises("C064"):
+        wrapped(param_init_fn="normal")
+
+
+class Scale(nn.Module):
+    """A module without `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def test_a_module_on_meta_that_cannot_make_its_values():
+    with raises("C065"):
+        FSDP(Scale())
+
+
+def test_an_init_function_that_makes_no_values():
+    with raises("C066"):
+        FSDP(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None)
+
+
+def test_writing_back_what_one_rank_sees():
+    with raises("C067"), FSDP.summon_full_params(wrapped(), rank0_only=True):
+        pass
+
+
+def test_a_parameter_of_another_shape_inside_summon_full_params():
+    model = wrapped(use_orig_params=True)
+    with raises("C068"), FSDP.summon_full_params(model):
+        model.module[0].weight = nn.Parameter(torch.ones(2, 4))
+
+
+def test_a_hook_that_cannot_be_called():
+    with raises("C069"):
+        wrapped().register_comm_hook(None, "average")
+
+
+def test_classes_to_wrap_by_name():
+    with raises("C070"):
+        wrapped(auto_wrap_policy={"Linear"})
+
+
+def test_a_policy_that_is_none():
+    with raises("C071"):
+        wrapped(auto_wrap_policy=1000)
+
+
+def test_a_policy_that_answers_with_none():
+    with raises("C072"):
+        wrapped(auto_wrap_policy=CustomPolicy(lambda module: None))
+
+
+def test_wrapping_with_something_that_cannot_wrap():
+    with raises("C073"), enable_wrap(wrapper_cls="FSDP"):
+        pass
+
+
+def test_a_config_of_another_type_of_state_dict():
+    with raises("K001"):
+        FSDP.set_state_dict_type(wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+
+
+def test_instances_that_differ_in_their_type_of_state_dict():
+    model = nested()
+    FSDP.set_state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT)
+    with raises("K002"):
+        FSDP.get_state_dict_type(model)
+
+
+def test_a_model_without_instances_has_no_type_of_state_dict():
+    with raises("K003"):
+        FSDP.get_state_dict_type(nn.Linear(4, 4))
+
+
+def test_a_model_without_instances_has_no_sharded_optimizer_state():
+    model = nn.Linear(4, 4)
+    with raises("K005"):
+        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_forward_inside_summon_full_params():
+    model = wrapped()
+    with FSDP.summon_full_params(model), raises("P013"):
+        model(torch.ones(1, 4))
+
+
+def test_a_hook_is_for_the_root():
+    model = nested()
+    model(torch.ones(1, 4))
+    with raises("P015"):
+        model.module[0].register_comm_hook(None, print)
+
+
+def test_clipping_is_for_the_root():
+    model = nested()
+    model(torch.ones(1, 4)).sum().backward()
+    with raises("P016"):
+        model.module[0].clip_grad_norm_(1.0)
+
+
+def test_summoning_what_is_summoned():
+    model = wrapped()
+    with FSDP.summon_full_params(model), raises("P019"), FSDP.summon_full_params(model):
+        pass
+
+
+def test_summoning_inside_a_forward():
+    model = wrapped()
+
+    def summon(*_: object) -> None:
+        with FSDP.summon_full_params(model):
+            pass
+
+    model.module[0].register_forward_hook(summon)
+    with raises("P020"):
+        model(torch.ones(1, 4))
+
+
+def test_a_backward_of_what_was_summoned():
+    model = wrapped()
+    with FSDP.summon_full_params(model):
+        loss = model.module[0].weight.sum()
+    with raises("P021"):
+        loss.backward()
+
+
+def test_a_second_hook():
+    model = wrapped()
+    model.register_comm_hook(None, lambda state, gradient, part: None)
+    with raises("P023"):
+        model.register_comm_hook(None, lambda state, gradient, part: None)
+
+
+def test_loading_inside_summon_full_params():
+    model = wrapped()
+    with FSDP.summon_full_params(model), raises("P018"):
+        model.load_state_dict(two_layers().state_dict())
+
+
+def test_modules_that_are_left_in_full_precision():
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    with warns("W002"):
+        FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mixed_precision=mixed, auto_wrap_policy={nn.Linear})
+
+
+def test_an_old_name():
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warns("W003"):
+        FSDP.sharded_optim_state_dict(model, optimizer)
+
+
+def test_an_old_argument():
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warns("W004"):
+        FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
+
+
+def test_the_wrapped_module_is_ignored():
+    model = two_layers()
+    with warns("W006"):
+        FSDP(model, ignored_modules=[model])
+
+
+def test_a_pair_of_groups_for_a_strategy_of_one():
+    world = torch.distributed.group.WORLD
+    with raises("C144"):
+        wrapped(process_group=(world, world))
+
+
+def test_a_hybrid_strategy_with_one_group():
+    with raises("C143"):
+        wrapped(process_group=torch.distributed.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def test_something_else_than_a_group():
+    with raises("C145"):
+        wrapped(process_group="nccl")
+
+
+def test_no_shard_on_a_mesh_of_two_dims():
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2))
+    with raises("C057"):
+        wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_gradients_of_an_instance_are_clipped_by_its_method():
+    model = wrapped()
+    model(torch.ones(1, 4)).sum().backward()
+    from fullshard import clip_grad_norm_
+
+    with raises("C155"):
+        clip_grad_norm_(list(model.parameters())[:1], 1.0)
+
+
+def test_configs_fit_their_type():
+    assert FullStateDictConfig(rank0_only=True) and FullOptimStateDictConfig(rank0_only=True)
