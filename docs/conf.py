@@ -15,7 +15,15 @@ author = "the authors of Fullshard"
 copyright = f"2026, {author}"
 version = release = VERSION
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "outside"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "outside",
+    "api_page",
+    "reference_pages",
+    "checked",
+]
 
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_ext", "_static"]

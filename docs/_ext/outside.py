@@ -37,6 +37,8 @@ def page_of(file: str) -> str | None:
     if file.startswith(f"{RESULTS}/") and file.endswith(".md"):
         return f"project/results/{Path(file).stem}"
     top, _, rest = file.partition("/")
+    if top == "src" and rest and "." not in rest:
+        return f"reference/{rest}/index"
     if top in PROGRAMS and file.endswith(".py"):
         return f"reference/{rest if top == 'src' else file}"
     return None
