@@ -22,6 +22,8 @@ extensions = [
     "outside",
     "api_page",
     "reference_pages",
+    "vocabulary",
+    "llms",
     "checked",
 ]
 
