@@ -8,12 +8,13 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-all test-clients bench lint clean help
+.PHONY: demo test test-all test-clients bench lint docs docs-markdown clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
 	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"
 	@echo "make bench  side-by-side benchmark table"
+	@echo "make docs   the site: docs/_build/html/index.html    make docs-markdown  the reference as Markdown"
 	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -47,5 +48,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	$(BIN)/sphinx-build -b html -W --keep-going -q docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
+
+docs-markdown: $(STAMP)
+	$(BIN)/fullshard docs src/fullshard --markdown --out docs/_build/markdown $(ARGS)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs docs/_build docs/project

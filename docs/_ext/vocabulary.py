@@ -1,0 +1,141 @@
+"""The glossary: the table of words in docs/architecture.md as a page, and each word told where a page first uses it.
+
+A word that is also plain English (`full`, `run`, `place`) has an entry and no hover: most uses mean nothing special.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+PAGE = "project/glossary"
+PLAIN = set(
+    [
+        "world",
+        "draft",
+        "place",
+        "form",
+        "slot",
+        "part",
+        "piece",
+        "run",
+        "local",
+        "shown",
+        "full",
+        "free",
+        "reduce",
+        "home",
+        "held",
+        "pass",
+        "trace",
+        "period",
+        "call",
+        "course",
+        "lines",
+        "board",
+        "guide",
+        "folder",
+        "record",
+        "source",
+        "sink",
+        "event",
+        "member",
+        "happening",
+        "checkpoint",
+        "segment",
+        "delivery",
+        "schedule",
+        "phase",
+    ]
+)
+"""Words without hover."""
+LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, nodes.raw, nodes.term, addnodes.desc)
+
+
+def words(architecture: str) -> dict[str, str]:
+    """Every word of the table and what it means. Of a row of several each gets its own part, where parts match."""
+    table = architecture.partition("| word | meaning |")[2].partition("\n\n")[0]
+    found: dict[str, str] = {}
+    for row in table.split("\n")[2:]:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
+        names = re.split(r"\s*/\s*|,\s*", cells[0])
+        parts = re.split(r";\s*", cells[1])
+        for i, name in enumerate(names):
+            found[name] = parts[i] if len(parts) == len(names) else cells[1]
+    return found
+
+
+def plain(markdown: str) -> str:
+    """Text without backticks, for a hover."""
+    return markdown.replace("`", "")
+
+
+def write_page(app: Sphinx) -> None:
+    """Write docs/project/glossary.md, if it changed."""
+    docs = Path(app.srcdir)
+    app.words = words((docs / "architecture.md").read_text())  # type: ignore[attr-defined]
+    entries = "\n\n".join(f"{word}\n  {meaning}" for word, meaning in sorted(app.words.items()))  # type: ignore[attr-defined]
+    text = (
+        "# Glossary\n\nThe words of this project, in code, errors, pages and events. "
+        "[Architecture](../architecture.md) has them in the order in which they build on each other.\n\n"
+        f"```{{glossary}}\n{entries}\n```\n"
+    )
+    path = docs / f"{PAGE}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def pattern(terms: dict[str, str]) -> re.Pattern[str]:
+    """Matches a word that is told, in the singular or plural."""
+    told = sorted((term for term in terms if term not in PLAIN), key=len, reverse=True)
+    return re.compile(rf"\b({'|'.join(map(re.escape, told))})(s?)\b", re.IGNORECASE)
+
+
+def tell(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Give each word's first use on a page its meaning as a hover, and a link to the glossary."""
+    if app.builder.format != "html" or page == PAGE:
+        return
+    terms: dict[str, str] = app.words  # type: ignore[attr-defined]
+    left = set(terms) - PLAIN
+    matches = pattern(terms)
+    for node in list(doctree.findall(nodes.Text)):
+        if not left or within(node):
+            continue
+        found = next((one for one in matches.finditer(node) if one[1].lower() in left), None)
+        if found is None:
+            continue
+        word = found[1].lower()
+        left.discard(word)
+        link = nodes.reference("", "", internal=True, refuri=address(app, page, word), classes=["word"])
+        link += nodes.abbreviation(found[0], found[0], explanation=plain(terms[word]))
+        parts = [nodes.Text(node[: found.start()]), link, nodes.Text(node[found.end() :])]
+        node.parent.replace(node, [part for part in parts if part is link or str(part)])
+
+
+def within(node: nodes.Node) -> bool:
+    """Whether text is in code, a title or a link already, or in what autodoc wrote."""
+    above = node.parent
+    while above is not None:
+        if isinstance(above, LEFT_ALONE):
+            return True
+        above = above.parent
+    return False
+
+
+def address(app: Sphinx, page: str, word: str) -> str:
+    """The link from a page to a word's entry."""
+    _, anchor = app.env.domains.standard_domain.objects["term", word]
+    return f"{app.builder.get_relative_uri(page, PAGE)}#{anchor}"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Sphinx calls this."""
+    app.connect("builder-inited", write_page)
+    app.connect("doctree-resolved", tell)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
