@@ -114,7 +114,9 @@ def draw(panels: dict[str, list[Moment]]) -> str:
         x = LEFT + (PANEL + GAP) * index
         out += [area(moments, part, x, most) for part in (2, 1, 0)]
         peak = max(sum(moment) for moment in moments)
-        out.append(f'<text x="{x}" y="{TOP - 12}"><tspan font-weight="bold">{name}</tspan>: {peak / 1e6:.1f} MB at most</text>')
+        out.append(
+            f'<text x="{x}" y="{TOP - 12}"><tspan font-weight="bold">{name}</tspan>: {peak / 1e6:.1f} MB at most</text>'
+        )
         out.append(f'<text x="{x}" y="{TOP + HEIGHT + 18}" fill="#666666">forward, backward</text>')
     x = LEFT
     for colour, told in zip(COLOURS, TOLD, strict=True):

@@ -8,6 +8,7 @@ records the step again and compares every verb, unit and byte with the picture.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -54,6 +55,14 @@ def facts(events: list[Event]) -> list[tuple[str, str, int, int]]:
     return [(event.verb, event.unit or "(root)", event.nbytes, event.live) for event in events]
 
 
+def read(picture: str) -> list[tuple[str, str, int, int]]:
+    """The facts that a picture was drawn from."""
+    found = re.findall(r"<title>(\w+) (\S+): ([\d,]+) bytes; ([\d,]+) alive", picture)
+    return [
+        (verb, unit, int(nbytes.replace(",", "")), int(live.replace(",", ""))) for verb, unit, nbytes, live in found
+    ]
+
+
 def draw(steps: list[tuple[str, str, int, int]]) -> str:
     """The picture as SVG."""
     units = list(dict.fromkeys(unit for _, unit, _, _ in steps))
@@ -83,7 +92,9 @@ def draw(steps: list[tuple[str, str, int, int]]) -> str:
             f"<title>{verb} {unit}: {nbytes:,} bytes; {live:,} alive after it</title></rect>"
         )
         if verb in ("gather", "reduce"):
-            out.append(f'<text x="{x + COLUMN / 2}" y="{y + 33}" text-anchor="middle" font-size="10">{kilo(nbytes)}</text>')
+            out.append(
+                f'<text x="{x + COLUMN / 2}" y="{y + 33}" text-anchor="middle" font-size="10">{kilo(nbytes)}</text>'
+            )
         level = base + 20 + GRAPH * (1 - live / most)
         points += [f"{x + 2},{level:.1f}", f"{x + COLUMN + 2},{level:.1f}"]
     floor = base + 20 + GRAPH

@@ -173,8 +173,12 @@ def paths_named(page: Path) -> list[str]:
 
 
 def commands_named(page: Path) -> list[str]:
-    """Every command that a page shows, in any block, run or not."""
-    found = []
+    """Every command that a page shows, in any block or in its text, run or not."""
+    found = [
+        match[1]
+        for code in re.findall(r"`([^`\n]+)`", without_code(page.read_text()))
+        if (match := COMMAND.match(code))
+    ]
     for block in blocks(page):
         if block.language not in ("python", "text", "yaml"):
             joined = block.text.replace("\\\n", " ")
