@@ -58,15 +58,20 @@ def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page's text."""
     found: list[Block] = []
     matches = list(FENCE.finditer(page))
+    inside = [match.span() for match in matches]
+    headings = [
+        (one.start(), one[1])
+        for one in re.finditer(r"^#+ (.*)$", page, re.M)
+        if not any(start <= one.start() < stop for start, stop in inside)
+    ]
     for index, match in enumerate(matches):
         following = matches[index + 1] if index + 1 < len(matches) else None
         output = None
         if match["language"] == "python" and following is not None and following["language"] == "text":
             output = following["text"] if not page[match.end() : following.start()].strip() else None
-        headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page[: match.start()]), re.M)
         found.append(
             Block(
-                section=headings[-1] if headings else "",
+                section=next((title for place, title in reversed(headings) if place < match.start()), ""),
                 line=page.count("\n", 0, match.start("fence")) + 1,
                 language=match["language"],
                 text=match["text"],

@@ -41,7 +41,6 @@ def record() -> list[Event]:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    events: list[Event] = []
     for _ in range(3):
         with record_events() as events:
             model(torch.randn(8, WIDTH)).square().mean().backward()
@@ -99,11 +98,14 @@ def draw(steps: list[tuple[str, str, int, int]]) -> str:
         points += [f"{x + 2},{level:.1f}", f"{x + COLUMN + 2},{level:.1f}"]
     floor = base + 20 + GRAPH
     out += [
-        f'<polygon points="{LEFT + 2},{floor} {" ".join(points)} {width - 18},{floor}" fill="#cfe3f5" stroke="#1f6fb4"/>',
+        f'<polygon points="{LEFT + 2},{floor} {" ".join(points)} {width - 18},{floor}" fill="#cfe3f5" '
+        'stroke="#1f6fb4"/>',
         f'<text x="{LEFT - 10}" y="{base + 26}" text-anchor="end">{kilo(most)} kB</text>',
         f'<text x="{LEFT - 10}" y="{floor}" text-anchor="end">0</text>',
-        f'<text x="{LEFT}" y="{floor + 22}">memory of gathered units and of gradients in reduction, after each event</text>',
-        f'<text x="{LEFT}" y="{floor + 40}">numbers in the rows: kB that all ranks together put into one gather or reduction</text>',
+        f'<text x="{LEFT}" y="{floor + 22}">memory of gathered units and of gradients in reduction, '
+        "after each event</text>",
+        f'<text x="{LEFT}" y="{floor + 40}">numbers in the rows: kB that all ranks together put into one gather '
+        "or reduction</text>",
         "</svg>",
     ]
     return "\n".join(out) + "\n"

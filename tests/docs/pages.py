@@ -42,6 +42,7 @@ def pages() -> list[Path]:
     return sorted(found)
 
 
+@functools.cache
 def blocks(page: Path) -> list[Any]:
     return reader().blocks(page.read_text())
 
@@ -78,7 +79,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def run_program(page: Path, folder: Path) -> list[tuple[int, str, str]]:
-    """Run a page's program on this rank: of each block with an output, its line, what the page says and what was said."""
+    """Run a page's program on this rank: of each block with an output its line, what the page shows, what was said."""
     told: list[tuple[int, str, str]] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     with inside(folder), warnings.catch_warnings():
@@ -174,11 +175,8 @@ def paths_named(page: Path) -> list[str]:
 
 def commands_named(page: Path) -> list[str]:
     """Every command that a page shows, in any block or in its text, run or not."""
-    found = [
-        match[1]
-        for code in re.findall(r"`([^`\n]+)`", without_code(page.read_text()))
-        if (match := COMMAND.match(code))
-    ]
+    inline = re.findall(r"`([^`\n]+)`", without_code(page.read_text()))
+    found = [match[1] for code in inline if (match := COMMAND.match(code))]
     for block in blocks(page):
         if block.language not in ("python", "text", "yaml"):
             joined = block.text.replace("\\\n", " ")
