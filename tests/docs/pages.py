@@ -20,7 +20,18 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = {".venv", ".git", "runs", "_build", "node_modules", ".pytest_cache", ".hypothesis"}
+LEFT_OUT = {
+    ".venv",
+    ".git",
+    "runs",
+    "build",
+    "dist",
+    "_build",
+    "project",
+    "node_modules",
+    ".pytest_cache",
+    ".hypothesis",
+}
 COMMAND = re.compile(r"^(?:\$ )?((?:make|torchrun|fullshard|python|pytest|accelerate|\.venv/bin/python)\b.*)$")
 
 
