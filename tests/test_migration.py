@@ -73,6 +73,7 @@ def test_all_sections_are_found():
         "FSDP1, kept",
         "From FSDP1 to fully_shard",
         "From FSDP2",
+        "From DeepSpeed",
         "From DDP",
         "Tokens",
         "Gradients that are not finite",

@@ -1,0 +1,99 @@
+"""Runs a page of the documentation: its Python blocks, in their order, as one program on two ranks.
+
+    python docs/guides/run.py docs/guides/memory.md
+    python docs/guides/run.py docs/guides/memory.md --ranks 4
+
+A page is read as a reader sees it. A comment on the line before a block says what is special about it:
+
+    <!-- file: train.py -->     the block is a file that the page's commands use, no part of the page's program
+    <!-- further -->            tests run it with --all-ways only: it takes long
+    <!-- not run: why -->       nobody runs it
+
+A ```text block right after a Python block is what the first rank prints there; "..." in it stands for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?(?P<fence>```+)(?P<language>[\w{}-]*)\n(?P<text>.*?)^(?P=fence)$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page.
+
+    Attributes:
+        section: the innermost heading above it, without its marks.
+        line: of the fence, counted from 1.
+        mark: the comment on the line before it, "" if there is none.
+        output: of a Python block, the ```text block right after it; None if there is none.
+    """
+
+    section: str
+    line: int
+    language: str
+    text: str
+    mark: str
+    output: str | None = None
+
+    def file(self) -> str | None:
+        """The file that the block is, if it is one."""
+        return self.mark.removeprefix("file:").strip() if self.mark.startswith("file:") else None
+
+    def runs(self) -> bool:
+        """Whether the block belongs to the page's program."""
+        return self.language == "python" and self.file() is None and not self.mark.startswith("not run:")
+
+
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks of a page's text."""
+    found: list[Block] = []
+    matches = list(FENCE.finditer(page))
+    inside = [match.span() for match in matches]
+    headings = [
+        (one.start(), one[1])
+        for one in re.finditer(r"^#+ (.*)$", page, re.M)
+        if not any(start <= one.start() < stop for start, stop in inside)
+    ]
+    for index, match in enumerate(matches):
+        following = matches[index + 1] if index + 1 < len(matches) else None
+        output = None
+        if match["language"] == "python" and following is not None and following["language"] == "text":
+            output = following["text"] if not page[match.end() : following.start()].strip() else None
+        found.append(
+            Block(
+                section=next((title for place, title in reversed(headings) if place < match.start()), ""),
+                line=page.count("\n", 0, match.start("fence")) + 1,
+                language=match["language"],
+                text=match["text"],
+                mark=match["mark"] or "",
+                output=output,
+            )
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    program = "".join(block.text + "\n" for block in blocks(options.page.read_text()) if block.runs())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, options.page.stem.replace("-", "_") + ".py")
+        path.write_text(program)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+        return subprocess.run([*launcher, str(path)], cwd=folder, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
