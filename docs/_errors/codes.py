@@ -34,7 +34,11 @@ BY_ANOTHER_NAME = {("api/wrapper/settings.py", "error"): "ConfigError", ("store/
 HANDED_ON = {"api/wrapper/optimizer_state.py", "store/ranks.py"}
 """Files that may name a class without calling it: for the variables above."""
 
-MADE_BEFORE = {("api/wrapper/fsdp.py", "note"), ("integrations/private.py", "str(error)")}
+MADE_BEFORE = {
+    ("api/wrapper/fsdp.py", "note"),
+    ("integrations/private.py", "str(error)"),
+    ("integrations/held.py", "str(error)"),
+}
 """Warnings whose text, with its code, was made elsewhere: by `message`, or as an error that is not raised."""
 
 FOUND = "insight/verify/report.py"

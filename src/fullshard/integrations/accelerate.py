@@ -72,6 +72,7 @@ class FullshardAccelerator(Accelerator):
                 got=f"distributed type {kind}",
                 remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
+                code="C210",
             )
         self._sharding = dict(sharding or {})
         if getattr(self, "scaler", None) is not None:
@@ -169,6 +170,7 @@ class FullshardAccelerator(Accelerator):
                 "A sharded model is written as safetensors.",
                 got="safe_serialization=False",
                 remedy="torch.save(accelerator.get_state_dict(model), ...) on the main process, called by all",
+                code="C209",
             )
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
@@ -254,6 +256,7 @@ def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = Non
             expected="class Accelerator, nothing prepared",
             got=f"class {type(accelerator).__name__}, {len(accelerator._models)} models prepared",
             remedy="take it over before prepare; derive other classes from FullshardAccelerator",
+            code="C208",
         )
     accelerator.__class__ = FullshardAccelerator
     accelerator._start_sharding(sharding)

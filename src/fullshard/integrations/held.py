@@ -215,7 +215,8 @@ def rebase(originals: Iterable[tuple[Any, Any]]) -> Iterator[tuple[type, type]]:
         Each class that cannot have it, with PyTorch's, which stays its base.
     """
     for original, ours in originals:
-        for cls in original.__subclasses__() if isinstance(original, type) else ():
+        derived: list[type] = original.__subclasses__() if isinstance(original, type) else []
+        for cls in derived:
             if not is_programs(cls.__module__):
                 continue
             try:
@@ -251,6 +252,7 @@ def refuse(holders: Iterable[str], lenient: bool) -> None:
         got=found,
         remedy="call fullshard.adopt() before it is made, first of all; or start the program by: python -m fullshard "
         "adopt SCRIPT; or adopt leniently (--lenient): it stays PyTorch's",
+        code="P063",
     )
     if not lenient:
         raise error

@@ -44,11 +44,12 @@ def find(given: str) -> Place:
             raise ConfigError(
                 f"{str(path)!r} is not Python source.",
                 expected="a folder, a .py file, or the name of a package",
+                code="C226",
             )
         return Place(path.stem, path, {path.name: path})
     files = {f"{path.name}/{one.relative_to(path).as_posix()}": one for one in sources(path)}
     if not files:
-        raise ConfigError(f"There is no Python file in {str(path)!r}.", expected="a folder with .py files")
+        raise ConfigError(f"There is no Python file in {str(path)!r}.", expected="a folder with .py files", code="C225")
     return Place(path.name, path, files)
 
 
@@ -80,5 +81,6 @@ def _installed(name: str) -> Path:
             expected="a folder, a .py file, or the name of an installed package",
             got=f"the working folder is {os.getcwd()}",
             remedy="check the spelling; a package must be installed for the Python that runs this",
+            code="C224",
         )
     return place

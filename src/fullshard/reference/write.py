@@ -43,7 +43,9 @@ def write(folder: Path, texts: Iterable[tuple[str, str]]) -> list[str]:
         (folder / LIST).write_text(json.dumps(sorted(made), indent=0))
     except OSError as error:
         raise ConfigError(
-            f"{str(folder)!r} cannot be written.", got=f"{type(error).__name__}: {error.strerror}: {error.filename}"
+            f"{str(folder)!r} cannot be written.",
+            got=f"{type(error).__name__}: {error.strerror}: {error.filename}",
+            code="C231",
         ) from error
     return sorted(made)
 
@@ -53,7 +55,9 @@ def listed(folder: Path) -> set[str]:
     if not os.path.lexists(folder):
         return set()
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is not a folder.", remedy="name a folder that is empty or not there")
+        raise ConfigError(
+            f"{str(folder)!r} is not a folder.", remedy="name a folder that is empty or not there", code="C230"
+        )
     names = [one.name for one in folder.iterdir()]
     if not names:
         return set()
@@ -65,6 +69,7 @@ def listed(folder: Path) -> set[str]:
             expected="a folder that is empty, not there, or was written by this command",
             got=f"{len(names)} files and folders, {sorted(names)[0]!r} among them",
             remedy="name another folder",
+            code="C229",
         ) from None
     except ValueError:
         found = None
@@ -72,6 +77,7 @@ def listed(folder: Path) -> set[str]:
         raise ConfigError(
             f"{str(folder / LIST)!r} is not a list of files as this command writes it.",
             remedy="name another folder, or empty this one",
+            code="C228",
         )
     return set(found)
 
@@ -91,6 +97,7 @@ def check(folder: Path, name: str, old: set[str]) -> None:
         raise ConfigError(
             f"{str(links[0] if links else path)!r} would be written over, and this command did not make it.",
             remedy="name another folder, or move that file",
+            code="C227",
         )
 
 

@@ -135,7 +135,9 @@ class Markers:
             UsageError: it is to be a root.
         """
         if value and not self._is_root:
-            raise UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
+            raise UsageError(
+                "_is_root cannot be set: the instance whose forward is called from outside is the root", code="P062"
+            )
 
     @property
     def _all_handles(self) -> list[Handle]:
