@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -119,17 +120,22 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 def run_command(command: str, folder: Path) -> str:
     """What a command of a page prints; it has to end well."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "120"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    try:
+        said, complaints = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+        raise
+    assert process.returncode == 0, f"{command}\n{said}{complaints}"
+    return said
 
 
 def without_code(text: str) -> str:
