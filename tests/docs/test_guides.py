@@ -1,7 +1,8 @@
 """The pages say what is so: their programs run, what they print is what they show, links lead somewhere.
 
 Pages of docs/ and README.md are programs on two ranks, whole (`WHOLE`); those whose sections are run one by one are in
-tests/test_migration.py, docs/adopt.md in tests/clients. docs/guides/run.py says how a page is read.
+tests/test_migration.py; docs/adopt.md and docs/clients are run by tests/clients, docs/errors.md by tests/errors.
+docs/guides/run.py says how a page is read.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import pytest
 from pages import ROOT, blocks, name_of
 
 BY_SECTIONS = {"docs/migration.md", "docs/gradients.md", "docs/inside.md"}
-BY_CLIENTS = {"docs/adopt.md"}
+BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
+BY_ERRORS = {"docs/errors.md"}
 WHOLE = [
     page
     for page in pages.pages()
-    if name_of(page) not in BY_SECTIONS | BY_CLIENTS and any(block.runs() for block in blocks(page))
+    if name_of(page) not in BY_SECTIONS | BY_CLIENTS | BY_ERRORS and any(block.runs() for block in blocks(page))
 ]
 CONSOLE = [
     pytest.param(page, every, id=page.stem + " further" * every, marks=[pytest.mark.further] * every)
