@@ -76,6 +76,22 @@ def test_counts_of_no_tokens():
         fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
 
 
+def test_a_sharding_that_gives_no_module():
+    with raises("C119"):
+        fullshard.verify(**GIVEN, shard_fn=lambda model: None)
+
+
+def test_an_optimizer_that_is_none():
+    with raises("C119"):
+        fullshard.verify(**GIVEN, optimizer_fn=lambda model: None)
+
+
+def test_a_model_that_is_made_once():
+    model = two_layers()
+    with raises("C119"):
+        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
+
+
 # Commands.
 
 
@@ -117,6 +133,10 @@ def test_a_script_that_raises(tmp_path, capsys):
 
 def test_a_script_that_returns_no_arguments(tmp_path, capsys):
     refused("C082", ["verify", script(tmp_path, "def check(): return 1")], capsys)
+
+
+def test_a_code_that_there_is_not(capsys):
+    refused("C207", ["explain", "C999"], capsys)
 
 
 def test_a_script_that_returns_other_arguments(tmp_path, capsys):
