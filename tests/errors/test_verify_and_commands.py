@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from raising import raises, two_layers
+from raising import raises, two_layers, warns
 
 import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from fullshard.watcher.rank import Rank
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 
@@ -223,3 +225,32 @@ def test_a_slot_that_is_not_aligned():
     layout = plan_flat([WEIGHT], 2, 4)
     with raises("L010"):
         replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32)
+
+
+# The process beside a rank.
+
+
+def test_what_the_watchers_found():
+    rank = Rank()
+    rank.board.condemn("Rank 1 has ended (killed by signal 9).")
+    with raises("D016"):
+        rank.raise_verdict()
+
+
+def test_a_watcher_that_cannot_be_started(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with warns("W015"):
+        Rank().start(0, 60.0)
+
+
+def test_a_watcher_that_has_ended():
+    rank = Rank()
+    rank.start(0, 60.0)
+    process = rank._process
+    process.kill()
+    process.wait()
+    with warns("W016"):
+        rank.configure(limit=30.0)
