@@ -82,3 +82,22 @@ def test_a_warning_ends_in_its_code() -> None:
         "  got:       1",
         "  code:      W001",
     ]
+
+
+def test_codes_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docs/_errors/fill.py`, on calls with and without commas at their ends, of one line and of several."""
+    (tmp_path / "errors.py").write_text((codes.SOURCE / "errors.py").read_text())
+    source = tmp_path / "one.py"
+    source.write_text(
+        'raise ConfigError("no", got=1)\n'
+        'raise ConfigError(\n    "é",  # a, comma\n    got=(1, 2),\n)\n'
+        'raise PhaseError("now", code="P004")\nraise PhaseError(\n    "later"  # why\n)\n'
+        'warnings.warn(message("look out"), stacklevel=2)\n'
+    )
+    monkeypatch.setattr(codes, "SOURCE", tmp_path)
+    monkeypatch.setitem(sys.modules, "codes", codes)
+    assert load(DOCS / "_errors" / "fill.py").fill() == {"one.py": 4}
+    assert codes.faults() == []
+    assert [(site.code, site.what) for site in codes.sites()] == [
+        ("C001", "no"), ("C002", "é"), ("P004", "now"), ("P005", "later"), ("W009", "look out"),
+    ]  # fmt: skip

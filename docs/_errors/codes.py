@@ -41,6 +41,9 @@ MADE_BEFORE = {
 }
 """Warnings whose text, with its code, was made elsewhere: by `message`, or as an error that is not raised."""
 
+RETIRED = ("W008",)
+"""Codes that were raised once and are no more; none of them is given again."""
+
 FOUND = "insight/verify/report.py"
 """Makes texts of findings, in the shape of messages. They are a report's lines and are not raised."""
 
@@ -186,6 +189,8 @@ def faults() -> list[str]:
         letter = WARNING if site.kind == "warning" else letters[site.kind]
         if site.code is None or not re.fullmatch(rf"{letter}\d{{3}}", site.code) or not letter:
             told.append(f'{where}: {site.kind} wants code="{letter}..." (a literal), and has {site.code!r}')
+        elif site.code in RETIRED:
+            told.append(f"{where}: {site.code} was another's, which is raised no more")
         elif texts.setdefault(site.code, (site.what, where))[0] != site.what:
             told.append(f"{where}: {site.code} is another text's already, at {texts[site.code][1]}")
     for path, tree in files():
@@ -240,7 +245,8 @@ def builtin_raises() -> list[str]:
 
 def next_free(letter: str) -> str:
     """The code after the highest of this letter."""
-    used = [int(site.code[1:]) for site in sites() if site.code is not None and site.code.startswith(letter)]
+    known = {*RETIRED, *(site.code for site in sites() if site.code is not None)}
+    used = [int(code[1:]) for code in known if code.startswith(letter)]
     return f"{letter}{max(used, default=0) + 1:03d}"
 
 

@@ -185,6 +185,7 @@ def page(all_entries: list[Entry]) -> str:
         lines.append(f"| {letter} | [{kind}](#{kind.lower()}) | `{builtin}` | {what} | {len(by_letter[letter])} |")
     without = sum(entry.example is None for entry in all_entries)
     lines += ["", f"Of {len(all_entries)} entries {len(all_entries) - without} have an example that a test runs.", ""]
+    lines += [f"No longer raised: {', '.join(codes.RETIRED)}.", ""]
     shown: set[str] = set()
     for letter in CLASSES:
         lines += [f"## {CLASSES[letter][0]}", "", f"{CLASSES[letter][2][0].upper()}{CLASSES[letter][2][1:]}.", ""]

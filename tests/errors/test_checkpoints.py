@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from raising import raises, two_layers, warns
 from torch import nn
 
 import fullshard
+from fullshard.store.formats.safetensors_folder import SafetensorsSource
 
 
 def saved(folder: Path, steps: tuple[int, ...] = (100,)) -> nn.Module:
@@ -157,14 +159,6 @@ def test_a_file_that_is_not_what_was_written(tmp_path):
         fullshard.load(tmp_path, model)
 
 
-def test_a_folder_without_its_metadata(tmp_path):
-    model = saved(tmp_path)
-    for name in (".metadata", "manifest.json"):
-        (newest(tmp_path) / name).unlink()
-    with raises("K142"):
-        fullshard.load(newest(tmp_path), model)
-
-
 def test_a_latest_that_names_nothing(tmp_path):
     model = saved(tmp_path)
     (tmp_path / "latest").write_text("step-00000200\n")
@@ -262,6 +256,76 @@ def test_a_safetensors_file_that_is_damaged(tmp_path):
         fullshard.load_safetensors(two_layers(), tmp_path)
 
 
+def test_files_of_other_names(tmp_path):
+    fullshard.save_safetensors(two_layers(), tmp_path / "out")
+    with raises("K116"):
+        fullshard.load_safetensors(nn.Linear(4, 4), tmp_path / "out")
+
+
+def test_files_with_two_values_of_a_tied_weight(tmp_path):
+    fullshard.save_safetensors(two_layers(), tmp_path / "out")
+    tied = two_layers()
+    tied[1].weight = tied[0].weight
+    with raises("K115"):
+        fullshard.load_safetensors(tied, tmp_path / "out")
+
+
+def test_adapters_without_peft(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with raises("C181"):
+        fullshard.save_safetensors(two_layers(), tmp_path / "out", adapter=True)
+
+
+def adapted(**arguments: object) -> nn.Module:
+    """Two layers with an adapter of rank 2."""
+    peft = pytest.importorskip("peft", reason="needs peft, of the extra hf")
+    return peft.get_peft_model(two_layers(), peft.LoraConfig(target_modules=["0"], **{"r": 2, **arguments}))
+
+
+def test_an_adapter_of_a_name_that_there_is_not(tmp_path):
+    with raises("C184"):
+        fullshard.save_safetensors(adapted(), tmp_path / "out", adapter="french")
+
+
+def test_a_folder_without_an_adapter(tmp_path):
+    with raises("K039"):
+        fullshard.load_safetensors(adapted(), tmp_path, adapter=True)
+
+
+def test_an_adapter_of_another_rank(tmp_path):
+    fullshard.save_safetensors(adapted(r=4), tmp_path / "out", adapter=True)
+    with raises("K040"):
+        fullshard.load_safetensors(adapted(), tmp_path / "out", adapter=True)
+
+
+def test_merging_what_is_no_sum(tmp_path):
+    with raises("C194"):
+        list(fullshard.full_parameters(adapted(use_dora=True), merge_lora=True))
+
+
+def test_a_file_that_was_closed(tmp_path):
+    fullshard.save_safetensors(two_layers(), tmp_path / "out")
+    source = SafetensorsSource(tmp_path / "out")
+    source.close()
+    with raises("C187"):
+        source.read("model.0.weight")
+
+
+def test_an_address_of_no_known_kind():
+    with raises("C201"):
+        fullshard.load("nowhere://runs/first", two_layers())
+
+
+def test_an_old_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    saved(tmp_path)
+    monkeypatch.setattr(fullshard.Folder, "remove", refuse)
+    with warns("W012"):
+        fullshard.save(tmp_path, two_layers(), step=200, keep_last=1)
+
+
 def test_a_dtype_that_safetensors_files_do_not_have(tmp_path):
     model = nn.Linear(4, 4)
     model.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
@@ -307,6 +371,12 @@ def test_converting_a_file_of_old(tmp_path):
     torch.save(two_layers().state_dict(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     with raises("K027"):
         fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+
+
+def test_converting_a_checkpoint_without_a_model(tmp_path):
+    torch.save({"optimizer": torch.optim.AdamW(two_layers().parameters()).state_dict(), "step": 8}, tmp_path / "a.pt")
+    with raises("K024"):
+        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", model_only=True)
 
 
 def test_converting_an_empty_file(tmp_path):

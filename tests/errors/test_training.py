@@ -461,6 +461,36 @@ def test_an_order_of_units_that_changes_is_told(monkeypatch):
         root(ONE)
 
 
+def test_parking_while_gradients_wait():
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    model(ONE).sum().backward()
+    with raises("P049"):
+        fullshard.park(model)
+
+
+def test_counting_tokens_within_a_backward():
+    model = sharded(reduction="tokens")
+    fullshard.set_token_count(model, 8)
+    out = model(ONE)
+    out.register_hook(lambda _: fullshard.set_token_count(model, 8))
+    with raises("P009"):
+        out.sum().backward()
+
+
+def test_a_shard_on_another_device():
+    model = fully_shard(nn.Linear(4, 4))
+    with raises("C094"):
+        model.weight.data = model.weight.data.to("meta")
+
+
+def test_a_hook_that_gives_something_else_than_a_gradient():
+    model = fully_shard(nn.Linear(4, 4))
+    model.weight.register_hook(lambda grad: torch.ones(4, 4))
+    with raises("C178"):
+        model(ONE).sum().backward()
+
+
 def test_state_of_a_model_in_the_middle_of_a_step():
     model = wrapped()
     model.module[0].register_forward_hook(lambda *_: model.state_dict() and None)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from raising import raises, two_layers
+from raising import raises, two_layers, warns
 
 import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from fullshard.watcher.rank import Rank
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 
@@ -76,6 +78,22 @@ def test_counts_of_no_tokens():
         fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
 
 
+def test_a_sharding_that_gives_no_module():
+    with raises("C119"):
+        fullshard.verify(**GIVEN, shard_fn=lambda model: None)
+
+
+def test_an_optimizer_that_is_none():
+    with raises("C119"):
+        fullshard.verify(**GIVEN, optimizer_fn=lambda model: None)
+
+
+def test_a_model_that_is_made_once():
+    model = two_layers()
+    with raises("C119"):
+        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
+
+
 # Commands.
 
 
@@ -117,6 +135,10 @@ def test_a_script_that_raises(tmp_path, capsys):
 
 def test_a_script_that_returns_no_arguments(tmp_path, capsys):
     refused("C082", ["verify", script(tmp_path, "def check(): return 1")], capsys)
+
+
+def test_a_code_that_there_is_not(capsys):
+    refused("C207", ["explain", "C999"], capsys)
 
 
 def test_a_script_that_returns_other_arguments(tmp_path, capsys):
@@ -203,3 +225,32 @@ def test_a_slot_that_is_not_aligned():
     layout = plan_flat([WEIGHT], 2, 4)
     with raises("L010"):
         replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32)
+
+
+# The process beside a rank.
+
+
+def test_what_the_watchers_found():
+    rank = Rank()
+    rank.board.condemn("Rank 1 has ended (killed by signal 9).")
+    with raises("D016"):
+        rank.raise_verdict()
+
+
+def test_a_watcher_that_cannot_be_started(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with warns("W015"):
+        Rank().start(0, 60.0)
+
+
+def test_a_watcher_that_has_ended():
+    rank = Rank()
+    rank.start(0, 60.0)
+    process = rank._process
+    process.kill()
+    process.wait()
+    with warns("W016"):
+        rank.configure(limit=30.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from raising import raises, two_layers, warns, wrapped
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import (
     CPUOffload,
@@ -17,7 +18,9 @@ from fullshard import (
     ShardingStrategy,
     StateDictType,
 )
-from fullshard.wrap import CustomPolicy, enable_wrap
+from fullshard.comm_hooks import DefaultState
+from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 FSDP = FullyShardedDataParallel
 
@@ -309,6 +312,67 @@ def test_gradients_of_an_instance_are_clipped_by_its_method():
 
     with raises("C155"):
         clip_grad_norm_(list(model.parameters())[:1], 1.0)
+
+
+def test_a_norm_of_order_zero():
+    model = wrapped()
+    model(torch.ones(1, 4)).sum().backward()
+    with raises("C157"):
+        model.clip_grad_norm_(1.0, norm_type=0)
+
+
+def test_an_instance_that_wraps_nothing_yet():
+    with raises("P014"):
+        nn.Module.__init__(empty := FSDP.__new__(FSDP))
+        empty[0]
+
+
+def test_classes_of_a_policy_by_name():
+    with raises("C074"):
+        ModuleWrapPolicy({"Linear"})
+
+
+def test_a_hook_for_a_hybrid_strategy():
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2))
+    model = wrapped(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with raises("P024"):
+        model.register_comm_hook(None, lambda state, gradient, part: None)
+
+
+def test_the_state_of_a_hook_without_a_group():
+    with raises("C087"):
+        DefaultState(None)
+
+
+def test_a_backward_inside_summon_full_params():
+    model = wrapped()
+    loss = model(torch.ones(1, 4)).sum()
+    with FSDP.summon_full_params(model), raises("P045"):
+        loss.backward()
+
+
+def test_one_rank_splits_nothing():
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    with warns("W005"):
+        wrapped()
+
+
+def test_names_that_are_translated_where_they_do_not_change():
+    with raises("C075"):
+        get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other"))
+
+
+def test_sending_from_rank_0_what_is_not_whole():
+    with raises("C076"):
+        set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True))
+
+
+def test_something_else_than_an_optimizer_state_dict():
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with raises("K016"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {"param_groups": []})
 
 
 def test_configs_fit_their_type():
