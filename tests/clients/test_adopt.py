@@ -192,37 +192,50 @@ class Stage(nn.Module):
         return x
 
 
-def test_a_pipeline_reduces_once_for_all_micro_batches(run_adopted):
-    assert all(run_adopted(pipelined))
+@pytest.mark.parametrize("kind", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_a_pipeline_reduces_once_for_all_micro_batches(run_adopted, kind):
+    """Each rank is a pipeline by itself, of one stage or of two that take turns; data parallel over both ranks."""
+    assert all(run_adopted(pipelined, kind))
 
 
-def pipelined() -> bool:
+def pipelined(kind: str) -> bool:
+    from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    torch.manual_seed(1)
-    plain = Stage()
-    torch.manual_seed(1)
-    model = Stage()
+    parts = 2 if kind == "Interleaved1F1B" else 1
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*[Stage() for _ in range(parts)])
+
+    plain, model = made(), made()
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
+    for part in model:
+        for layer in part.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    stages = [
+        pipelining.PipelineStage(part, number, parts, torch.device("cpu"), group=alone)
+        for number, part in enumerate(model)
+    ]
     loss: Any = nn.functional.mse_loss
-    schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=loss)
+    given = stages if parts == 2 else stages[0]
+    schedule: Any = getattr(pipelining, f"Schedule{kind}")(given, n_microbatches=3, loss_fn=loss)
     data = torch.randn(2, 2, 6, 6, generator=torch.Generator().manual_seed(2))  # steps, ranks, rows, width
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (plain, model)]
     for step in range(2):
         mine = data[step, dist.get_rank()]
         with fullshard.record_events() as events:
             schedule.step(mine, target=mine.flip(0))
-        reduced = [event for event in events if event.verb == "reduce"]
-        assert len(reduced) == 2, [event.verb for event in events]
+        verbs = [event.verb for event in events if event.unit]
+        assert verbs.count("reduce") == 2 * parts, verbs
+        assert "reduce" not in verbs[: verbs.index("collect") + 1] and verbs.count("collect") >= 2 * parts, verbs
         both = data[step].flatten(0, 1)
         loss(plain(both), data[step].flip(1).flatten(0, 1)).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

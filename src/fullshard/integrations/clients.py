@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from . import lightning, pytorch
-from .adopted import accelerate, peft, transformers
+from . import pytorch
+from .adopted import accelerate, lightning, peft, transformers
 
 ADJUSTED: Mapping[str, Callable[[ModuleType, Callable[[str], None]], None]] = {
     "accelerate.state": accelerate.adjust_state,

@@ -1,0 +1,340 @@
+"""`fullshard.integrations.lightning`, without adopting: a Trainer's and Fabric's strategy by the name "fullshard"."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import BATCH, STEPS, Net, net, rows
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import fullshard
+
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+
+ACCUMULATE, MAX_NORM = 2, 0.3
+ROWS = 2 * BATCH * STEPS * ACCUMULATE
+
+
+def launched(fn: Any, *args: Any) -> Any:
+    """`fn` as a program under `torchrun` would run it."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    before = dict(os.environ)
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update(given, MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
+    try:
+        return fn(*args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def run_launched(run_ranks):
+    return lambda fn, *args, world=2: run_ranks(launched, fn, *args, world=world, timeout=240)
+
+
+def reference(steps: int = STEPS, accumulate: int = ACCUMULATE) -> tuple[list[float], Net]:
+    """Losses by step of one process on the batches of both ranks, and the trained model."""
+    model, data = net(), rows(ROWS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, taken = [], 2 * BATCH * accumulate
+    for step in range(steps):
+        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def loader(batch: int = BATCH, sampled: bool = True) -> DataLoader[Any]:
+    """This rank's rows in order, or all of them, for Lightning to give each rank its own (for training: shuffled)."""
+    data: Any = rows(ROWS)
+    sampler = DistributedSampler(data, shuffle=False) if sampled else None
+    return DataLoader(data, batch_size=batch, sampler=sampler)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def joined(value: torch.Tensor) -> float:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def task(by_hand: bool = False, meta: bool = False) -> Any:
+    """A LightningModule that keeps its losses; `by_hand`: it shards its blocks itself; `meta`: it is made there."""
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            self.events: list[list[str]] = []
+            self.net: Any = None if meta else net()
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                with torch.device("meta"):
+                    self.net = net()
+            if by_hand and not isinstance(self.net.blocks[0], fullshard.FSDPModule):
+                for block in self.net.blocks:
+                    fullshard.fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss = self.loss_of(batch)
+            self.losses.append(joined(loss))
+            return loss
+
+        def loss_of(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("val_loss", self.loss_of(batch), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any) -> torch.Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Task()
+
+
+def trainer_of(folder: str, steps: int = STEPS, strategy: Any = None, **more: Any) -> Any:
+    import lightning
+
+    from fullshard.integrations.lightning import NAME  # which registers it
+
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy or NAME,
+        max_steps=steps,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=MAX_NORM,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **{"enable_checkpointing": False, "use_distributed_sampler": False, **more},
+    )
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["found", "by hand"])
+def test_trains_accumulates_and_clips_as_one_process(run_launched, tmp_path, by_hand):
+    assert all(run_launched(trained, str(tmp_path), by_hand))
+
+
+def trained(folder: str, by_hand: bool) -> bool:
+    """The reductions are counted: one of each unit a step, none for micro-batches but the last."""
+    losses, plain = reference()
+    trainer, model = trainer_of(folder), task(by_hand)
+    with fullshard.record_events() as events:
+        trainer.fit(model, loader())
+    assert isinstance(model, fullshard.FSDPModule) and isinstance(model.net.blocks[0], fullshard.FSDPModule)
+    assert type(trainer.strategy).__name__ == "FullshardStrategy"
+    micro = torch.tensor(model.losses).view(STEPS, ACCUMULATE)
+    close(micro.mean(1).tolist(), losses)
+    reduced = [event.unit for event in events if event.verb == "reduce"]
+    assert reduced.count("net.blocks.0") == STEPS and len(reduced) == 4 * STEPS, reduced
+    close(
+        {n.removeprefix("net."): p.full_tensor() for n, p in model.named_parameters()}, dict(plain.named_parameters())
+    )
+    return True
+
+
+def test_other_layouts_and_precision(run_launched, tmp_path):
+    assert all(run_launched(flat, str(tmp_path)))
+
+
+def flat(folder: str) -> bool:
+    """Flat shards, clipped by a norm that torch's function does not know; bfloat16 by policy and by the Trainer."""
+    from fullshard.integrations.lightning import FullshardStrategy
+    from fullshard.wrap import ModuleWrapPolicy
+
+    losses, _ = reference()
+    from small import Block
+
+    strategy = FullshardStrategy(ModuleWrapPolicy({Block}), layout="flat")
+    model = task()
+    trainer_of(folder, strategy=strategy).fit(model, loader())
+    close(torch.tensor(model.losses).view(STEPS, ACCUMULATE).mean(1).tolist(), losses)
+    for precision, seen in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
+        model = task()
+        dtypes: set[torch.dtype] = set()
+        model.net.head.register_forward_hook(lambda m, i, o, to=dtypes: to.update({m.weight.dtype, o.dtype}))
+        trainer_of(folder, precision=precision).fit(model, loader())
+        assert dtypes == {seen, torch.bfloat16} and all(p.dtype == seen for p in model.parameters()), dtypes
+        torch.testing.assert_close(
+            torch.tensor(model.losses).view(STEPS, ACCUMULATE).mean(1).tolist(), losses, rtol=0.05, atol=0.05
+        )
+    return True
+
+
+def test_resumes_on_another_number_of_ranks(run_launched, tmp_path):
+    """Two steps and a checkpoint on two ranks; the rest by two and by one, which has the whole batch."""
+    assert all(run_launched(saved, str(tmp_path)))
+    assert all(run_launched(resumed, str(tmp_path)))
+    assert all(run_launched(resumed, str(tmp_path), world=1))
+
+
+def saved(folder: str) -> bool:
+    """Twice to one path: what was there is replaced."""
+    trainer = trainer_of(folder, STEPS // 2)
+    trainer.fit(task(), loader())
+    for _ in range(2):
+        trainer.save_checkpoint(f"{folder}/half.ckpt")
+    assert Path(f"{folder}/half.ckpt/lightning.pt").exists()
+    return True
+
+
+def resumed(folder: str) -> bool:
+    """Resumed within an epoch, Lightning begins with its first batches."""
+    model = task()
+    trainer = trainer_of(folder)
+    trainer.fit(model, loader(BATCH * 2 // dist.get_world_size()), ckpt_path=f"{folder}/half.ckpt")
+    assert trainer.global_step == STEPS
+    plain, data = net(), rows(ROWS)
+    optimizer, losses, taken = torch.optim.AdamW(plain.parameters(), lr=1e-2), [], 2 * BATCH * ACCUMULATE
+    for step in (0, 1, 0, 1):
+        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    close(torch.tensor(model.losses).view(-1, ACCUMULATE).mean(1).tolist(), losses[2:])
+    return True
+
+
+def test_validates_tests_predicts_and_keeps_the_best(run_launched, tmp_path):
+    assert all(run_launched(evaluated, str(tmp_path)))
+
+
+def evaluated(folder: str) -> bool:
+    """And files of its own checkpoint callback, of which the oldest are removed, are loaded for a test."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    best = ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=1, every_n_epochs=1)
+    trainer = trainer_of(folder, 2 * STEPS, enable_checkpointing=True, use_distributed_sampler=True, callbacks=[best])
+    model = task()
+    trainer.fit(model, loader(sampled=False), loader(sampled=False))
+    first = trainer.validate(model, loader(sampled=False), verbose=False)[0]["val_loss"]
+    x, y = (torch.stack(column) for column in zip(*rows(ROWS), strict=True))
+    plain = net()
+    plain.load_state_dict({n.removeprefix("net."): p.full_tensor() for n, p in model.named_parameters()})
+    with torch.no_grad():
+        close(first, nn.functional.cross_entropy(plain(x), y).item())
+        close(torch.cat(trainer.predict(model, loader(sampled=False))), plain(x[dist.get_rank() :: 2]))
+    assert len(list(Path(f"{folder}/best").iterdir())) == 1
+    other = task()
+    again = trainer_of(folder, use_distributed_sampler=True).test(
+        other, loader(sampled=False), ckpt_path=best.best_model_path, verbose=False
+    )[0]["val_loss"]
+    close(again, best.best_model_score.item())
+    return True
+
+
+def test_a_model_on_meta_gets_values_that_differ_between_ranks(run_launched, tmp_path):
+    assert all(run_launched(on_meta, str(tmp_path)))
+
+
+def on_meta(folder: str) -> bool:
+    model = task(meta=True)
+    trainer_of(folder).fit(model, loader())
+    up = model.net.blocks[0].up.weight.full_tensor()
+    assert not any(p.is_meta for p in model.parameters()) and not torch.equal(up[: len(up) // 2], up[len(up) // 2 :])
+    assert all(torch.isfinite(torch.tensor(model.losses)))
+    return True
+
+
+def test_fabric_by_name(run_launched, tmp_path):
+    assert all(run_launched(with_fabric, str(tmp_path)))
+
+
+def with_fabric(folder: str) -> bool:
+    from lightning.fabric import Fabric
+
+    from fullshard.integrations.lightning import NAME  # which registers it
+
+    losses, plain = reference()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=NAME)
+    fabric.launch()
+
+    def made() -> tuple[Any, Any]:
+        model = fabric.setup_module(net())
+        return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train(model: Any, optimizer: Any, first: int) -> list[float]:
+        micro: list[float] = []
+        for number, (x, y) in enumerate(fabric.setup_dataloaders(loader(sampled=False))):
+            if number < first * ACCUMULATE:
+                continue
+            last = number % ACCUMULATE == ACCUMULATE - 1
+            with fullshard.record_events() as events, fabric.no_backward_sync(model, enabled=not last):
+                loss = nn.functional.cross_entropy(model(x), y)
+                fabric.backward(loss / ACCUMULATE)
+            assert bool([event for event in events if event.verb == "reduce"]) is last
+            micro.append(joined(loss))
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 2 * ACCUMULATE - 1:
+                    fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 2, "more": [1, "a"]})
+        return torch.tensor(micro).view(-1, ACCUMULATE).mean(1).tolist()
+
+    close(train(*made(), 0), losses)
+    model, optimizer = made()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert fabric.load(f"{folder}/half", state) == {"more": [1, "a"]} and state["step"] == 2
+    close(train(model, optimizer, 2), losses[2:])
+    close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
+    with pytest.raises(fullshard.CheckpointError, match="lacking"):
+        fabric.load(f"{folder}/half", {"model": model, "lacking": 1})
+    with pytest.raises(fullshard.ConfigError, match="0 models"):
+        fabric.save(f"{folder}/none", {"step": 1})
+    close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
+    return True
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients" / "lightning.md"
+
+
+@pytest.mark.parametrize("title", ["The Trainer", "Fabric"])
+def test_the_programs_of_its_page_run(run_launched, tmp_path, title):
+    assert all(run_launched(program, title, str(tmp_path)))
+
+
+@pytest.mark.parametrize("title", ["The Trainer", "Fabric"])
+def test_the_programs_of_its_page_run_adopted(run_adopted, tmp_path, title):
+    assert all(run_adopted(program, title, str(tmp_path)))
+
+
+def program(title: str, folder: str) -> bool:
+    """What stands in the page's section, with data of a few rows."""
+    (section,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith(title)]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    names: dict[str, Any] = {"__name__": "__main__", "Model": Net, "data": rows(8 * BATCH), "folder": folder}
+    exec(compile(code, title, "exec"), names)
+    shown = names["task"].net if title == "The Trainer" else names["model"].module
+    units = [part for part in shown.modules() if isinstance(part, fullshard.FSDPModule)]
+    assert len(units) >= 3 and (title == "The Trainer" or names["state"]["step"] == 2), units
+    return True
