@@ -50,8 +50,8 @@ def from_pretrained(
             `lambda model: peft.get_peft_model(model, settings)` does. Parameters that it adds are kept, those of the
             first rank on all.
         quantise: given each block with its weights, whole and on the CPU, before it is sharded; puts others in
-            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a time, and in the
-            end what is in none.
+            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a
+            time, and in the end what is in none.
         mixed_precision, **sharding: see `shard`.
 
     Returns:
