@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from ..api.functional.module import FSDPModule
@@ -29,13 +30,6 @@ from ..store.save import save
 from .hf.saving import write_weights
 from .hf.units import is_sharded, shard
 from .optimizers import names_of, point_optimizers
-
-try:
-    from accelerate import Accelerator
-except ImportError as error:
-    raise ImportError(
-        "fullshard.integrations.accelerate needs Accelerate: pip install 'fullshard[hf]'", name=error.name
-    ) from error
 
 FOLDER = "fullshard"
 """In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
@@ -72,6 +66,7 @@ class FullshardAccelerator(Accelerator):
                 got=f"distributed type {kind}",
                 remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
+                code="C232",
             )
         self._sharding = dict(sharding or {})
         if getattr(self, "scaler", None) is not None:
@@ -169,6 +164,7 @@ class FullshardAccelerator(Accelerator):
                 "A sharded model is written as safetensors.",
                 got="safe_serialization=False",
                 remedy="torch.save(accelerator.get_state_dict(model), ...) on the main process, called by all",
+                code="C231",
             )
         write_weights(model, save_directory, max_shard_size=max_shard_size)
 
@@ -254,6 +250,7 @@ def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = Non
             expected="class Accelerator, nothing prepared",
             got=f"class {type(accelerator).__name__}, {len(accelerator._models)} models prepared",
             remedy="take it over before prepare; derive other classes from FullshardAccelerator",
+            code="C230",
         )
     accelerator.__class__ = FullshardAccelerator
     accelerator._start_sharding(sharding)

@@ -40,5 +40,6 @@ def point_optimizers(
                     parameter=stepped[0],
                     got=f"{type(inner).__name__} with state",
                     remedy="prepare model and optimizer together, before the first step; load its state after",
+                    code="C244",
                 )
             group["params"] = [now[before[one]] if one in before else one for one in group["params"]]

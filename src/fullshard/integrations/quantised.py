@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NotSupportedError
 from ..forms import FlatShard
 
 _WHOLE_AT_MOST = 1 / 16
@@ -128,9 +128,11 @@ class QuantisedRows(torch.Tensor):
         if func is aten.new_zeros.default and isinstance(first, cls):
             made = {name: one.new_zeros((rest[0][0], *one.shape[1:])) for name, one in first.pieces.items()}
             return cls(made, first.recipe, first.dtype)
-        raise NotImplementedError(
-            f"Pieces of a quantised {args[0].recipe.cls.__name__ if isinstance(args[0], cls) else 'weight'} were given "
-            f"to {func}: they are moved, cut and gathered, and computed with where their unit is gathered"
+        raise NotSupportedError(
+            "Pieces of a quantised weight are moved, cut and gathered, and computed with where their unit is gathered.",
+            got=f"{func} of {first!r}",
+            remedy="call the module through its unit's forward, after fully_shard",
+            code="C246",
         )
 
     def _each(self, func: Any, rest: Any, kwargs: Any) -> Any:
@@ -257,4 +259,5 @@ def _not_cut(name: str, weight: Any, what: str) -> ConfigError:
         got=what,
         remedy="put it in ignored_params, so that every rank holds it; or quantise it in another layout "
         "(Int8WeightOnlyConfig, IntxWeightOnlyConfig, NF4)",
+        code="C245",
     )

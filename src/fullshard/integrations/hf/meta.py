@@ -43,6 +43,7 @@ def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             "The folder holds a model that was quantised; its weights are of classes of their own.",
             got=f"quantization_config in {folder / 'config.json'}",
             remedy="read the weights that were quantised, and quantise block by block (docs/clients/peft.md)",
+            code="C234",
         )
     dtype = dtype or _dtype_of(config)
     with init_empty_weights(include_buffers=False):  # under torch.device("meta") buffers would have no values either
@@ -65,6 +66,7 @@ def _no_source(source: Any) -> ConfigError:
         "from_pretrained builds a model of transformers.",
         expected="a class with from_pretrained, or a configuration whose architectures name one",
         got=getattr(source, "__name__", type(source).__name__),
+        code="C233",
     )
 
 
@@ -110,8 +112,11 @@ def fit(model: Any, folder: Path, strict: bool) -> None:
                 **told,
                 remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
                 "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
+                code="K183",
             )
-        warnings.warn(message("Files and model have different names; the rest was loaded.", **told), stacklevel=3)
+        warnings.warn(
+            message("Files and model have different names; the rest was loaded.", **told, code="W025"), stacklevel=3
+        )
     _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
 
 
@@ -152,4 +157,5 @@ def _initialise(model: Any, missing: Iterable[list[str]]) -> None:
                 "Files lack a parameter which the model does not initialise either.",
                 parameter=name,
                 got=f"{type(model).__name__}._init_weights left it",
+                code="K182",
             )

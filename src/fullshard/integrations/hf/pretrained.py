@@ -67,9 +67,10 @@ def from_pretrained(
             "from_pretrained reads a local folder.",
             got=str(folder),
             remedy="download it first; nothing is fetched here",
+            code="C238",
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype))
+        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype), code="C237")
     base = on_meta(source, where, dtype)
     fit(base, where, strict)
     model = base if prepare is None else _prepared(base, prepare)
@@ -107,7 +108,7 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
     _replace(base, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if one.is_meta else one)
     model = prepare(base)
     if not isinstance(model, nn.Module):
-        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__)
+        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__, code="C236")
     for config in getattr(model, "peft_config", {}).values():
         start = getattr(config, "init_lora_weights", True)
         if start not in (True, False, "gaussian", "orthogonal"):
@@ -116,6 +117,7 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
                 expected="init_lora_weights of True, False, gaussian or orthogonal",
                 got=repr(start),
                 remedy="adapt the whole model on the CPU, and shard it by fullshard.integrations.hf.shard",
+                code="C235",
             )
     return model
 

@@ -62,6 +62,7 @@ class ShardedTrainerMixin:
                 "ShardedTrainerMixin shards the model; the arguments say that something else does, too.",
                 got="fsdp" if self.args.fsdp else "deepspeed",
                 remedy="leave it away; or keep it with a plain Trainer, and run python -m fullshard adopt",
+                code="C240",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._sharding)
@@ -137,6 +138,7 @@ class ShardedTrainerMixin:
                 "A checkpoint of an unsharded Trainer holds whole optimizer state by number, not by parameters' names.",
                 got=str(folder / "optimizer.pt"),
                 remedy="take its weights alone: from_pretrained(checkpoint), and train without resume_from_checkpoint",
+                code="K184",
             )
         if (folder / SCHEDULER).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))

@@ -46,6 +46,7 @@ def unit_classes(model: nn.Module, names: Iterable[str | type] | None = None) ->
                 expected=f"some of {', '.join(sorted({type(m).__name__ for m in inside}))}",
                 got=one if isinstance(one, str) else getattr(one, "__name__", repr(one)),
                 remedy="leave units away to take the model's own plan (_no_split_modules)",
+                code="C243",
             )
         found |= classes
     return found
@@ -93,7 +94,9 @@ def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     settings = dict(sharding)
     units, word = settings.pop("units", None), settings.pop("mixed_precision", "no")
     if word not in _DTYPES:
-        raise ConfigError("mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(word))
+        raise ConfigError(
+            "mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(word), code="C242"
+        )
     dtype = _DTYPES[word]
     if dtype is not None:
         if "mp_policy" in settings:
@@ -101,6 +104,7 @@ def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 "mixed_precision and mp_policy say the same in two ways.",
                 got=f"mixed_precision={word!r}, mp_policy={settings['mp_policy']}",
                 remedy='give mp_policy with mixed_precision="no"',
+                code="C241",
             )
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     return units, settings
