@@ -129,10 +129,10 @@ class QuantisedRows(torch.Tensor):
             made = {name: one.new_zeros((rest[0][0], *one.shape[1:])) for name, one in first.pieces.items()}
             return cls(made, first.recipe, first.dtype)
         raise NotSupportedError(
-            "Pieces of a quantised weight can be moved, cut and gathered, and not be computed with.",
-            got=f"{func} of a {args[0].recipe.cls.__name__ if isinstance(args[0], cls) else 'weight'}",
-            remedy="compute where its unit is gathered: in the module's forward, or in summon_full_params or unshard()",
-            code="C232",
+            "Pieces of a quantised weight are moved, cut and gathered, and computed with where their unit is gathered.",
+            got=f"{func} of {first!r}",
+            remedy="call the module through its unit's forward, after fully_shard",
+            code="C246",
         )
 
     def _each(self, func: Any, rest: Any, kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ def fit(model: Any, folder: Path, strict: bool) -> None:
                 **told,
                 remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
                 "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
-                code="K171",
+                code="K116",
             )
         warnings.warn(
             message("Files and model have different names; the rest was loaded.", **told, code="W017"), stacklevel=3

@@ -50,8 +50,8 @@ def from_pretrained(
             `lambda model: peft.get_peft_model(model, settings)` does. Parameters that it adds are kept, those of the
             first rank on all.
         quantise: given each block with its weights, whole and on the CPU, before it is sharded; puts others in
-            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a time, and in
-            the end what is in none.
+            their places, as `lambda block: torchao.quantize_(block, ...)` does. One block is whole at a
+            time, and in the end what is in none.
         mixed_precision, **sharding: see `shard`.
 
     Returns:
@@ -70,7 +70,7 @@ def from_pretrained(
             code="C216",
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype), code="C215")
+        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype), code="C190")
     base = on_meta(source, where, dtype)
     fit(base, where, strict)
     model = base if prepare is None else _prepared(base, prepare)
