@@ -12,14 +12,21 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 
+DRAWN: dict[str, str] = {}
+"""By the first test, for all: reading the whole source takes seconds."""
+
+
 @pytest.fixture
 def pictures(fake_world) -> dict[str, str]:
+    if DRAWN:
+        return DRAWN
     spec = importlib.util.spec_from_file_location("draw_pictures", FOLDER / "draw.py")
     assert spec is not None and spec.loader is not None
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     fake_world(2)
-    return drawing.drawn(drawing.record())
+    DRAWN.update(drawing.drawn(drawing.record()))
+    return DRAWN
 
 
 def test_the_committed_pictures_are_up_to_date(pictures):

@@ -8,6 +8,7 @@ names.html, letter-a.html              the index of all names, and its pages by 
 from __future__ import annotations
 
 import posixpath
+from functools import lru_cache
 from urllib.parse import quote
 
 from .facts import Definition
@@ -39,6 +40,12 @@ def letter_page(name: str) -> str:
     return f"letter-{first if first.isascii() and first.isalpha() else 'other'}.html"
 
 
+@lru_cache(maxsize=1 << 16)
+def relative(target: str, origin: str) -> str:
+    """The path from one page to another. Kept: a site asks the same a hundred thousand times."""
+    return quote(posixpath.relpath(target, posixpath.dirname(origin) or "."))
+
+
 def to(target: str, origin: str, anchor: str = "") -> str:
     """The link from one page to another.
 
@@ -49,7 +56,7 @@ def to(target: str, origin: str, anchor: str = "") -> str:
     where = f"#{quote(anchor, safe='.<>-_')}" if anchor else ""
     if target == origin:
         return where or posixpath.basename(target)
-    return quote(posixpath.relpath(target, posixpath.dirname(origin) or ".")) + where
+    return relative(target, origin) + where
 
 
 def source_line(made: Definition, origin: str) -> str:
