@@ -32,7 +32,7 @@ def give_up(parameters: Iterable[Any]) -> None:
     waiting = False
     for root in list(ROOTS):
         root.recover_if_broken()
-        waiting = waiting or any([one.unit.accumulates for one in root.units])
+        waiting = waiting or any([g.accumulates for one in root.units for g in one.unit.gradients])
     if not waiting:
         return
     units: dict[int, tuple[Unit, set[int]]] = {}

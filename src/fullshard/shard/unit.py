@@ -343,16 +343,9 @@ class Unit:
 
         return applied, finish
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether something was accumulated that no reduction has taken yet."""
-        return any([gradients.accumulates for gradients in self.gradients])
-
     def give_up_gradients(self, parameters: set[int]) -> None:
         """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
-        for gradients in self.gradients:
-            if not gradients.accumulates:
-                continue
+        for gradients in [one for one in self.gradients if one.accumulates]:
             bucket = gradients.bucket
             live = gradients.live_bytes
             gradients.give_up([m for m in bucket.members if {id(bucket.flat_parameter), id(m.sharded)} & parameters])
