@@ -88,6 +88,12 @@ def example(test: str) -> Example:
     return Example(test, function.lineno, source)
 
 
+def shows(test: str, code: str) -> bool:
+    """Whether a test is about a code. A program made as an example names its own, and may raise others on the way."""
+    path = test.partition("::")[0]
+    return not test.startswith(PROGRAMS) or code in ast.unparse(functions(path)[function_of(test)])
+
+
 def chosen(raised: dict[str, set[str]], known: dict[str, str]) -> dict[str, str]:
     """For each code the test that shows it best: a program made for that, the one before, or the shortest."""
     several: defaultdict[str, int] = defaultdict(int)
@@ -112,10 +118,11 @@ def main() -> None:
     for name in sys.argv[1:]:
         for line in Path(name).read_text().splitlines():
             code, _, test = line.partition("\t")
-            if len(code) == 4 and function_of(test) in functions(test.partition("::")[0]):
+            if len(code) == 4 and function_of(test) in functions(test.partition("::")[0]) and shows(test, code):
                 raised[code].add(test)
     known = {site.code for site in codes.sites()}
-    table = {code: test for code, test in chosen(raised, read_table()).items() if code in known}
+    before = {code: test for code, test in read_table().items() if code in known and shows(test, code)}
+    table = {code: test for code, test in chosen(raised, before).items() if code in known}
     TABLE.write_text("".join(f"{code}\t{test}\n" for code, test in table.items()))
     print(f"{len(table)} codes have a test")
 
