@@ -34,7 +34,7 @@ test-all: $(STAMP)
 
 CLIENTS := $(VENV)/.clients
 $(CLIENTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable ".[dev,hf,lightning,trl]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable ".[dev,hf,lightning,trl,torchao]"
 	@touch $@
 
 test-clients: $(CLIENTS)

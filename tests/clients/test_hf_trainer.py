@@ -13,6 +13,7 @@ from tiny import LENGTH, Sentences, llama
 
 import fullshard
 from fullshard.integrations import hf
+from fullshard.integrations.hf.saving import converted
 
 
 def sharded_class(base: Any = None) -> Any:
@@ -221,6 +222,44 @@ def saved_model(tied: bool, folder: str) -> bool:
         with torch.no_grad():
             close(found(**batch()).loss, expected)
     assert not list(Path(folder).glob(".fullshard*"))
+    return True
+
+
+def test_models_whose_files_have_other_names(run_clients, tmp_path):
+    assert all(run_clients(other_names, str(tmp_path)))
+
+
+def other_names(folder: str) -> bool:
+    """Transformers stacks experts while it loads: files are as its own, and loading them into shards is refused."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
+    config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2, tie_word_embeddings=False)
+    torch.manual_seed(1)
+    plain = MixtralForCausalLM(config).eval()
+    model = hf.shard(plain)
+    with torch.no_grad():
+        expected = model(**batch()).logits
+    assert converted(model) and not converted(llama())
+    hf.save_pretrained(model, f"{folder}/experts")
+    from safetensors import safe_open
+
+    with safe_open(f"{folder}/experts/model.safetensors", "pt") as files:
+        assert any("experts.1." in name for name in files.keys())  # noqa: SIM118 - no dict
+    with torch.no_grad():
+        close(MixtralForCausalLM.from_pretrained(f"{folder}/experts")(**batch()).logits, expected)
+    with pytest.raises(fullshard.CheckpointError, match="experts"):
+        hf.from_pretrained(MixtralForCausalLM, f"{folder}/experts")
+    fullshard.save_safetensors(model, f"{folder}/stacked")
+    again = hf.from_pretrained(MixtralForCausalLM, f"{folder}/stacked")
+    with torch.no_grad():
+        close(again(**batch()).logits, expected)
     return True
 
 

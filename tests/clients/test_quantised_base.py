@@ -222,9 +222,10 @@ def test_trainers_take_it_adopted_or_not(run_adopted, run_clients, tmp_path):
     """DDP cannot send such weights. The mixin's are told from the model's own by the test above."""
     expected = run_clients(by_trainer, "mixin", str(tmp_path))[0]
     assert expected[0] != expected[-1]
-    for way in ("v1", "v2"):
-        for found in run_adopted(by_trainer, way, str(tmp_path)):
-            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+    for found in run_adopted(by_trainer, "v2", str(tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+    with pytest.raises(fullshard.ConfigError, match=r"base_layer.weight(.|\n)*by_rows"):
+        run_adopted(by_trainer, "v1", str(tmp_path))
 
 
 def by_trainer(way: str, folder: str) -> list[float]:

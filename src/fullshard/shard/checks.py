@@ -39,8 +39,8 @@ def check_type(name: str, parameter: torch.Tensor, extensions: bool = True) -> N
             expected="a plain tensor, or for fully_shard a class with fsdp_pre_all_gather and "
             "fsdp_post_all_gather that is not within a DTensor",
             got=type(inner).__name__,
-            remedy="implement these two methods, put it in ignored_params (ignored_states), or shard the weight "
-            "before it is quantised",
+            remedy="shard it by fully_shard, after fullshard.integrations.quantised.by_rows(model) if it is frozen; "
+            "implement these two methods; or put it in ignored_params (ignored_states)",
             code="C175",
         )
 

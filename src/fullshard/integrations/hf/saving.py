@@ -15,6 +15,7 @@ from ...api.whole import gathered
 from ...errors import ConfigError
 from ...store.hugging_face import save_safetensors
 from ...store.lora import is_peft_model
+from ...store.ranks import Ranks
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -46,16 +47,24 @@ def save_pretrained(
         CheckpointError: the folder cannot be written, on any rank.
     """
     if converted(model) and dtype is None:
-        state = gathered(model, "save_pretrained")
-        if state:
-            type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[attr-defined]
+        state, own = gathered(model, "save_pretrained"), getattr(model, "save_pretrained")  # noqa: B009 - of no nn.Module
+        with Ranks(process_group).step("save_pretrained", files=True):
+            if state:
+                own(str(folder), state_dict=state, max_shard_size=max_shard_size)
         return
     write_weights(model, folder, dtype=dtype, max_shard_size=max_shard_size, process_group=process_group)
 
 
 def converted(model: nn.Module) -> bool:
     """Whether transformers changes names or shapes of this model's weights between memory and files."""
-    return bool(getattr(model, "_weight_conversions", None))
+    noted = getattr(model, "_weight_conversions", None)  # by its own from_pretrained
+    if noted is not None or not hasattr(model, "config") or is_peft_model(model):
+        return bool(noted)
+    try:
+        from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
+    except ImportError:  # before version 5, which converts nothing
+        return False
+    return any(not isinstance(one, PrefixChange) for one in get_model_conversion_mapping(model, add_legacy=False))
 
 
 def write_weights(
@@ -77,13 +86,19 @@ def write_weights(
     size, where = bytes_of(max_shard_size), Path(folder)
     adapter = any(is_peft_model(module) for module in model.modules())
     fresh = where / ".fullshard-writing"
-    first = not dist.is_initialized() or dist.get_rank(process_group) == 0
-    if first:
-        shutil.rmtree(fresh, ignore_errors=True)
-        where.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks(process_group)
+    with ranks.step("making a folder for weights", files=True):
+        if ranks.is_first:
+            shutil.rmtree(fresh, ignore_errors=True)
+            where.mkdir(parents=True, exist_ok=True)
     save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=adapter, process_group=process_group)
-    if not first:
-        return
+    with ranks.step("putting weights in their places", files=True):  # no rank returns before they are
+        if ranks.is_first:
+            _put(fresh, where)
+
+
+def _put(fresh: Path, where: Path) -> None:
+    """Move files of a folder within another out into that one, in the place of weights that are there."""
     made = {path.name for path in fresh.iterdir()}
     for old in list(where.iterdir()):
         if _WEIGHTS.fullmatch(old.name) and old.name not in made:
