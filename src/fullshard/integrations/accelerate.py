@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from ..api.functional.module import FSDPModule
@@ -29,13 +30,6 @@ from ..store.save import save
 from .hf.saving import write_weights
 from .hf.units import is_sharded, shard
 from .optimizers import names_of, point_optimizers
-
-try:
-    from accelerate import Accelerator
-except ImportError as error:
-    raise ImportError(
-        "fullshard.integrations.accelerate needs Accelerate: pip install 'fullshard[hf]'", name=error.name
-    ) from error
 
 FOLDER = "fullshard"
 """In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
