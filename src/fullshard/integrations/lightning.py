@@ -70,6 +70,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             "Some parameters of the model are on meta, and others have values.",
             parameter=real[0],
             remedy="make the whole model on meta in configure_model(), or all of it with values",
+            code="C233",
         )
     module.to_empty(device=device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -82,6 +83,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
                     f"{type(part).__name__} was made on meta and has no reset_parameters() to give it values.",
                     parameter=path or "(root)",
                     remedy="write one, or make the module with values",
+                    code="C234",
                 )
             if own:
                 reset()
@@ -110,6 +112,7 @@ def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> 
             raise CheckpointError(
                 f"{path} is one file, whose optimizer state is by the numbers of parameters.",
                 remedy="load weights alone from it: model.load_state_dict(torch.load(path)['state_dict']) before fit()",
+                code="K173",
             )
         set_model_state_dict(model, found["state_dict"])
         return found
@@ -203,7 +206,7 @@ class FullshardStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder: `fullshard.save`, and the Trainer's own state beside it."""
         if storage_options is not None:
-            raise ConfigError("FullshardStrategy writes checkpoints itself and takes no storage_options")
+            raise ConfigError("FullshardStrategy writes checkpoints itself and takes no storage_options", code="C235")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         step = int(checkpoint.get("global_step", 0))
@@ -233,6 +236,7 @@ def _without_sync(module: Any, enabled: bool = True) -> Iterator[None]:
         raise ConfigError(
             f"no_backward_sync takes a module that was set up by Fabric, got {type(module).__name__}",
             remedy="pass what fabric.setup_module returned",
+            code="C236",
         )
     module.set_requires_gradient_sync(not enabled)
     try:
@@ -284,7 +288,9 @@ class FullshardFabricStrategy(FabricParallelStrategy):  # type: ignore[misc]
     ) -> None:
         """Write a folder: `fullshard.save` of the model and the optimizers in `state`, and what else is in it."""
         if storage_options is not None or filter is not None:
-            raise ConfigError("FullshardFabricStrategy writes checkpoints itself: no storage_options, no filter")
+            raise ConfigError(
+                "FullshardFabricStrategy writes checkpoints itself: no storage_options, no filter", code="C237"
+            )
         model, optimizers, rest = _parts(state)
         values = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
         _save(Path(self.broadcast(path)), model, optimizers, 0, values)
@@ -306,7 +312,9 @@ class FullshardFabricStrategy(FabricParallelStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(path))
         lacking = sorted(rest.keys() - _rest(path).keys()) if strict else []
         if lacking:
-            raise CheckpointError(f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.")
+            raise CheckpointError(
+                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.", code="K174"
+            )
         found = dict(_load(path, model, optimizers, strict))
         for key, one in rest.items():
             if key in found and hasattr(one, "load_state_dict"):
@@ -333,6 +341,7 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, list[Any], dict[str, An
             "A checkpoint holds one model and its optimizers.",
             got=f"{len(models)} models",
             remedy='pass {"model": model, "optimizer": optimizer, ...}; several models: a checkpoint each',
+            code="C238",
         )
     optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
     apart = {id(one) for one in (*models, *optimizers)}
