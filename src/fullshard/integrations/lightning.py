@@ -77,7 +77,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
         for path, part in module.named_modules():
             own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-            reset = getattr(part, "reset_parameters", None) or getattr(part, "reset_running_stats", None)
+            reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "reset_running_stats", None)
             if own and reset is None:
                 raise ConfigError(
                     f"{type(part).__name__} was made on meta and has no reset_parameters() to give it values.",
@@ -127,7 +127,7 @@ def _rest(path: Path) -> dict[str, Any]:
     return found
 
 
-class FullshardStrategy(ModelParallelStrategy):  # type: ignore[misc]
+class FullshardStrategy(ModelParallelStrategy):
     """Shards a LightningModule over all ranks; `Trainer(strategy="fullshard")` is this with defaults.
 
     Args:
@@ -147,15 +147,15 @@ class FullshardStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Each rank has data of its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def setup_environment(self) -> None:
-        """Make the process group, and a mesh of all ranks, which `configure_model` finds as `self.device_mesh`."""
+    def _setup_distributed(self) -> None:
+        """All ranks are one mesh, which `configure_model` finds as `self.device_mesh`."""
         self._data_parallel_size = self.num_processes * self.num_nodes
-        super().setup_environment()
+        super()._setup_distributed()
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, then make its optimizers."""
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model: Any = self.precision_plugin.convert_module(self.lightning_module)
         self._sharding.apply(self.model, self.device_mesh["data_parallel"], self.root_device)
         self.model_to_device()
         self.barrier()
@@ -224,7 +224,7 @@ class FullshardStrategy(ModelParallelStrategy):  # type: ignore[misc]
         strategy_registry.register(NAME, cls, description="Fully sharded, by Fullshard", override=True)
 
 
-class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]
+class _SyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
         """See `fabric.no_backward_sync`."""
         return _without_sync(module, enabled)
@@ -245,7 +245,7 @@ def _without_sync(module: Any, enabled: bool = True) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-class FullshardFabricStrategy(FabricParallelStrategy):  # type: ignore[misc]
+class FullshardFabricStrategy(FabricParallelStrategy):
     """The same for Fabric: `setup_module` shards. Arguments as of `FullshardStrategy`."""
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
@@ -261,10 +261,9 @@ class FullshardFabricStrategy(FabricParallelStrategy):  # type: ignore[misc]
         """Each rank has data of its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def setup_environment(self) -> None:
-        """Make the process group, and a mesh of all ranks."""
+    def _setup_distributed(self) -> None:
         self._data_parallel_size = self.num_processes * self.num_nodes
-        super().setup_environment()
+        super()._setup_distributed()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module, in place."""
