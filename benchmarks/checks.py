@@ -106,7 +106,7 @@ def main() -> None:
     context = get_context("spawn")
     results = context.Queue()
     folder = mkdtemp(prefix=Path(__file__).stem)
-    ranks = [context.Process(target=rank_main, args=(rank, folder, count // 2, results)) for rank in range(2)]
+    ranks = [context.Process(target=rank_main, args=(rank, folder, max(count // 10, 5), results)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     compared = results.get(timeout=600)
