@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -307,6 +308,15 @@ def with_fabric(folder: str) -> bool:
     assert fabric.load(f"{folder}/half", state) == {"more": [1, "a"]} and state["step"] == 2
     close(train(model, optimizer, 2), losses[2:])
     close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
+    full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
+    with full, pytest.raises(fullshard.CheckpointError, match="the disk is full"):
+        fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 4, "more": []})
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert fabric.load(f"{folder}/half", state)["more"] == [1, "a"] and state["step"] == 2  # what was there is whole
+    fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 3, "more": []})
+    assert fabric.load(f"{folder}/half", state) == {"more": []} and state["step"] == 3
+    assert sorted(os.listdir(folder)) == ["half"]
+    close(train(model, optimizer, 2), losses[2:])
     with pytest.raises(fullshard.CheckpointError, match="lacking"):
         fabric.load(f"{folder}/half", {"model": model, "lacking": 1})
     with pytest.raises(fullshard.ConfigError, match="0 models"):

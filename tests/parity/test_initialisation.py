@@ -146,6 +146,18 @@ def by_auto_wrap_policy(name: str, options: Options) -> list[str]:
     return problems + compare(got, want, FP64, "one process")
 
 
+def test_the_blocks_of_a_sequential_become_units(run_ranks):
+    assert_same(run_ranks(by_auto_wrap_policy_in_a_sequential))
+
+
+def by_auto_wrap_policy_in_a_sequential() -> list[str]:
+    """A model that is a list of blocks itself, with others around them."""
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3)]
+    model = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 2)), auto_wrap_policy="auto")
+    units = {name for name, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)}
+    return [] if units == {"", "1", "2", "3"} else [f"units {sorted(units)}"]
+
+
 @both_layouts
 def test_ignored_parameters(run_ranks, layout):
     assert_same(run_ranks(with_ignored_parameters, double(layout)))

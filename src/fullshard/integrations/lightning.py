@@ -32,6 +32,7 @@ from ..checkpoint.functions import get_model_state_dict, set_model_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..optim import clip_grad_norm_
 from ..store.load import load
+from ..store.ranks import Ranks
 from ..store.save import save
 
 NAME = "fullshard"
@@ -90,14 +91,32 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, rest: dict[str, Any]) -> None:
-    """Write a checkpoint in the place of what is there. Collective."""
-    if dist.get_rank() == 0 and path.exists():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    dist.barrier()
-    save(path, model, optimizers, step=step, rng=False)
-    if dist.get_rank() == 0:
-        torch.save(rest, path / META)
-    dist.barrier()
+    """Write a checkpoint beside what is there, and put it in its place once it is whole. Collective.
+
+    Raises:
+        CheckpointError: it could not be written, on every rank; what was there is as it was.
+    """
+    fresh, old = (path.with_name(f".{path.name}.{what}") for what in ("new", "old"))
+    ranks = Ranks()
+    with ranks.step("making room for a checkpoint"):
+        if ranks.is_first:
+            _remove(fresh)  # of a save that was killed
+    save(fresh, model, optimizers, step=step, rng=False)
+    with ranks.step("putting a checkpoint in its place"):
+        if ranks.is_first:
+            torch.save(rest, fresh / META)
+            _remove(old)
+            if path.exists():
+                path.rename(old)
+            fresh.rename(path)
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> dict[str, Any]:

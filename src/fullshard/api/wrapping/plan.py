@@ -26,8 +26,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Returns:
         The blocks in module order; empty if the model repeats nothing.
     """
-    found: list[nn.Module] = []
-    _search(model, found, set())
+    found = _blocks_of(model) if isinstance(model, nn.Sequential) else []
+    if not found:
+        _search(model, found, set())
     return found
 
 
