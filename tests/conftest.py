@@ -30,7 +30,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of cases in many ways a part is run, the same in each run; `--all-ways` takes all.
 
-    Left out are those marked `further`; of the cases of any test on ranks the half, of one in `_MANY` all but a part, by
+    Left out are those marked `further`; of the cases of a test on ranks the half, of one in `_MANY` all but a part, by
     their names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
     `owner`, which differ from `flat` in the plan alone. Of every test one case is run. Random models
     (`random_runs.py`) go through this in other ways.
