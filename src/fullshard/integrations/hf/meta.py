@@ -106,6 +106,15 @@ def fit(model: Any, folder: Path, strict: bool) -> None:
             "expected": f"{_some(missing)}, which the files lack" if missing else "the model's names alone",
             "got": f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
         }
+        if there.isdisjoint(named):
+            prefix = getattr(model, "base_model_prefix", "")
+            raise CheckpointError(
+                "Safetensors files hold no parameter of the model; nothing was loaded.",
+                **told,
+                remedy="name the class that wrote them (in the folder's config.json, architectures), and take the part "
+                f"that you want of its model, as model.{prefix or 'model'}; transformers' from_pretrained would do so",
+                code="K175",
+            )
         if strict:
             raise CheckpointError(
                 "Safetensors files and the model have different names; nothing was loaded.",

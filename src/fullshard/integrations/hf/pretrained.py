@@ -26,7 +26,7 @@ def from_pretrained(
     source: Any,
     folder: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = True,
     prepare: Callable[[Any], nn.Module] | None = None,
     quantise: Callable[[Any], object] | None = None,
@@ -43,7 +43,8 @@ def from_pretrained(
         source: a class of transformers (`LlamaForCausalLM`, `AutoModelForCausalLM`, ...), whose configuration is read
             from the folder; or a configuration, whose `architectures` name the class.
         folder: local, of safetensors files, with an index or without.
-        dtype: of the parameters; files are cast to it. None: what the configuration says, else float32.
+        dtype: of the parameters, or its name; files are cast to it. None or "auto": what the configuration says, else
+            float32.
         strict: whether names must be the same on both sides. False: what files lack is initialised as the model does
             it, the same on all ranks, what the model lacks is left, and a warning names both.
         prepare: given the model before it is sharded, with parameters on meta; returns the one to shard, as
@@ -69,8 +70,15 @@ def from_pretrained(
             remedy="download it first; nothing is fetched here",
             code="C216",
         )
+    if isinstance(dtype, str):  # as transformers takes it
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError("dtype must be a floating-point dtype, or None.", got=repr(dtype), code="C190")
+        raise ConfigError(
+            "dtype must be a floating-point dtype, its name, or None.",
+            got=repr(dtype),
+            remedy="torch.bfloat16, say; None or 'auto' takes what the configuration says",
+            code="C190",
+        )
     base = on_meta(source, where, dtype)
     fit(base, where, strict)
     model = base if prepare is None else _prepared(base, prepare)

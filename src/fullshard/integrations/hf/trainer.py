@@ -39,7 +39,7 @@ class ShardedTrainerMixin:
         sharding: arguments of `fullshard.integrations.hf.shard`: units, mesh, reshard_after_forward, layout, ...
 
     Raises:
-        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too.
+        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too; a class that names the mixin after the Trainer.
     """
 
     model: Any
@@ -49,7 +49,25 @@ class ShardedTrainerMixin:
     lr_scheduler: Any
     state: Any
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        before = cls.__mro__[: cls.__mro__.index(ShardedTrainerMixin)]
+        if any(base.__module__.startswith("transformers.") for base in before):
+            raise ConfigError(
+                f"{cls.__name__} names ShardedTrainerMixin after the Trainer, whose methods then run in its place.",
+                got=" before ".join(base.__name__ for base in cls.__bases__),
+                remedy=f"class {cls.__name__}(ShardedTrainerMixin, ...)",
+                code="C253",
+            )
+
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        if sharding is not None and not isinstance(sharding, Mapping):
+            raise ConfigError(
+                "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
+                expected='{"reshard_after_forward": True}, say',
+                got=repr(sharding),
+                code="C254",
+            )
         self._sharding = dict(sharding or {})
         super().__init__(*args, **settings)
 

@@ -122,6 +122,7 @@ def wrap_policy(model: nn.Module, units: Any) -> Any:
     Raises:
         ConfigError: see `unit_classes`.
     """
+    units = [units] if isinstance(units, str) and units != "auto" else units
     named = isinstance(units, (set, frozenset, tuple, list))
     if units is not None and not named:
         return [units] if isinstance(units, type) else units
