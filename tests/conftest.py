@@ -30,8 +30,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of cases in many ways a part is run, the same in each run; `--all-ways` takes all.
 
-    Left out are those marked `further`; of the cases of a test on ranks the half, of one in `_MANY` all but a part, by
-    their names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
+    Left out are those marked `further`; of the cases of a test on ranks a quarter, of one in `_MANY` fewer, by their
+    names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
     `owner`, which differ from `flat` in the plan alone. Of every test one case is run. Random models
     (`random_runs.py`) go through this in other ways.
     """
@@ -62,13 +62,13 @@ def _number(item: pytest.Item) -> int | None:
     given = set(map(str, call.params.values())) if call is not None else set()
     if not given:
         return 0
-    part = _MANY.get(item.path.stem, 1) * (_HALF if "run_ranks" in getattr(item, "fixturenames", ()) else 1)
+    part = _MANY.get(item.path.stem, 1) * (_PART if "run_ranks" in getattr(item, "fixturenames", ()) else 1)
     if "/corners/" in str(item.path):
         part = max([every for way, every in _CORNERS.items() if way in given], default=part)
     return zlib.crc32(item.name.encode()) % part
 
 
-_HALF = 2
+_PART = 4
 _CORNERS = {"rows": 12, "flat": 15, "wrapper": 15, "originals": 15, "blocks": 30, "owner": 30}
 _MANY = {
     **dict.fromkeys(("test_happens_before", "test_settings", "test_packed", "test_delayed", "test_wrapper"), 8),

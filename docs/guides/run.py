@@ -91,6 +91,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, options.page.stem.replace("-", "_") + ".py")
         path.write_text(program)
+        Path(folder, "docs").symlink_to(Path(__file__).resolve().parents[1])  # pages open their programs there
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
         return subprocess.run([*launcher, str(path)], cwd=folder, check=False).returncode
 

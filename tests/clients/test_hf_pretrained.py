@@ -133,7 +133,7 @@ def test_names_that_differ(run_clients, tmp_path):
 
 def differing(folder: str) -> bool:
     """Refused by name; or what is missing starts as the model starts it, alike on all ranks."""
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
     plain = written(folder)
     with pytest.raises(fullshard.CheckpointError, match=r"score.weight(.|\n)*lm_head.weight"):
@@ -164,8 +164,18 @@ def differing(folder: str) -> bool:
     for source, where, more in ((torch.nn.Linear, folder, {}), (LlamaForCausalLM, "no/such", {}), (3, folder, {})):
         with pytest.raises(fullshard.ConfigError):
             hf.from_pretrained(source, where, **more)
-    with pytest.raises(fullshard.ConfigError, match="dtype"):
-        hf.from_pretrained(LlamaForCausalLM, folder, dtype="bfloat16")
+    for dtype in ("bfloat61", torch.int8):
+        with pytest.raises(fullshard.ConfigError, match="dtype"):
+            hf.from_pretrained(LlamaForCausalLM, folder, dtype=dtype)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+    dist.barrier()
+    for strict in (True, False):  # its names lack "model.", so that nothing fits
+        with pytest.raises(fullshard.CheckpointError, match="no parameter of the model"):
+            hf.from_pretrained(LlamaModel, folder, strict=strict)
+    model = hf.from_pretrained(LlamaForCausalLM, folder, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     return True
 
 

@@ -327,3 +327,13 @@ def test_units_are_the_models_own():
     assert {cls.__name__ for cls in hf.unit_classes(llama())} == {"LlamaDecoderLayer"}
     assert {cls.__name__ for cls in hf.unit_classes(llama(), ["LlamaMLP"])} == {"LlamaMLP"}
     assert hf.unit_classes(torch.nn.Linear(2, 2)) == set()
+
+
+def test_the_mixin_comes_first():
+    from transformers import Trainer
+
+    with pytest.raises(fullshard.ConfigError, match="names ShardedTrainerMixin after the Trainer"):
+        type("Bad", (Trainer, hf.ShardedTrainerMixin), {})
+    made = type("Good", (hf.ShardedTrainerMixin, type("Mine", (Trainer,), {})), {})
+    with pytest.raises(fullshard.ConfigError, match="sharding is a dictionary"):
+        made(sharding="full")

@@ -74,7 +74,7 @@ def from_pretrained(
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(
-            "dtype must be a floating-point dtype, its name, or None.",
+            "dtype must be a floating-point dtype, or None.",
             got=repr(dtype),
             remedy="torch.bfloat16, say; None or 'auto' takes what the configuration says",
             code="C190",
