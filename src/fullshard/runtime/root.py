@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..agreement import Guide, Line, Position, check_same_model, check_same_weights, differing, meet
 from ..comm import Comm
@@ -21,6 +20,7 @@ from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
+from .departure import warn_of_departure
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
 from .schedule import Orders
@@ -254,8 +254,7 @@ class Root:
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
         self.guide.end()
-        if not self.orders.told and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            self.orders.warn_of_departure([one.unit.name for one in self.units], self.top.unit.rank)
+        warn_of_departure(self.orders, self.position.names, self.top.unit.rank)
         self.orders.end_forward(self.pass_grad)
         self.position.end()
         self._settle()

@@ -7,11 +7,8 @@ rest of that pass, and the new order is what the next one goes by. Nothing but s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
-
-from ..errors import message
 
 
 class Order:
@@ -113,21 +110,6 @@ class Orders:
         self.forward.finish()
         if with_grad:
             self.backward.suggest(self.forward.known[::-1])
-
-    def warn_of_departure(self, names: Sequence[str], rank: int) -> None:
-        """Say once that a pass ran units in another order than the ones before: ranks are compared along the first."""
-        found = self.forward.departure()
-        if found is not None:
-            self.told = True
-            known, now = ("none" if i is None else f"unit {names[i] or '(root)'!r}" for i in found)
-            warnings.warn(
-                message(
-                    f"Forward order differs from that of the first iteration: rank {rank} ran {now} where it ran "
-                    f"{known} before. Every rank has to change its order in the same way.",
-                    code="W010",
-                ),
-                stacklevel=3,
-            )
 
     def forget(self) -> None:
         """Begin anew: the next pass of each kind is the first."""

@@ -284,6 +284,13 @@ class Gradients:
             self.bucket.turns.give()
             self.state = GradState.NONE
 
+    def give_up_parameters(self, parameters: set[int]) -> int:
+        """`give_up` for these sharded parameters, by id; returns how many bytes are no longer held."""
+        bucket, live = self.bucket, self.live_bytes
+        whole = id(bucket.flat_parameter) in parameters
+        self.give_up([m for m in bucket.members if whole or id(m.sharded) in parameters])
+        return live - self.live_bytes
+
     def give_up(self, members: Sequence[Member]) -> None:
         """Discard what was accumulated for these members and not delivered yet; nothing while it is being reduced."""
         if not self.accumulates:

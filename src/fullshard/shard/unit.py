@@ -323,9 +323,10 @@ class Unit:
         identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in owner:
+            found = owner.get(id(tensor))
+            if found is None:
                 return fn(tensor)
-            bucket, member = owner[id(tensor)]
+            bucket, member = found
             if id(bucket) not in moved:
                 moved[id(bucket)] = fn(bucket.shard)
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
@@ -345,11 +346,9 @@ class Unit:
 
     def give_up_gradients(self, parameters: set[int]) -> None:
         """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
-        for gradients in [one for one in self.gradients if one.accumulates]:
-            bucket = gradients.bucket
-            live = gradients.live_bytes
-            gradients.give_up([m for m in bucket.members if {id(bucket.flat_parameter), id(m.sharded)} & parameters])
-            self.ledger.reducing -= live - gradients.live_bytes
+        for gradients in self.gradients:
+            if gradients.accumulates:
+                self.ledger.reducing -= gradients.give_up_parameters(parameters)
 
     # Ties across units.
 

@@ -46,8 +46,10 @@ def save_pretrained(
         ConfigError: a size that is none.
         CheckpointError: the folder cannot be written, on any rank.
     """
-    if converted(model) and dtype is None:
+    if converted(model):
         state, own = gathered(model, "save_pretrained"), getattr(model, "save_pretrained")  # noqa: B009 - of no nn.Module
+        if dtype is not None:
+            state = {name: one.to(dtype) if one.is_floating_point() else one for name, one in state.items()}
         with Ranks(process_group).step("save_pretrained", files=True):
             if state:
                 own(str(folder), state_dict=state, max_shard_size=max_shard_size)
@@ -99,12 +101,13 @@ def write_weights(
 
 def _put(fresh: Path, where: Path) -> None:
     """Move files of a folder within another out into that one, in the place of weights that are there."""
-    made = {path.name for path in fresh.iterdir()}
-    for old in list(where.iterdir()):
-        if _WEIGHTS.fullmatch(old.name) and old.name not in made:
-            old.unlink()  # of a save in another number of files
-    for path in list(fresh.iterdir()):
+    made = sorted(fresh.iterdir(), key=lambda path: path.name.endswith(".index.json"))  # which names the others
+    names = {path.name for path in made}
+    for path in made:
         path.replace(where / path.name)
+    for old in list(where.iterdir()):
+        if _WEIGHTS.fullmatch(old.name) and old.name not in names:
+            old.unlink()  # of a save in another number of files
     fresh.rmdir()
 
 
