@@ -297,9 +297,7 @@ def memory_shown_by(tensor: Tensor) -> set[int]:
         return set()
     places = set()
     for part in plain_tensors(tensor):
-        with suppress(
-            RuntimeError
-        ):  # of a compiler, left by another test: it has no memory
+        with suppress(RuntimeError):  # of a compiler, left by another test: it has no memory
             places.add(part.untyped_storage().data_ptr())
     return places - {0}
 
