@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import secrets
+import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -20,6 +23,7 @@ from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import dcp_files, foreach, graph_nodes, store, tensor_hooks, transforms, versions
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group
+from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range
@@ -312,6 +316,39 @@ def over_an_own_group() -> tuple[float, list[float], list[float], list[str | Non
 
 def threads_named(name: str) -> int:
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are seen in /proc")
+def test_gloos_threads_have_the_name_by_which_they_are_found(run_ranks) -> None:
+    assert min(run_ranks(threads_of_gloo)) > 0
+
+
+def threads_of_gloo() -> int:
+    dist.all_reduce(torch.ones(3))
+    assert wait_for_rest(10.0)
+    return len(gloo_states())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are seen in /proc")
+def test_the_end_waits_for_a_thread_of_gloos_that_still_runs() -> None:
+    """Else it would be ended while it holds a collective's tensors, and the process with it."""
+    begun, over = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        Path("/proc/thread-self/comm").write_text(GLOO_THREAD)
+        begun.set()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            hashlib.sha256(bytes(1 << 22))  # without the interpreter's lock
+        over.set()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    begun.wait()
+    assert not wait_for_rest(0.05)
+    assert wait_for_rest(10.0)
+    assert over.is_set()
+    thread.join()
 
 
 def test_a_wait_that_is_over_can_be_gone_on_with(run_ranks) -> None:

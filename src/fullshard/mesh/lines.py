@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from ..torch_private.gloo_group import gloo_group
+from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lines]] = weakref.WeakKeyDictionary()
@@ -71,6 +72,7 @@ def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> L
     found = lines_of(group, ranks)
     if found.is_open:
         return found
+    rest_at_exit()
     before = set(_sockets().values())
     timeout = timeout_of(group)
     rank = ranks.index(dist.get_rank())
