@@ -105,6 +105,25 @@ def test_a_course_that_is_left_is_new_until_it_was_taken_again():
     assert course.next(9) and not course.begin("step")
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 2), max_size=4)), max_size=8), st.data())
+def test_passes_tell_all_that_they_went_on_with_once(passes, data):
+    """Whenever they are asked, also where a pass goes on otherwise than the one before it, or ends early."""
+    course, last = Course(), {}
+    for kind, tokens in passes:
+        course.begin(kind)
+        told, known = [], []
+        for token in tokens:
+            known.append(course.next(token))
+            told += course.untold() if data.draw(st.booleans()) else []
+        told += course.running.untold()
+        course.end()
+        assert told == tokens
+        alike = [a == b for a, b in zip(tokens, last.get(kind, []), strict=False)]
+        follows = alike.index(False) if False in alike else len(alike)
+        assert known == [at < follows for at in range(len(tokens))]
+        last[kind] = tokens
+
+
 def test_a_pass_that_was_broken_off_counts_as_it_does_where_nothing_was_raised():
     """A rank that raises after its last token, and one that does not, foresee the same."""
     raises, ends = Course(), Course()
@@ -188,23 +207,32 @@ def test_a_report_fits_a_screen_for_a_thousand_ranks():
 def test_a_board_is_read_by_another_process():
     ours = Board()
     theirs = Board(ours.fd)
-    for number in range(1, 1301):
-        ours.record(word(GATHER, ROOT + number % 3) + number * TURN, 2)
+    ours.stepped(7)
+    for number in range(1, 2501):
+        if number == 2000:
+            ours.record_step(ROOT, 2)
+        elif number == 2001:
+            ours.record_step(2 * ROOT, 1 << 32 | 5)
+        else:
+            ours.record(word(GATHER, ROOT + number % 3) + number * TURN)
     seen = theirs.records()
-    assert [one.number for one in seen] == list(range(1300 - 1022, 1301)) and theirs.count == 1300
-    assert all(one == Record(one.number, one.number, 2, ROOT + one.number % 3, GATHER) for one in seen)
-    assert told(seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}) | {"unit": "x", "bytes": 6, "turn": 1300} == told(
+    there = [number for number in range(2500 - 2046, 2501) if number not in (2000, 2001)]
+    assert [one.number for one in seen] == there and theirs.count == 2500
+    assert seen == [Record(number, number, 7 if number < 2000 else 2, ROOT + number % 3, GATHER) for number in there]
+    assert told(seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}) | {"unit": "x", "bytes": 6, "turn": 2500} == told(
         seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}
     )
-    ours.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN, 2)  # the largest word
-    assert told(theirs.records()[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
+    ours.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN)  # the largest word
+    ours.record(word(COMPARE, 2 * ROOT))
+    assert theirs.records()[-1].step == 5
+    assert told(theirs.records()[-2], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
     theirs.look()
     moved = theirs.moved
     theirs.look()
     assert theirs.moved == moved > 0
     ours.note("Traceback ...\nValueError: é")
     assert theirs.raised == "Traceback ...\nValueError: é"
-    ours.record(word(GATHER, ROOT), 2)
+    ours.record(word(GATHER, ROOT))
     assert theirs.raised is None  # it went on
     theirs.condemn("x" * 100_000)
     assert ours.condemned() and len(ours.verdict or "") == 64 * 1024 - 8

@@ -7,6 +7,10 @@ known course compares first (`position.py`), and so never issues a collective th
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import length_hint
+
+NOTHING = -1
+"""What is expected where nothing is."""
 
 _MEMORY = 128  # passes
 _CONTEXT = 16  # passes that a prediction looks back
@@ -51,13 +55,17 @@ class Course:
         """The pass goes on with this; returns whether it did so last time. Outside of passes: True."""
         return self.running is None or self.running.goes_on_with(token)
 
+    def untold(self) -> list[int]:
+        """What the passes that run now have gone on with since this was asked last; those around others first."""
+        return [token for one in self._passes for token in one.untold()]
+
     def end(self) -> None:
         """The pass that began last is over; this is how passes of its kind go."""
         if self._passes:
             over = self._passes.pop()
             self.running = self._passes[-1] if self._passes else None
-            if not over.follows or over.at != len(over.known):
-                self._known[over.kind] = over.seen if not over.follows else over.known[: over.at]
+            if not over.follows or length_hint(over.ahead):
+                self._known[over.kind] = over.taken()
 
     def lose(self) -> None:
         """Passes were broken off. They count as they are: on other ranks, where nothing was raised, they ended."""
@@ -78,26 +86,48 @@ class Running:
         kind: of the pass.
         known: what the last pass of the kind went on with; empty if there was none.
         follows: whether this one has gone on alike so far.
-        at: how far, while it does.
-        seen: what it has gone on with, once it does not.
+        ahead: what it is to go on with if it goes on alike; nothing once it does not.
+        told: how much of what it went on with was told by `untold`.
     """
 
-    __slots__ = ("at", "follows", "kind", "known", "seen")
+    __slots__ = ("_seen", "ahead", "follows", "kind", "known", "told")
 
     def __init__(self, kind: Hashable, known: list[int]) -> None:
-        self.kind, self.known, self.follows, self.at = kind, known, True, 0
-        self.seen: list[int] = []
+        self.kind, self.known, self.follows, self.ahead, self.told = kind, known, True, iter(known), 0
+        self._seen: list[int] = []
 
     def goes_on_with(self, token: int) -> bool:
         """See `Course.next`."""
-        if self.follows:
-            at = self.at
-            if at < len(self.known) and self.known[at] == token:
-                self.at = at + 1
-                return True
-            self.follows, self.seen = False, self.known[:at]
-        self.seen.append(token)
+        expected = next(self.ahead, NOTHING)
+        if expected == token:
+            return True
+        self.departs(token, expected)
         return False
+
+    def departs(self, token: int, expected: int) -> None:
+        """It goes on with this, where another one was expected, which was taken off `ahead`."""
+        self.leaves(too_far=0 if expected == NOTHING else 1)
+        self._seen.append(token)
+
+    def leaves(self, too_far: int = 0) -> None:
+        """Nothing more is expected.
+
+        Args:
+            too_far: how many were taken off `ahead` that it did not go on with.
+        """
+        if self.follows:
+            self._seen = self.known[: len(self.known) - length_hint(self.ahead) - too_far]
+            self.follows, self.ahead = False, iter(())
+
+    def taken(self) -> list[int]:
+        """What it has gone on with."""
+        return self._seen if not self.follows else self.known[: len(self.known) - length_hint(self.ahead)]
+
+    def untold(self) -> list[int]:
+        """What it has gone on with since this was asked last."""
+        found = self.taken()[self.told :]
+        self.told += len(found)
+        return found
 
 
 def following(history: list[Hashable]) -> Hashable:

@@ -9,6 +9,8 @@ watcher tells all of them.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Protocol, get_args
 
@@ -19,12 +21,10 @@ from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, REDUCE, TURN, VERBS, word
-from ..watcher.board import COUNT_WORD, LAST, RING_WORD, VERDICT_WORD
-from .course import Course
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, TURN, VERBS, word
+from ..watcher.board import COUNT_WORD, LAST, RING_WORD, VERB_BITS, VERDICT_WORD
+from .course import NOTHING, Course
 
-_PRIME = 2_147_483_647
-_CODES = len(VERBS)
 _MOST_TURNS = (1 << 31) * TURN
 _MOST = 1 << 20
 """More units than a root has."""
@@ -46,21 +46,20 @@ class Position:
         check: see `Check`.
 
     Attributes:
-        fingerprint: of what was issued since the ranks last agreed.
         step: backwards that reduced so far.
         compares: whether what is new is compared here; not along a first pass, which compares more.
+        reduced: whether the pass that runs now reduced something.
     """
 
     def __init__(self, units: Sequence[Holder], names: list[str], comm: Comm, check: Check = "first") -> None:
         self.units, self.names, self.comm, self.check = units, names, comm, check
-        self.fingerprint = self.step = 0
-        self.compares = True
+        self.step = 0
+        self.compares, self.reduced = True, False
         self._course = Course()
+        self._mixed = 0  # see `fingerprint`, as far as it was worked out
         self._axes = _compared([one.unit for one in units], comm)
         self._place = RANK.new_root(names, [one.unit.gathered_bytes for one in units])
-        self._words = [word(verb, self._place + index) for index in range(len(units)) for verb in range(_CODES)]
-        self._reduced = False
-        self._turn = 0  # of what was recorded, times `TURN`
+        self._first = self._turn = word(0, self._place)  # `_turn`: what is recorded next, but for its token and `TURN`
 
     def begin(self, verb: int, index: int) -> None:
         """A pass begins.
@@ -72,11 +71,14 @@ class Position:
         Raises:
             DivergenceError: other ranks begin another one.
         """
-        self._reduced = False
+        self.reduced = False
         if self._turn > _MOST_TURNS:
-            self._turn = 0
+            self._turn = self._first
         known = self._course.begin((verb, index))
+        RANK.board.record_step(self._place, self.step)
         self._record(verb, index // 2 if verb == FORWARD else 0)
+        if self.check == "every" and self._course.running is not None:
+            self._course.running.leaves()
         if not known or self.check != "first":
             self._compare(verb, index)
 
@@ -88,32 +90,38 @@ class Position:
         """
         # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
         # lines: `Running.goes_on_with` and `Board.record` are written out for what goes on as it did.
-        running, token, known = self._course.running, index * _CODES + verb, True
-        if running is not None:
-            at, course = running.at, running.known
-            if running.follows and at < len(course) and course[at] == token:
-                running.at = at + 1
-            else:
-                known = running.goes_on_with(token)
-        if (not known and self.compares) or self.check == "every":
-            self._compare(verb, index)
-        if verb == REDUCE:
-            self._reduced = True
-        self.fingerprint = (self.fingerprint * 1_000_003 + token + 1) % _PRIME
-        self._turn = turn = self._turn + TURN
+        running, token = self._course.running, verb | index << VERB_BITS
+        if running is None:
+            self._issued_outside(verb, index, token)
+        elif (expected := next(running.ahead, NOTHING)) != token:
+            running.departs(token, expected)
+            if self.compares or self.check == "every":
+                self._compare(verb, index)
         board = RANK.board
         words = board.words
         if words[VERDICT_WORD]:
             RANK.raise_verdict()
+        self._turn = turn = self._turn + TURN
         board.number = number = board.number + 1
-        at = RING_WORD + 2 * (number & LAST)
-        words[at] = self._words[token] + turn
-        words[at + 1] = self.step
+        words[RING_WORD + (number & LAST)] = token + turn
         words[COUNT_WORD] = number
+
+    def _issued_outside(self, verb: int, index: int, token: int) -> None:
+        if self.check == "every":
+            self._compare(verb, index)
+        self._mixed = _mixed([token], self._mixed)
+
+    def take_fingerprint(self) -> int:
+        """Of what was issued since the ranks last agreed, which they do now; below 2^32.
+
+        A checksum of the tokens: worked out once a pass rather than with each, which costs a step less.
+        """
+        found, self._mixed = _mixed(self._course.untold(), self._mixed), 0
+        return found
 
     def tell(self, verb: int, index: int) -> None:
         """A unit is gathered as a user asks for it, outside of passes and maybe on one rank alone."""
-        RANK.record(self._words[index * _CODES + verb], self.step)
+        RANK.record(word(verb, self._place + index))
 
     def keep(self, index: int, count: int) -> None:
         """A user asks, between passes, for units to stay gathered, on every rank: the passes to come run otherwise.
@@ -131,9 +139,9 @@ class Position:
     def end(self) -> None:
         """The pass is over."""
         self.compares = True
-        self._course.end()
-        if self._reduced:
-            self._reduced = False
+        self._end_course()
+        if self.reduced:
+            self.reduced = False
             self.step += 1
             RANK.board.stepped(self.step)
             self._record(END, 0)
@@ -141,16 +149,23 @@ class Position:
     def lose(self) -> None:
         """After an exception, maybe on this rank alone: what was issued was issued by all."""
         self.compares = True
+        self._mixed = _mixed(self._course.untold(), self._mixed)
         self._course.lose()
 
     def forget(self) -> None:
         """Each rank learned its own course: all begin anew."""
-        self.fingerprint, self.compares = 0, True
+        self._mixed, self.compares = 0, True
         self._course.forget()
+
+    def _end_course(self) -> None:
+        running = self._course.running
+        if running is not None:
+            self._mixed = _mixed(running.untold(), self._mixed)
+        self._course.end()
 
     def _record(self, verb: int, index: int) -> None:
         self._turn += TURN
-        RANK.record(word(verb, self._place + index) + self._turn, self.step)
+        RANK.record(word(verb, index) + self._turn)
 
     def _compare(self, verb: int, index: int) -> None:
         axes = self._axes
@@ -192,6 +207,10 @@ class Position:
 
     def _name(self, index: int) -> str:
         return f"unit {self.names[index] or '(root)'!r}" if index < len(self.names) else f"unit {index}"
+
+
+def _mixed(tokens: Sequence[int], before: int) -> int:
+    return zlib.crc32(array("Q", tokens).tobytes(), before) if tokens else before
 
 
 def checked(check: str, unused: str) -> tuple[Check, Unused]:

@@ -80,7 +80,7 @@ class UseAgreement:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
-        fingerprint, self.position.fingerprint = self.position.fingerprint, 0
+        fingerprint = self.position.take_fingerprint()
         self._reduced.clear()
         by_axes: dict[int, list[Delivery]] = {}
         for delivery in deliveries:

@@ -114,6 +114,7 @@ class Reducer:
             one.settings.share.apply(one.unit)
         collect(one.unit, everything=True)
         self.position.issue(REDUCE, one.index)
+        self.position.reduced = True
         reduction = Reduction(one.unit, one.settings.comm, settings, self._tokens)
         self.in_flight.append((self, one, reduction))
         self._use.note(one.index)

@@ -1,12 +1,12 @@
 """What a rank does now, in memory that its watcher reads: also while the rank is stopped, stuck in native code or dead.
 
     bytes 0..71      header, one field each
-    ring             the last 1,024 things that the engine issued, two words of 8 bytes each (`word`, and the step)
+    ring             the last 2,048 things that the engine issued, a word of 8 bytes each (`word`)
     note             what the rank raised, as text
     verdict          what the watcher found, as text, which the rank raises
 
 The rank writes header, ring and note; the watcher writes verdict, and `VERDICT` last. What a training step writes is as
-little as can be: three words a gather or reduction, of which all that is the same in every step is put together once.
+little as can be: two words per gather or reduction. Which step it is stands before each pass, as a record of its own.
 In a step none of this is in the processor's caches, so that every object touched counts (`benchmarks/checks.py`).
 
 Only the standard library is imported here, and in all files that the watcher's process loads: it must start in
@@ -25,27 +25,29 @@ from typing import NamedTuple
 
 VERBS = (
     *("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare", "agreement"),
-    *("check of what stayed gathered", "beginning of keep_gathered"),
+    *("check of what stayed gathered", "beginning of keep_gathered", "step"),
 )
 """What a record may tell; written as an index."""
-FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP = range(len(VERBS))
+FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP, _STEP = range(len(VERBS))
 
 ROOT = 1 << 16
 TURN = 1 << 32
 """What one turn adds to a record's word."""
-_RING = 1024
+_RING = 2048
 LAST = _RING - 1
 _TEXT = 64 * 1024
 
 # Header: offset of each field. All are 8 bytes.
 _COUNT, _WAITING, _WAIT_SINCE, _STEPS, _NOTE_AT, _ENDED, VERDICT, _LEAVES, _TICKS = range(0, 72, 8)
 _AT_RING = 72
-_AT_NOTE = _AT_RING + _RING * 16
+_AT_NOTE = _AT_RING + _RING * 8
 _AT_VERDICT = _AT_NOTE + _TEXT
 SIZE = _AT_VERDICT + _TEXT
 
 COUNT_WORD, VERDICT_WORD, RING_WORD = _COUNT // 8, VERDICT // 8, _AT_RING // 8
-_VERB_BITS, _UNIT_BITS = 4, 28  # of a word, from the lowest; the turn has the rest
+VERB_BITS = 4
+_UNIT_BITS = 28  # of a word, from the lowest the verb, the unit, the turn
+_MOST_STEPS = 1 << 32  # that a record tells, in the place of the turn
 
 _u64 = struct.Struct("<Q")
 _f64 = struct.Struct("<d")
@@ -58,7 +60,7 @@ class Record(NamedTuple):
     Attributes:
         number: of this rank's records, from 1.
         turn: which of its root's this is, from 1 (anew after 2^31): alike on ranks that run alike. 0: of no root.
-        step: finished steps of the root then.
+        step: finished steps of the root then (modulo 2^32); those of the last one that stepped if that is too long ago.
         unit: index in its root, plus `ROOT` times the number of the root.
         verb: see `VERBS`.
     """
@@ -72,7 +74,7 @@ class Record(NamedTuple):
 
 def word(verb: int, unit: int) -> int:
     """A record without turn and step. `TURN` times its turn is added to it."""
-    return verb | unit << _VERB_BITS
+    return verb | unit << VERB_BITS
 
 
 class Board:
@@ -102,21 +104,22 @@ class Board:
 
     # The rank writes.
 
-    def record(self, word: int, step: int) -> None:
+    def record(self, word: int) -> None:
         """Note that something is issued.
 
         Args:
             word: see the function of that name.
-            step: see `Record`.
         """
         words = self.words
         if words[VERDICT_WORD] and self._on_verdict is not None:
             self._on_verdict()
         self.number = number = self.number + 1
-        at = RING_WORD + 2 * (number & LAST)
-        words[at] = word
-        words[at + 1] = step
+        words[RING_WORD + (number & LAST)] = word
         words[COUNT_WORD] = number
+
+    def record_step(self, unit: int, step: int) -> None:
+        """Note how many steps are finished; of the root that has this unit, for the records to come."""
+        self.record(word(_STEP, unit) + step % _MOST_STEPS * TURN)
 
     def waits(self, number: int) -> None:
         """The rank has waited a while for what has this number (0: unknown); it goes on waiting."""
@@ -219,12 +222,16 @@ class Board:
     def records(self) -> list[Record]:
         """The last records, oldest first. Those that are being written while this reads are left out."""
         count = self.count
-        found = []
+        found: list[Record] = []
+        steps: dict[int, int] = {}  # by root
         for number in range(max(1, count - _RING + 1), count + 1):
-            at = RING_WORD + 2 * (number & LAST)
-            rest, verb = divmod(self.words[at], 1 << _VERB_BITS)
+            rest, verb = divmod(self.words[RING_WORD + (number & LAST)], 1 << VERB_BITS)
             turn, unit = divmod(rest, 1 << _UNIT_BITS)
-            found.append(Record(number, turn, self.words[at + 1], unit, verb))
+            root = unit // ROOT
+            if verb == _STEP:
+                steps[root] = turn
+            else:
+                found.append(Record(number, turn, steps.get(root, self.steps), unit, verb))
         oldest = self.count + 2 - _RING  # the one before it is maybe being written over
         return [record for record in found if record.number >= oldest]
 

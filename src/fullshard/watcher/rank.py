@@ -93,7 +93,7 @@ class Rank:
 
     def talks(self, what: str) -> None:
         """The ranks exchange something that is no unit's; `what` is one of `TALKS`."""
-        self.record(word(AGREEMENT, TALKS.index(what)), 0)
+        self.record(word(AGREEMENT, TALKS.index(what)))
 
     @contextlib.contextmanager
     def files(self) -> Iterator[None]:
