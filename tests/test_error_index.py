@@ -79,7 +79,10 @@ def test_an_unknown_code_is_refused_by_name(written: str, capsys: pytest.Capture
     with pytest.raises(ConfigError) as caught:
         explain.find(written)
     assert caught.value.code == "C207" and caught.value.got == written
-    assert main(["explain", written]) == 2 and "C207" in capsys.readouterr().err
+    assert main(["explain", written]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("fullshard: No error or warning") and "C207" in told[-1]
+    assert [line.split(":")[0].strip() for line in told[1:]] == ["expected", "got", "remedy", "code"], "a line each"
 
 
 def test_near_codes_are_named() -> None:

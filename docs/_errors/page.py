@@ -130,7 +130,7 @@ def entries() -> list[Entry]:
 
 def section(entry: Entry, shown: set[str]) -> list[str]:
     """An entry as Markdown. `shown`: tests that were quoted already; this one's is added."""
-    lines = [f"### {entry.code}", "", "```text", entry.text, "```", ""]
+    lines = [f"### {entry.code}", "", f"*{entry.subject}*", "", "```text", entry.text, "```", ""]
     if entry.means:
         lines += [entry.means, ""]
     if entry.do:
@@ -164,42 +164,51 @@ def page(all_entries: list[Entry]) -> str:
         "",
         "# Error index",
         "",
-        "Every error and warning of Fullshard ends in a line with its code, which is also `error.code`:",
+        "Every error and warning of Fullshard ends in a line with its code (the attribute `error.code`, too):",
         "",
         "```text",
         *example_of_a_message(),
         "```",
         "",
-        "Find it here (`errors.md#c017`), or ask in a terminal: `fullshard explain C017`. Each entry has the text (what"
-        " is put in at run time stands in braces, by its name in the source), what it means where that is not in the "
-        "text, where it is raised, and a test that raises it. Each error is also the built-in type that PyTorch raises "
-        "for such a mistake.",
+        "Look the code up here (`errors.html#k121`, or `docs/errors.md` in the repository), or in a terminal:",
         "",
-        "| code | class | also | what went wrong | entries |",
-        "|---|---|---|---|---|",
+        "```console",
+        "$ fullshard explain K121",
+        "...",
+        "```",
+        "",
+        "An entry shows the message, with `{braces}` around what is put in at run time. Below it stands what the message "
+        "does not say itself, where it is raised, and a test that raises it.",
+        "",
+        "A code's letter is its class. Each class is also a built-in type, which is the one that PyTorch raises for such "
+        "a mistake: code that catches PyTorch's errors catches these.",
+        "",
+        "| codes | class | what went wrong |",
+        "|---|---|---|",
     ]
     by_letter: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in all_entries:
         by_letter[entry.code[0]].append(entry)
     for letter, (kind, builtin, what) in CLASSES.items():
-        lines.append(f"| {letter} | [{kind}](#{kind.lower()}) | `{builtin}` | {what} | {len(by_letter[letter])} |")
+        own = by_letter[letter]
+        span = f"[{own[0].code}](#{own[0].code.lower()})" + (f" to {own[-1].code}" if len(own) > 1 else "")
+        lines.append(f"| {span} | [{kind}](#{kind.lower()}), a `{builtin}` | {what} |")
     without = sum(entry.example is None for entry in all_entries)
     lines += ["", f"Of {len(all_entries)} entries {len(all_entries) - without} have an example that a test runs.", ""]
     lines += [f"No longer raised: {', '.join(codes.RETIRED)}.", ""]
     shown: set[str] = set()
     for letter in CLASSES:
         lines += [f"## {CLASSES[letter][0]}", "", f"{CLASSES[letter][2][0].upper()}{CLASSES[letter][2][1:]}.", ""]
+        lines += ["By subject:", ""]
         subjects: defaultdict[str, list[Entry]] = defaultdict(list)
         for entry in by_letter[letter]:
             subjects[entry.subject].append(entry)
-        for title, own in sorted(subjects.items()):
+        for title, own in subjects.items():
             links = " ".join(f"[{entry.code}](#{entry.code.lower()})" for entry in own)
             lines.append(f"- {title}: {links}")
         lines.append("")
-        for title, own in sorted(subjects.items()):
-            lines += [f"**{title}**", ""]
-            for entry in own:
-                lines += section(entry, shown)
+        for entry in by_letter[letter]:
+            lines += section(entry, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -25,16 +25,10 @@ LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, 
 
 
 def words(architecture: str) -> dict[str, str]:
-    """Every word of the table and what it means. Of a row of several each gets its own part, where parts match."""
+    """Every word of the table and what it means: a row for each word, so that each meaning can be read by itself."""
     table = architecture.partition("| word | meaning |")[2].partition("\n\n")[0]
-    found: dict[str, str] = {}
-    for row in table.split("\n")[2:]:
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
-        names = re.split(r"\s*/\s*|,\s*", cells[0])
-        parts = re.split(r";\s*", cells[1])
-        for i, name in enumerate(names):
-            found[name] = parts[i] if len(parts) == len(names) else cells[1]
-    return found
+    rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))] for row in table.split("\n")[2:])
+    return {name: meaning for name, meaning in rows}
 
 
 def plain(markdown: str) -> str:

@@ -209,3 +209,13 @@ Raises:
         ("head", "Raises", ()),
         ("entries", "", (("ValueError", "never"),)),
     ]
+
+
+def test_public_names_stand_before_private_ones(odd):
+    from fullshard.reference.keywords import order
+
+    names = ["_Ab", "zeta", "Ab", "_a", "ab", "__b"]
+    assert sorted(names, key=order) == ["Ab", "ab", "zeta", "__b", "_a", "_Ab"]
+    for listed in [*odd.of_folder("odd").values(), odd.everywhere()]:
+        private = [name.startswith("_") for name in listed]
+        assert private == sorted(private)

@@ -103,6 +103,16 @@ def test_nothing_was_saved(tmp_path):
         fullshard.load(tmp_path, two_layers())
 
 
+def test_whether_something_was_saved(tmp_path):
+    """What K122 tells to ask."""
+    assert not fullshard.Folder(tmp_path).names() and not fullshard.Folder(tmp_path / "not there").names()
+    model = saved(tmp_path, (100, 200))
+    if fullshard.Folder(tmp_path).names():
+        assert fullshard.load(tmp_path, model).step == 200
+    else:
+        raise AssertionError("two were saved")
+
+
 def test_a_step_that_was_not_saved(tmp_path):
     model = saved(tmp_path, (100, 200))
     with raises("K121"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from raising import raises, sharded, two_layers, warns
@@ -9,6 +12,7 @@ from torch import nn
 
 import fullshard
 from fullshard import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from fullshard.mesh.axes import subdivide
 from fullshard.wrap import CustomPolicy
 
 
@@ -104,6 +108,14 @@ def test_one_rank_to_reshard_to():
 def test_ranks_to_reshard_to_that_do_not_divide_the_axis():
     with raises("C139"):
         fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
+
+
+@pytest.mark.parametrize(("ranks", "given", "told"), [(12, 5, "one of 2, 3, 4, 6"), (7, 3, "True or False")])
+def test_the_divisors_are_told(ranks, given, told):
+    axes: Any = SimpleNamespace(shard=SimpleNamespace(size=ranks))
+    with pytest.raises(fullshard.ConfigError) as caught:
+        subdivide(axes, given)
+    assert caught.value.code == "C139" and caught.value.expected.startswith(told)
 
 
 def test_the_setter_takes_a_switch():
@@ -255,6 +267,15 @@ def test_a_unit_by_itself_before_its_root():
     model[0](torch.ones(1, 4))
     with raises("P043"):
         model(torch.ones(1, 4))
+
+
+def test_a_unit_by_itself_after_its_root():
+    """What P043 tells to do."""
+    model = sharded()
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert model[0](torch.ones(1, 4)).requires_grad
+    model(torch.ones(1, 4))
 
 
 def test_the_parameters_that_were_there_before():

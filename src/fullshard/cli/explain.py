@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     try:
         code, entry = find(given.code)
     except ConfigError as error:
-        return refuse(str(error))
+        return refuse(str(error), lines=True)
     show(code, entry)
     return 0
 
@@ -58,7 +58,9 @@ def find(code: str) -> tuple[str, dict[str, Any]]:
         near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
         raise ConfigError(
             "No error or warning of this version has this code.",
-            expected=f"a code such as {', '.join(sorted(near))}" if near else "a letter and three digits, such as C017",
+            expected=f"a letter and three digits, such as {', '.join(sorted(near))}"
+            if near
+            else "a letter and three digits, such as C017",
             got=code,
             remedy="look at the last line of the message, which begins with code:",
             code="C207",

@@ -42,9 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def refuse(text: str) -> int:
-    """Say in one line why nothing was done; the exit code for that."""
-    print(f"fullshard: {printable(' '.join(text.split()))}", file=sys.stderr)
+def refuse(text: str, *, lines: bool = False) -> int:
+    """Say in one line why nothing was done, or, if `lines`, in those of the text; the exit code for that."""
+    told = text.splitlines() if lines else [" ".join(text.split())]
+    print(f"fullshard: {chr(10).join(map(printable, told))}", file=sys.stderr)
     return 2
 
 

@@ -168,11 +168,13 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
         ConfigError: if `size` is not a divisor of the shard axis other than 1 and itself.
     """
     if size <= 1 or size >= axes.shard.size or axes.shard.size % size:
+        fitting = [str(one) for one in range(2, axes.shard.size) if axes.shard.size % one == 0]
         raise ConfigError(
-            f"reshard_after_forward={size} is not a non-trivial divisor of the shard axis.",
-            expected=f"an int that divides {axes.shard.size}, other than 1 and {axes.shard.size}",
+            f"reshard_after_forward={size} does not cut {axes.shard.size} ranks into smaller groups of equal size.",
+            expected=f"one of {', '.join(fitting)}" if fitting else "True or False: this number has no other divisor",
             got=size,
-            remedy="use True (free the unit) or False (keep it) for the trivial cases",
+            remedy="give one of these (an int is the size of the groups in which parameters stay split from forward to "
+            "backward), or True (free what was gathered after forward), or False (keep it until backward)",
             code="C139",
         )
     # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.

@@ -61,9 +61,7 @@ class Keywords:
         found["import"] = self._with_targets(path, found["import"])
         found["elsewhere"] = self._elsewhere(file.uses, path, {entry.name for entry in found["import"]})
         return {
-            kind: sorted(
-                entries, key=lambda one: (one.name.lower(), one.name, one.definition.line if one.definition else 0)
-            )
+            kind: sorted(entries, key=lambda one: (*order(one.name), one.definition.line if one.definition else 0))
             for kind, entries in found.items()
             if entries
         }
@@ -98,7 +96,7 @@ class Keywords:
                 for made in file.definitions:
                     found[made.kind].setdefault(made.name, []).append(made)
         return {
-            kind: dict(sorted(names.items(), key=lambda one: (one[0].lower(), one[0])))
+            kind: dict(sorted(names.items(), key=lambda one: order(one[0])))
             for kind, names in found.items()
             if names and kind != "import"
         }
@@ -110,7 +108,7 @@ class Keywords:
             for made in file.definitions:
                 if made.kind != "import":
                     found.setdefault(made.name, []).append(made)
-        return dict(sorted(found.items(), key=lambda one: (one[0].lower(), one[0])))
+        return dict(sorted(found.items(), key=lambda one: order(one[0])))
 
     def named(self, text: str, path: str) -> Definition | None:
         """What a docstring of a file means by a name in backticks; None: nothing, or several things."""
@@ -120,6 +118,11 @@ class Keywords:
             return mine[0]
         parts = name.split(".")
         return next((made for i in range(len(parts)) if (made := self.tops.get(".".join(parts[i:]))) is not None), None)
+
+
+def order(name: str) -> tuple[bool, str, str]:
+    """What names are sorted by: public ones first, then those that begin with an underscore; each by its letters."""
+    return name.startswith("_"), name.lower(), name
 
 
 def ordered(lines: list[int]) -> list[int]:

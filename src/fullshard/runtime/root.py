@@ -146,10 +146,11 @@ class Root:
         self.recover_if_broken()
         if self.top is one:
             raise PhaseError(
-                f"Unit {name!r} was run by itself before its root was: it is a root of its own now.",
-                expected="the first forward to be the root's",
-                got=f"a forward of {name!r} before one of the module around it",
-                remedy="run the root first; or build the model anew, and run this unit only through the root",
+                f"Unit {name!r} was called by itself before the model that it is part of was called.",
+                expected="the first forward to be that of the whole model, the outermost module that was sharded",
+                got=f"a forward of {name!r}, which made it a model of its own",
+                remedy="call the whole model once before you call its parts (under torch.no_grad() will do); now the "
+                "model has to be built and sharded anew",
                 code="P043",
             )
         if self.pass_top is not None or self._backward is not None:

@@ -316,9 +316,10 @@ def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
         return found[::-1] if fall_back else found[-1:]
     if not names:
         raise CheckpointError(
-            "There is no checkpoint here.",
+            "There is no checkpoint in this folder.",
+            expected="a folder that was given to save()",
             got=str(where),
-            remedy="give the folder that was given to save()",
+            remedy="if this may be a run's first start, ask before: if fullshard.Folder(path).names(): load(path, ...)",
             code="K122",
         )
     try:

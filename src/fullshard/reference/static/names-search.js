@@ -36,7 +36,7 @@
         if (kind.value === "" || Number(kind.value) === one[1][i]) hits.push([at, one[0], one[1][i], one[1][i + 1], one[1][i + 2]]);
       }
     });
-    hits.sort(function (a, b) { return a[0] - b[0] || a[1].length - b[1].length; });
+    hits.sort(function (a, b) { return a[0] - b[0] || (a[1][0] === "_") - (b[1][0] === "_") || a[1].length - b[1].length; });
     told.textContent = hits.length > MOST ? "the first " + MOST + " of " + hits.length : hits.length + " found";
     hits.slice(0, MOST).forEach(function (hit) {
       var path = NAMES.files[hit[3]];
