@@ -177,11 +177,11 @@ def page(all_entries: list[Entry]) -> str:
         "...",
         "```",
         "",
-        "An entry shows the message, with `{braces}` around what is put in at run time. Below it stands what the message "
-        "does not say itself, where it is raised, and a test that raises it.",
+        "An entry shows the message, with `{braces}` around what is put in at run time. Below it stands what the "
+        "message does not say itself, where it is raised, and a test that raises it.",
         "",
-        "A code's letter is its class. Each class is also a built-in type, which is the one that PyTorch raises for such "
-        "a mistake: code that catches PyTorch's errors catches these.",
+        "A code's letter is its class. Each class is also a built-in type, which is the one that PyTorch raises for "
+        "such a mistake: code that catches PyTorch's errors catches these.",
         "",
         "| codes | class | what went wrong |",
         "|---|---|---|",

@@ -27,8 +27,11 @@ LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, 
 def words(architecture: str) -> dict[str, str]:
     """Every word of the table and what it means: a row for each word, so that each meaning can be read by itself."""
     table = architecture.partition("| word | meaning |")[2].partition("\n\n")[0]
-    rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))] for row in table.split("\n")[2:])
-    return {name: meaning for name, meaning in rows}
+    found: dict[str, str] = {}
+    for row in table.split("\n")[2:]:
+        name, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|")))
+        found[name] = meaning
+    return found
 
 
 def plain(markdown: str) -> str:
