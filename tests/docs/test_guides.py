@@ -10,12 +10,15 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pages
 import pytest
+import torch
 from pages import ROOT, blocks, name_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BY_SECTIONS = {"docs/migration.md", "docs/gradients.md", "docs/inside.md"}
 BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
@@ -153,6 +156,33 @@ def test_the_picture_of_what_a_rank_holds_is_measured() -> None:
     told = [f"{max(map(sum, moments)) / 1e6:.1f} MB" for moments in panels.values()]
     alternative = re.search(r"!\[([^]]*)\]\(docs/guides/holds.svg\)", (ROOT / "README.md").read_text())
     assert alternative is not None and re.findall(r"[\d.]+ MB", alternative[1]) == told
+
+
+def test_a_loss_holds_three_times_its_logits() -> None:
+    """What `logits` of docs/guides/strategy.md counts: 12 bytes per token and word at the beginning of backward."""
+    tokens, words, width = 256, 5000, 8
+    live: dict[int, int] = {}
+    most = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            out = function(*args, **(kwargs or {}))
+            for one in out if isinstance(out, tuple) else [out]:
+                if isinstance(one, torch.Tensor) and (key := one.untyped_storage()._cdata) not in live:
+                    live[key] = one.untyped_storage().nbytes()
+                    weakref.finalize(one.untyped_storage(), live.pop, key)
+            most = max(most, sum(live.values()))
+            return out
+
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16)
+    head = torch.nn.Linear(width, words, bias=False, dtype=torch.bfloat16)
+    with Counting():
+        loss = torch.nn.functional.cross_entropy(head(hidden * 1).float(), torch.randint(words, (tokens,)))
+        kept = sum(live.values())
+        loss.backward()
+    assert kept == pytest.approx(4 * tokens * words, rel=0.05)
+    assert most == pytest.approx(12 * tokens * words, rel=0.05)
 
 
 @pytest.mark.parametrize(
