@@ -86,13 +86,18 @@ def page() -> str:
     lines = [
         "# Padding",
         "",
-        "How much more than its parameters one gather of a unit moves, in percent, by layout and number of ranks;",
-        "computed by `docs/padding.py` with the planners that `fully_shard` uses, for parameters gathered in bf16. In",
-        "parentheses: the number of collectives, where the planner chose more than one. `rows` has one on",
-        "accelerators (on gloo a large parameter has its own rather than be copied); `Blocks` has more where one",
-        "slice length for all would pad more than a collective costs, and reports it in the log. `owner` never",
-        "cuts a tensor, so a slice is as long as the largest of them: it is for few ranks, or for units of many",
-        "tensors of one size.",
+        "In a collective every rank contributes a slice of the same length. Where parameters cannot be cut to equal",
+        "slices, some of them are filled up with **padding**, which is sent and takes memory for nothing.",
+        "",
+        "The tables say how much longer than its parameters a gathered unit is, in percent, by",
+        "[layout](guides/strategy.md#layouts) and number of ranks. `docs/padding.py` computes them with the planners that",
+        "`fully_shard` uses, for parameters gathered in bf16.",
+        "",
+        "- `(3)` behind a number: the planner chose three collectives in place of one. `Blocks` does so where equal slices",
+        "  for all would pad more than a collective costs, and says so in the log.",
+        "- `rows` has one collective on accelerators. On gloo a large parameter has one of its own, to avoid a copy.",
+        "- `owner` never cuts a tensor, so that every slice is as long as the largest tensor. It is for few ranks, or for",
+        "  units of many tensors of one size.",
     ]
     for name, shapes in UNITS.items():
         numel = plan('"flat"', shapes, 1).parameter_numel

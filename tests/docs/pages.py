@@ -176,7 +176,7 @@ def broken_links(page: Path) -> list[str]:
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             continue  # another site
         path, _, anchor = target.partition("#")
-        if path.endswith(".html") and page.is_relative_to(ROOT / "docs"):
+        if path.endswith((".html", "llms.txt", "llms-full.txt")) and page.is_relative_to(ROOT / "docs"):
             continue  # what the site makes, and checks
         there = (page.parent / path).resolve() if path else page
         if not there.exists():
