@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py [--millions 40 200] [--rounds 3] [--folder DIR] [--out FILE.md]
 
-Two gloo ranks on the CPU, fp32 and AdamW (12 bytes a parameter). Ways take turns within each round: a save, and a
+Two gloo ranks on the CPU, fp32 and AdamW (12 bytes per parameter). Ways take turns within each round: a save, and a
 load of what it wrote, which is in the page cache then. Memory is the most that a rank held in addition while it saved
 or loaded (anonymous and shared pages, looked at every 2 ms); for a save in the background, with the process beside it.
 """

@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_choices.py                            all three
     python benchmarks/gpu_choices.py --choice offload           copies on streams of their own, or on the compute stream
-python benchmarks/gpu_choices.py --choice segments          one collective a unit, against one for every parameter,
+python benchmarks/gpu_choices.py --choice segments          one collective per unit, against one for every parameter,
                                                             in one call of the group and in several
 python benchmarks/gpu_choices.py --choice hybrid            the all-reduce over replicas waited for a unit later,
                                                             against at once (four gloo ranks on the one GPU)

@@ -86,7 +86,7 @@ def rank(options: argparse.Namespace) -> None:
 
 
 def measure(width: int, layers: int, steps: int, rate: str, timeout: float = 600) -> dict[str, Any]:
-    """By strategy: bytes received by a node in a step (median; the larger node's), seconds a step (median), losses."""
+    """By strategy: bytes received by a node per step (median; the larger node's), seconds per step (median), losses."""
     with wire(rate) as connected:
         given = ["--rank", "--width", str(width), "--layers", str(layers), "--steps", str(steps)]
         said = launch(connected, RANKS, Path(__file__).resolve(), *given, timeout=timeout)

@@ -36,6 +36,7 @@ myst_heading_anchors = 4  # the anchors that a repository browser gives headings
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+highlight_language = "none"  # a block without a language is a message or a command line
 default_role = "code"  # docstrings write names in single backticks
 
 html_theme = "furo"

@@ -86,18 +86,19 @@ def page() -> str:
     lines = [
         "# Padding",
         "",
-        "In a collective every rank contributes a slice of the same length. Where parameters cannot be cut to equal",
-        "slices, some of them are filled up with **padding**, which is sent and takes memory for nothing.",
+        "In a collective every rank contributes a slice of the same length. Where parameters cannot be cut to",
+        "equal slices, some are filled up with **padding**, which is sent and takes memory for nothing.",
         "",
         "The tables say how much longer than its parameters a gathered unit is, in percent, by",
-        "[layout](guides/strategy.md#layouts) and number of ranks. `docs/padding.py` computes them with the planners that",
-        "`fully_shard` uses, for parameters gathered in bf16.",
+        "[layout](guides/strategy.md#layouts) and number of ranks. `docs/padding.py` computes them with the",
+        "planners that `fully_shard` uses, for parameters gathered in bf16.",
         "",
-        "- `(3)` behind a number: the planner chose three collectives in place of one. `Blocks` does so where equal slices",
-        "  for all would pad more than a collective costs, and says so in the log.",
-        "- `rows` has one collective on accelerators. On gloo a large parameter has one of its own, to avoid a copy.",
-        "- `owner` never cuts a tensor, so that every slice is as long as the largest tensor. It is for few ranks, or for",
-        "  units of many tensors of one size.",
+        "- `(3)` behind a number: the planner chose three collectives in place of one. `Blocks` does so where",
+        "  equal slices for all would pad more than a collective costs, and says so in the log.",
+        "- `rows` has one collective on accelerators. On gloo a large parameter has one of its own, to avoid a",
+        "  copy.",
+        "- `owner` never cuts a tensor, so that every slice is as long as the largest tensor. It is for few",
+        "  ranks, or for units of many tensors of one size.",
     ]
     for name, shapes in UNITS.items():
         numel = plan('"flat"', shapes, 1).parameter_numel

@@ -130,7 +130,7 @@ def entries() -> list[Entry]:
 
 def section(entry: Entry, shown: set[str]) -> list[str]:
     """An entry as Markdown. `shown`: tests that were quoted already; this one's is added."""
-    lines = [f"### {entry.code}", "", f"*{entry.subject}*", "", "```text", entry.text, "```", ""]
+    lines = [f"### {entry.code}", "", f"*{entry.subject}*", "", "```", entry.text, "```", ""]
     if entry.means:
         lines += [entry.means, ""]
     if entry.do:
@@ -166,7 +166,7 @@ def page(all_entries: list[Entry]) -> str:
         "",
         "Every error and warning of Fullshard ends in a line with its code (the attribute `error.code`, too):",
         "",
-        "```text",
+        "```",
         *example_of_a_message(),
         "```",
         "",

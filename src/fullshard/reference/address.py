@@ -13,6 +13,9 @@ from urllib.parse import quote
 
 from .facts import Definition
 
+OTHER = "letter-other.html"
+"""The page of names that begin with no letter of the alphabet."""
+
 
 def page(path: str) -> str:
     """A file's page."""
@@ -37,7 +40,7 @@ def folder_names(folder: str) -> str:
 def letter_page(name: str) -> str:
     """The page of the global index on which a name stands."""
     first = name.lstrip("_")[:1].lower()
-    return f"letter-{first if first.isascii() and first.isalpha() else 'other'}.html"
+    return f"letter-{first}.html" if first.isascii() and first.isalpha() else OTHER
 
 
 @lru_cache(maxsize=1 << 16)

@@ -90,16 +90,17 @@ def letters(keywords: Keywords) -> dict[str, str]:
         page = address.letter_page(name)
         row = f"<dt><code>{escape(name)}</code></dt><dd>{places(made, page, kinds=True)}</dd>"
         pages.setdefault(page, []).append(row)
+    known = sorted(pages, key=lambda page: (page == address.OTHER, page))  # the alphabet, then all that is in none
     return {
-        page: f"<h1>Names: {title(page)}</h1>\n<p>{alphabet(sorted(pages), page)}</p>\n"
-        f'<dl class="names">{"".join(rows)}</dl>'
-        for page, rows in sorted(pages.items())
+        page: f"<h1>Names: {title(page)}</h1>\n<p>{alphabet(known, page)}</p>\n"
+        f'<dl class="names">{"".join(pages[page])}</dl>'
+        for page in known
     }
 
 
 def title(page: str) -> str:
     """What a page of the global index is called."""
-    return page.removeprefix("letter-").removesuffix(".html").upper()
+    return "others" if page == address.OTHER else page.removeprefix("letter-").removesuffix(".html").upper()
 
 
 def alphabet(pages: list[str], origin: str) -> str:
@@ -122,7 +123,7 @@ def all_names(keywords: Keywords, pages: list[str]) -> str:
         + "".join(f'<option value="{i}">{kind}</option>' for i, kind in enumerate(KINDS) if kind != "import")
         + '</select></p>\n<p id="names-told" role="status"></p>\n<dl id="names-found" class="names"></dl>\n'
         "<noscript><p>The search needs JavaScript; the lists by letter do not.</p></noscript>\n"
-        f"<h2>By first letter</h2>\n<p>{alphabet(sorted(pages), 'names.html')}</p>\n"
+        f"<h2>By first letter</h2>\n<p>{alphabet(pages, 'names.html')}</p>\n"
         f"<h2>By folder</h2>\n<ul>{folders}</ul>\n"
         '<script src="names-data.js"></script><script src="names-search.js"></script>'
     )
