@@ -17,7 +17,7 @@ from ..shard import is_parked
 def keep_gathered(module: nn.Module) -> Iterator[None]:
     """A context in which the units of `module` stay gathered from their first use on; they are freed at its end.
 
-        with keep_gathered(model.head):  # a loss in chunks: one gather in place of one a chunk and direction
+        with keep_gathered(model.head):  # a loss in chunks: one gather in place of one per chunk and direction
             for part in parts:
                 model.head(part).sum().backward()
 

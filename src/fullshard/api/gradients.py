@@ -17,7 +17,7 @@ from ..shard import REDUCTIONS, TokenCount
 def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:
     """Say how many tokens (or samples) this rank's losses of the coming step are sums over. Collective.
 
-    For models with `reduction="tokens"`: once a step, on every rank, before the step's first backward. Every backward
+    For models with `reduction="tokens"`: once per step, on every rank, before the step's first backward. Every backward
     of the step then delivers the sum of the ranks' gradients divided by the count over all ranks of the root's mesh
     and all micro-batches, so that what is in `.grad` at the end of the step is the gradient of the mean over all
     tokens, however unevenly they are spread. A count of 0 is fine; where the sum of all is 0, nothing is divided.
@@ -52,7 +52,7 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
                 "set_token_count was called in the middle of a step.",
                 expected="a call before the first backward, with the counts of all micro-batches of the step",
                 got=f"gradients of unit {runner.unit.name!r} that were accumulated without sync and wait",
-                remedy="call set_token_count(model, [count, ...]) once a step; zero_grad() gives up what waits in "
+                remedy="call set_token_count(model, [count, ...]) once per step; zero_grad() gives up what waits in "
                 "flat layouts and the wrapper, model.reset_iter_state() in rows",
                 code="P007",
             )

@@ -95,7 +95,7 @@ def no_tokens(tokens: TokenCount | None) -> UsageError:
         got = f"one more than the {tokens.backwards} of the last count"
     return UsageError(
         what,
-        expected="set_token_count(model, counts) once a step, with a count for each of its backwards",
+        expected="set_token_count(model, counts) once per step, with a count for each of its backwards",
         got=got,
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
