@@ -5,6 +5,7 @@ llms.txt (https://llmstxt.org) lists the pages with one sentence each; llms-full
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def summary(app: Sphinx, page: str) -> str:
     for paragraph in app.env.get_doctree(page).findall(nodes.paragraph):
         text = " ".join(paragraph.astext().split())
         if text:
-            return text.partition(". ")[0].rstrip(".:") + "."
+            return re.split(r"(?<!\b[A-Z])\. ", text)[0].rstrip(".:") + "."  # an initial's dot ends no sentence
     return ""
 
 
