@@ -14,12 +14,13 @@ import fullshard
 
 
 @contextmanager
-def raises(code: str) -> Iterator[None]:
-    """The block raises Fullshard's error of this code, whose message ends in it."""
+def raises(code: str, quoting: str | None = None) -> Iterator[None]:
+    """The block raises Fullshard's error of this code, whose message ends in it; it may quote another error."""
     with pytest.raises(fullshard.FullshardError) as caught:
         yield
     assert caught.value.code == code, f"{caught.value}"
     assert str(caught.value).endswith(f"\n  code:      {code}")
+    assert quoting is None or f"\n  code:      {quoting}\n" in str(caught.value), f"{caught.value}"
 
 
 @contextmanager

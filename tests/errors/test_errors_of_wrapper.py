@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, two_layers, warns, wrapped
+from raising import raises, sharded, two_layers, warns, wrapped
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import (
@@ -14,12 +15,13 @@ from fullshard import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
+    OptimStateKeyType,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
 from fullshard.comm_hooks import DefaultState
-from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 FSDP = FullyShardedDataParallel
@@ -377,3 +379,143 @@ def test_something_else_than_an_optimizer_state_dict():
 
 def test_configs_fit_their_type():
     assert FullStateDictConfig(rank0_only=True) and FullOptimStateDictConfig(rank0_only=True)
+
+
+def test_another_flat_parameter():
+    model = wrapped(use_orig_params=False)
+    model.module._flat_param = nn.Parameter(torch.ones(3))
+    with raises("C090"):
+        model(torch.ones(1, 4))
+
+
+def test_a_parameter_of_another_shape():
+    model = wrapped(use_orig_params=True)
+    model.module[0].weight = nn.Parameter(torch.ones(3))
+    with raises("C091"):
+        model(torch.ones(1, 4))
+
+
+def test_a_step_inside_summon_full_params():
+    model = wrapped(use_orig_params=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with raises("P022"), FSDP.summon_full_params(model):
+        optimizer.step()
+
+
+def test_computing_with_a_weight_that_is_not_gathered():
+    model = wrapped(use_orig_params=False)
+    with raises("P028"):
+        model.module[0].weight + 1
+
+
+def test_making_an_instance_the_root():
+    with raises("P062"):
+        wrapped()._is_root = True
+
+
+def test_an_optimizer_in_backward_of_a_flat_parameter():
+    model = wrapped(use_orig_params=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with raises("P032"):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of which nothing is known."""
+
+    def step(self) -> None:
+        pass
+
+
+def test_an_optimizer_that_is_not_known():
+    model = wrapped(use_orig_params=False)
+    optimizer = Momentum(model.parameters(), {})
+    model(torch.ones(1, 4)).sum().backward()
+    with warns("W009"):
+        optimizer.step()
+
+
+# State dicts.
+
+
+def test_numbers_of_parameters_that_there_are_not():
+    with raises("K004"):
+        FSDP.rekey_optim_state_dict({"state": {7: {}}}, OptimStateKeyType.PARAM_NAME, two_layers())
+
+
+def test_the_state_of_a_part_of_an_instance():
+    with raises("K008"):
+        get_model_state_dict(wrapped(use_orig_params=True).module[0])
+
+
+def test_nothing_to_send_from_rank_0():
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with raises("K007"):
+        set_optimizer_state_dict(
+            model, optimizer, {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
+
+
+def test_a_local_state_dict_of_what_is_not_split():
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
+    with raises("K011"), FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.state_dict()
+
+
+def test_a_local_state_dict_of_another_model():
+    model, other = wrapped(use_orig_params=False), FSDP(nn.Linear(4, 4), use_orig_params=False)
+    for one in (model, other):
+        FSDP.set_state_dict_type(one, StateDictType.LOCAL_STATE_DICT)
+    with raises("K018"):
+        model.load_state_dict(other.state_dict())
+
+
+def adam(model: FSDP) -> torch.optim.Adam:
+    """An optimizer that has stepped once."""
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_state_that_is_not_one_value_per_element():
+    model = wrapped(use_orig_params=False)
+    optimizer = adam(model)
+    optimizer.state[model._flat_param]["rows"] = torch.ones(3)
+    with raises("K010"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+def loaded(change: object) -> None:
+    """Load the optimizer state of a layer after a change of it; the layer is one flat parameter."""
+    model = FSDP(nn.Linear(4, 4), use_orig_params=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {
+        name: {"step": torch.tensor(1.0), "exp_avg": torch.ones(shape), "exp_avg_sq": torch.ones(shape)}
+        for name, shape in (("weight", (4, 4)), ("bias", (4,)))
+    }
+    change(state)
+    groups = [{**optimizer.state_dict()["param_groups"][0], "params": ["weight", "bias"]}]
+    FSDP.optim_state_dict_to_load(model, optimizer, {"state": state, "param_groups": groups})
+
+
+def test_state_without_a_parameter():
+    with raises("K012"):
+        loaded(lambda state: state.pop("bias"))
+
+
+def test_state_of_a_parameter_without_a_part():
+    with raises("K013"):
+        loaded(lambda state: state["bias"].pop("exp_avg"))
+
+
+def test_steps_that_differ_within_a_flat_parameter():
+    with raises("K014"):
+        loaded(lambda state: state["bias"].update(step=torch.tensor(2.0)))
+
+
+def test_state_of_another_shape():
+    with raises("K015"):
+        loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3)))
