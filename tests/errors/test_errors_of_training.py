@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from raising import raises, sharded, two_layers, warns, wrapped
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.comm import TorchComm
+from fullshard.runtime.units import unit_of
+from fullshard.shard.gradients import GradState
 
 ONE = torch.ones(1, 4)
 
@@ -496,3 +501,125 @@ def test_state_of_a_model_in_the_middle_of_a_step():
     model.module[0].register_forward_hook(lambda *_: model.state_dict() and None)
     with raises("P017"):
         model(ONE)
+
+
+# Graphs, copies and roots.
+
+
+def test_a_copy_of_half_a_unit():
+    first, second = two_layers()
+    fully_shard([first, second])
+    with raises("P035"):
+        copy.deepcopy(first)
+
+
+def test_a_copy_without_the_weight_that_it_shares():
+    first, second = two_layers()
+    second.weight = first.weight
+    fully_shard(first)
+    fully_shard(second)
+    with raises("P047"):
+        copy.deepcopy(first)
+
+
+def test_an_optimizer_in_backward_from_before_sharding():
+    model = nn.Linear(4, 4)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    fully_shard(model)
+    with raises("P033"):
+        model(ONE).sum().backward()
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeps(nn.Linear):
+    """Leaves a part of what it computes in a list."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        KEPT.append(torch.tanh(x @ self.weight).exp() @ self.weight)
+        return super().forward(x)
+
+
+def test_a_loss_of_what_was_kept_elsewhere():
+    model = nn.Sequential(fully_shard(Keeps(4, 4)), nn.Linear(4, 4))
+    fully_shard(model)(ONE)
+    with raises("P037"):
+        KEPT.pop().sum().backward()
+
+
+def test_freeing_in_the_middle_of_a_forward():
+    model = fully_shard(nn.Linear(4, 4))
+    model.register_forward_pre_hook(lambda *_: model.reshard())
+    with raises("P041"):
+        model(ONE)
+
+
+def test_a_unit_of_two_roots_that_run():
+    shared = fully_shard(nn.Linear(4, 4))
+    first = fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
+    second = fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
+    first(ONE)
+    first[1].register_forward_hook(lambda *_: second(ONE) and None)
+    with raises("P044"):
+        first(ONE)
+
+
+def test_a_backward_whose_root_is_gone():
+    model = sharded()
+    layer, loss = model[0], model(ONE).sum()
+    del model
+    gc.collect()
+    with raises("P046"):
+        loss.backward()
+    assert layer
+
+
+class Half(nn.Sequential):
+    """Does not use the bias of its first layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](x @ self[0].weight)
+
+
+def test_a_parameter_without_a_gradient_in_a_view():
+    model = fully_shard(Half(*two_layers()), layout="flat")
+    optimizer = torch.optim.SGD(fullshard.optimizer_view(model), lr=0.1)
+    with warns("W011"):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+# What units ask of themselves: of a unit in another state they stop, and change nothing.
+
+
+def test_freeing_what_is_not_gathered():
+    unit = unit_of(fully_shard(nn.Linear(4, 4)))
+    with raises("P056"):
+        unit.free()
+
+
+def test_waiting_for_a_gather_that_was_not_issued():
+    unit = unit_of(fully_shard(nn.Linear(4, 4)))
+    with raises("P055"):
+        unit.finish_gather()
+
+
+def test_gathering_what_is_gathered():
+    model = fully_shard(nn.Linear(4, 4))
+    model.unshard()
+    with raises("P054"):
+        unit_of(model).issue_gather(TorchComm())
+
+
+def test_taking_a_parameter_out_of_a_unit_that_lacks_it():
+    unit = unit_of(fully_shard(nn.Linear(4, 4)))
+    with raises("P059"):
+        unit.give_up(torch.ones(4))
+
+
+def test_collecting_gradients_that_are_being_reduced():
+    unit = unit_of(fully_shard(nn.Linear(4, 4)))
+    unit.gradients[0].state = GradState.REDUCING
+    with raises("P048"):
+        unit.gradients[0].collect()

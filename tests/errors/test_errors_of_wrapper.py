@@ -445,8 +445,9 @@ def test_numbers_of_parameters_that_there_are_not():
 
 
 def test_the_state_of_a_part_of_an_instance():
+    model = wrapped(use_orig_params=True)
     with raises("K008"):
-        get_model_state_dict(wrapped(use_orig_params=True).module[0])
+        get_model_state_dict(model.module[0])
 
 
 def test_nothing_to_send_from_rank_0():

@@ -45,7 +45,9 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
-        runner: Runner = self.__dict__[RUNNER_KEY]
+        runner: Runner | None = self.__dict__.get(RUNNER_KEY)
+        if runner is None:
+            runner = self._runner()  # which says what is wrong
         return run(runner, self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
 
     def _runner(self) -> Runner:
