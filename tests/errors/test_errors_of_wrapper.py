@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fullshard
 from fullshard import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -21,7 +22,12 @@ from fullshard import (
     StateDictType,
 )
 from fullshard.comm_hooks import DefaultState
-from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
+from fullshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 FSDP = FullyShardedDataParallel
@@ -520,3 +526,9 @@ def test_steps_that_differ_within_a_flat_parameter():
 def test_state_of_another_shape():
     with raises("K015"):
         loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3)))
+
+
+def test_the_functions_for_fully_shard_of_an_instance():
+    model = wrapped()
+    with raises("K006"):
+        fullshard.optimizer_state_dict(model, adam(model))

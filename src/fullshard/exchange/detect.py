@@ -122,8 +122,8 @@ def open_source(
         CheckpointError: nothing, half a checkpoint, a damaged one, or something else.
         ConfigError: the model is needed.
     """
-    kind = kind_of(path)
     try:
+        kind = kind_of(path)
         if kind == "fullshard":
             return DcpSource(path, hashes)
         if kind == "torch":
