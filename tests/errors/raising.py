@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,33 @@ def sharded(**arguments: object) -> nn.Module:
 def wrapped(**arguments: object) -> fullshard.FullyShardedDataParallel:
     """Two layers in one instance."""
     return fullshard.FullyShardedDataParallel(two_layers(), **arguments)  # type: ignore[arg-type]
+
+
+Program = Callable[[int, Path], object]
+
+
+class Programs(dict[str, Program]):
+    """Programs of two ranks, by the code that they raise on one of these or on both.
+
+    Each is called with its rank and a folder that both see.
+    """
+
+    def raise_(self, code: str) -> Callable[[Program], Program]:
+        """Decorates such a program."""
+
+        def noted(program: Program) -> Program:
+            self[code] = program
+            return program
+
+        return noted
+
+
+def outcome(program: Program, folder: Path) -> str:
+    """What this rank was told: an error's text, and the warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            program(torch.distributed.get_rank(), folder)
+        except fullshard.FullshardError as error:
+            return str(error)
+    return "\n".join(str(one.message) for one in told)

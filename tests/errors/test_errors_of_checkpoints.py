@@ -226,7 +226,7 @@ def forged(folder: Path) -> Forged:
 
 def test_random_generators_of_another_kind(tmp_path):
     made = forged(tmp_path)
-    made.manifest["values"]["rng"] = {"torch": 7}
+    made.manifest["values"]["state"]["rng"] = {"torch": 7}
     made.sign()
     with raises("K120"):
         fullshard.load(tmp_path, two_layers())

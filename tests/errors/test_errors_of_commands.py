@@ -15,6 +15,8 @@ from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from fullshard.reference.find import find
+from fullshard.reference.write import LIST, write
 from fullshard.watcher.rank import Rank
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
@@ -60,11 +62,6 @@ def test_clipping_the_norm_of_some_modules():
         fullshard.verify(**GIVEN, modules=["0"], max_norm=1.0)
 
 
-def test_a_module_that_there_is_not():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, modules=["layers.7"])
-
-
 def test_a_batch_that_cannot_be_made():
     def broken(*_: int) -> torch.Tensor:
         raise FileNotFoundError("tokens.bin")
@@ -76,22 +73,6 @@ def test_a_batch_that_cannot_be_made():
 def test_counts_of_no_tokens():
     with raises("C130"):
         fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
-
-
-def test_a_sharding_that_gives_no_module():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, shard_fn=lambda model: None)
-
-
-def test_an_optimizer_that_is_none():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, optimizer_fn=lambda model: None)
-
-
-def test_a_model_that_is_made_once():
-    model = two_layers()
-    with raises("C119"):
-        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
 
 
 # Commands.
@@ -254,3 +235,91 @@ def test_a_watcher_that_has_ended():
     process.wait()
     with warns("W016"):
         rank.configure(limit=30.0)
+
+
+# The reference of a package: `fullshard docs`.
+
+
+def test_a_package_that_is_not_installed():
+    with raises("C224"):
+        find("no_such_package")
+
+
+def test_a_folder_without_python(tmp_path):
+    with raises("C225"):
+        find(str(tmp_path))
+
+
+def test_a_file_that_is_no_python(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with raises("C226"):
+        find(str(tmp_path / "notes.txt"))
+
+
+PAGES = [("index.html", "a page")]
+
+
+def test_pages_over_a_file_of_ones_own(tmp_path):
+    write(tmp_path, [("other.html", "a page")])
+    (tmp_path / "index.html").write_text("mine")
+    with raises("C227"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_beside_another_list(tmp_path):
+    (tmp_path / LIST).write_text("{}")
+    with raises("C228"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_in_a_folder_that_is_not_empty(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with raises("C229"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_in_a_file(tmp_path):
+    (tmp_path / "reference").touch()
+    with raises("C230"):
+        write(tmp_path / "reference", PAGES)
+
+
+def test_pages_where_no_folder_can_be(tmp_path):
+    (tmp_path / "reference").touch()
+    with raises("C231"):
+        write(tmp_path / "reference" / "pages", PAGES)
+
+
+# What `verify` quotes of what it was given.
+
+
+def test_no_modules_to_verify():
+    with raises("C119", quoting="C117"):
+        fullshard.verify(**GIVEN, modules=["layers.7"])
+
+
+def test_a_sharding_that_gives_a_number():
+    with raises("C119", quoting="C122"):
+        fullshard.verify(**GIVEN, shard_fn=lambda model: 1)
+
+
+def test_an_optimizer_that_is_a_number():
+    with raises("C119", quoting="C129"):
+        fullshard.verify(**GIVEN, optimizer_fn=lambda model: 1)
+
+
+def test_one_model_for_both():
+    model = two_layers()
+    with raises("C119", quoting="C131"):
+        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
+
+
+def on_meta() -> torch.nn.Module:
+    """Shapes without values."""
+    with torch.device("meta"):
+        return two_layers()
+
+
+def test_a_model_without_values():
+    with raises("C119", quoting="C132"):
+        fullshard.verify(**{**GIVEN, "model_fn": on_meta}, shard_fn=lambda model: fullshard.fully_shard(two_layers()))
