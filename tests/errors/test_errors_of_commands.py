@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,3 +325,22 @@ def on_meta() -> torch.nn.Module:
 def test_a_model_without_values():
     with raises("C119", quoting="C132"):
         fullshard.verify(**{**GIVEN, "model_fn": on_meta}, shard_fn=lambda model: fullshard.fully_shard(two_layers()))
+
+
+def broken(rank: Rank) -> Exception:
+    """What a rank makes of a connection that broke."""
+    rank.start(0, 60.0)
+    return rank.explain(RuntimeError("Connection closed by peer"))
+
+
+def test_a_rank_that_ended_before_its_first_forward():
+    rank = Rank()
+    rank.find_others = lambda: [(1, None)]
+    with raises("D014"):
+        raise broken(rank)
+
+
+def test_a_rank_that_went_without_a_word(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=5.0).__next__)
+    with raises("D015"):
+        raise broken(Rank())

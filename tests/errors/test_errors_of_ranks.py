@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard import fully_shard
 from fullshard.api import whole
+from fullshard.runtime.units import runner_of
 from quantised import GatheredInt8
 
 ONE = torch.ones(1, 4)
@@ -50,6 +51,14 @@ def a_forward_beside_a_backward(rank: int, folder: Path) -> None:
     model = sharded()
     loss = model(ONE).sum()
     loss.backward() if rank == 0 else model(ONE)
+
+
+@PROGRAMS.raise_("D005")
+def units_that_others_did_not_reduce(rank: int, folder: Path) -> None:
+    model = sharded()
+    model(ONE).sum().backward()
+    runner_of(model).root.position.fingerprint += rank  # as if this rank had issued something that went unnoticed
+    model(ONE).sum().backward()
 
 
 @PROGRAMS.raise_("D010")
@@ -115,10 +124,10 @@ def an_optimizer_of_fewer_parameters(rank: int, folder: Path) -> None:
     type(model).optim_state_dict(model, optimizer)
 
 
-def alone(rank: int, columns: int = 4) -> nn.Module:
+def alone(rank: int) -> nn.Module:
     """A layer that each rank shards over itself."""
     meshes = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])]
-    return fully_shard(nn.Linear(columns, 4), mesh=meshes[rank])
+    return fully_shard(nn.Linear(4, 4), mesh=meshes[rank])
 
 
 @PROGRAMS.raise_("D011")
@@ -134,7 +143,7 @@ def other_steps(rank: int, folder: Path) -> None:
 
 @PROGRAMS.raise_("D013")
 def models_of_other_shapes(rank: int, folder: Path) -> None:
-    fullshard.save(folder, alone(rank, columns=4 + rank))
+    fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False)))
 
 
 @PROGRAMS.raise_("K134")
@@ -152,8 +161,9 @@ def folders_of_their_own(rank: int, folder: Path) -> None:
 
 @PROGRAMS.raise_("W013")
 def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
+    model = sharded()
     torch.manual_seed(rank)
-    fullshard.save(folder, sharded(sync_module_states=True))
+    fullshard.save(folder, model)
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     fullshard.load(folder, two_layers(), process_group=alone)
 
