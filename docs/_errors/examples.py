@@ -139,7 +139,7 @@ def example(test: str, code: str = "") -> Example:
     """
     path = test.partition("::")[0]
     function = functions(path)[function_of(test)]
-    main = (program_of(path, code) if case_of(test) == code else None) or function
+    main = (program_of(path, code) if case_of(test) in (code, "") else None) or function
     lines: list[str] = []
     for node in used_by(main, path, code):
         short = isinstance(node, ast.Assign | ast.AnnAssign)

@@ -71,7 +71,7 @@ RUN_BY = {
     "tests/gpu/": " (on a GPU)",
 }
 SHARED = ("two_layers", "sharded", "wrapped")
-"""Functions of tests/errors/raising.py that examples call."""
+"""Functions of tests/raising.py that examples call."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def page(all_entries: list[Entry]) -> str:
 
 def shared() -> list[str]:
     """What a reader of the examples has to know, as Markdown."""
-    path = "tests/errors/raising.py"
+    path = "tests/raising.py"
     lines = [
         "Examples are tests: what raises stands below `with raises(code)`, or warns below `with warns(code)`. Where",
         "nothing else is said they are rank 0 of 2 (of 4 where there is a mesh), in one process, on a group that moves",

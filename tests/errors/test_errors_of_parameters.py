@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, sharded, two_layers
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed import init_device_mesh
@@ -13,7 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fullshard
 from fullshard import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
+from fullshard.integrations.quantised import by_rows
 from quantised import GatheredInt8
+from raising import raises, sharded, two_layers
 
 ONE = torch.ones(1, 4)
 
@@ -179,4 +180,26 @@ def test_a_cast_of_a_part_of_a_unit():
     model = fully_shard(two_layers())
     model[0].half()
     with raises("C168"):
+        model(ONE)
+
+
+# Quantised weights, frozen, which are split by rows of what they are made of.
+
+
+def frozen() -> nn.Linear:
+    """A layer of a weight whose class does not say how it is gathered."""
+    return int8(Silent).requires_grad_(False)
+
+
+def test_a_quantised_weight_that_has_no_rows():
+    model = frozen()
+    model.weight.values = torch.zeros(9999)
+    with raises("C223"):
+        by_rows(model)
+
+
+def test_computing_with_a_quantised_weight_before_it_is_sharded():
+    model = frozen()
+    by_rows(model)
+    with raises("C246"):
         model(ONE)
