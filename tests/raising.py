@@ -52,6 +52,11 @@ def wrapped(**arguments: object) -> fullshard.FullyShardedDataParallel:
     return fullshard.FullyShardedDataParallel(two_layers(), **arguments)  # type: ignore[arg-type]
 
 
+def nested() -> fullshard.FullyShardedDataParallel:
+    """Two layers, each an instance, in another one."""
+    return wrapped(auto_wrap_policy={nn.Linear})
+
+
 Program = Callable[[int, Path], object]
 
 
@@ -80,3 +85,8 @@ def outcome(program: Program, folder: Path) -> str:
         except fullshard.FullshardError as error:
             return str(error)
     return "\n".join(str(one.message) for one in told)
+
+
+def assert_raised(code: str, told: list[str]) -> None:
+    """Some rank was told an error or a warning of this code."""
+    assert any(f"code:      {code}" in text for text in told), [text[:500] for text in told]

@@ -57,6 +57,7 @@ SUBJECTS = {
     "shard/": "Units",
     "runtime/": "Forward and backward",
     "optim/": "Optimizers and gradients",
+    "reference/": "The reference of a package: fullshard docs",
     "insight/doctor/": "The doctor",
     "insight/verify/": "verify",
     "insight/": "What a model holds",
@@ -70,7 +71,7 @@ RUN_BY = {
     "tests/clients/": " (of the extras of client libraries: `make test-clients`)",
     "tests/gpu/": " (on a GPU)",
 }
-SHARED = ("two_layers", "sharded", "wrapped")
+SHARED = ("two_layers", "sharded", "wrapped", "nested")
 """Functions of tests/raising.py that examples call."""
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from raising import raises, two_layers
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ones
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
@@ -23,6 +24,7 @@ from fullshard.store.formats.dcp import DcpSink, DcpSource
 from fullshard.store.formats.deepspeed import DeepSpeedSource
 from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.source import Entry
+from raising import raises, two_layers
 
 Made = Callable[[Path], object]
 
@@ -246,4 +248,15 @@ def test_files_of_two_models(tmp_path):
 def test_parts_of_neither_model_nor_optimizer(tmp_path):
     ranks_save(tmp_path, lambda rank: nn.Linear(4, 4), key="average")
     with raises("K105"):
+        converted(tmp_path)
+
+
+def test_parts_of_columns(tmp_path):
+    (tmp_path / "a").mkdir()
+    columns = ChunkShardingSpec(dim=1, placements=["rank:0/cpu", "rank:1/cpu"])
+    for rank in range(2):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        torch.save({"model": {"weight": ones(columns, 4, 4)}}, tmp_path / "a" / f"rank{rank}.pt")
+        torch.distributed.destroy_process_group()
+    with raises("K078"):
         converted(tmp_path)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed import init_device_mesh
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fullshard
 from fullshard import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
 from fullshard.integrations.quantised import by_rows
+from fullshard.runtime.units import unit_of
 from quantised import GatheredInt8
 from raising import raises, sharded, two_layers
 
@@ -63,6 +66,14 @@ def test_a_gather_that_makes_another_shape():
     model = fully_shard(int8(Short))
     with raises("C102"):
         model(ONE)
+
+
+def test_a_subclass_is_freed_whole():
+    model = fully_shard(int8())
+    model.unshard()
+    unit = unit_of(model)
+    with raises("C103"):
+        unit.buckets[0].full.cut(unit.buckets[0].axes.shard)
 
 
 def test_the_wrapper_cannot_cut_a_subclass():
@@ -137,6 +148,19 @@ def test_saving_a_sum_over_ranks(tmp_path):
     layer.register_buffer("total", DTensor.from_local(torch.ones(4), mesh()["tp"], [Partial()], run_check=False))
     with raises("K132"):
         fullshard.save(tmp_path, layer)
+
+
+def test_a_sharded_state_dict_over_two_meshes():
+    model = FullyShardedDataParallel(split(mesh()["tp"], Replicate()), use_orig_params=True)
+    with FullyShardedDataParallel.state_dict_type(model, fullshard.StateDictType.SHARDED_STATE_DICT), raises("K017"):
+        model.state_dict()
+
+
+def test_several_rectangles_for_a_writer_of_one(tmp_path):
+    model = fully_shard(nn.Linear(3, 7), layout="flat")
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), save_distributed=True)
+    with pytest.raises(CheckpointException, match="code:      K037"):
+        dcp.save(dict(model.state_dict()), storage_writer=writer, no_dist=True)
 
 
 # Devices.

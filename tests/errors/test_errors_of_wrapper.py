@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, sharded, two_layers, warns, wrapped
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fullshard
 from fullshard import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    OptimStateKeyType,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from fullshard.comm_hooks import DefaultState
-from fullshard.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
+from raising import nested, raises, two_layers, warns, wrapped
 
 FSDP = FullyShardedDataParallel
 
@@ -36,11 +26,6 @@ FSDP = FullyShardedDataParallel
 @pytest.fixture(autouse=True)
 def _ranks(fake_world):
     fake_world(2)
-
-
-def nested() -> FSDP:
-    """Two layers, each an instance, in another one."""
-    return wrapped(auto_wrap_policy={nn.Linear})
 
 
 def test_a_policy_for_a_model_that_is_wrapped():
@@ -183,29 +168,6 @@ def test_wrapping_with_something_that_cannot_wrap():
         pass
 
 
-def test_a_config_of_another_type_of_state_dict():
-    with raises("K001"):
-        FSDP.set_state_dict_type(wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
-
-
-def test_instances_that_differ_in_their_type_of_state_dict():
-    model = nested()
-    FSDP.set_state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT)
-    with raises("K002"):
-        FSDP.get_state_dict_type(model)
-
-
-def test_a_model_without_instances_has_no_type_of_state_dict():
-    with raises("K003"):
-        FSDP.get_state_dict_type(nn.Linear(4, 4))
-
-
-def test_a_model_without_instances_has_no_sharded_optimizer_state():
-    model = nn.Linear(4, 4)
-    with raises("K005"):
-        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_forward_inside_summon_full_params():
     model = wrapped()
     with FSDP.summon_full_params(model), raises("P013"):
@@ -269,20 +231,6 @@ def test_modules_that_are_left_in_full_precision():
     mixed = MixedPrecision(param_dtype=torch.bfloat16)
     with warns("W002"):
         FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mixed_precision=mixed, auto_wrap_policy={nn.Linear})
-
-
-def test_an_old_name():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warns("W003"):
-        FSDP.sharded_optim_state_dict(model, optimizer)
-
-
-def test_an_old_argument():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warns("W004"):
-        FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
 
 
 def test_the_wrapped_module_is_ignored():
@@ -366,23 +314,6 @@ def test_one_rank_splits_nothing():
         wrapped()
 
 
-def test_names_that_are_translated_where_they_do_not_change():
-    with raises("C075"):
-        get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other"))
-
-
-def test_sending_from_rank_0_what_is_not_whole():
-    with raises("C076"):
-        set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True))
-
-
-def test_something_else_than_an_optimizer_state_dict():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with raises("K016"):
-        FSDP.optim_state_dict_to_load(model, optimizer, {"param_groups": []})
-
-
 def test_configs_fit_their_type():
     assert FullStateDictConfig(rank0_only=True) and FullOptimStateDictConfig(rank0_only=True)
 
@@ -440,95 +371,3 @@ def test_an_optimizer_that_is_not_known():
     model(torch.ones(1, 4)).sum().backward()
     with warns("W009"):
         optimizer.step()
-
-
-# State dicts.
-
-
-def test_numbers_of_parameters_that_there_are_not():
-    with raises("K004"):
-        FSDP.rekey_optim_state_dict({"state": {7: {}}}, OptimStateKeyType.PARAM_NAME, two_layers())
-
-
-def test_the_state_of_a_part_of_an_instance():
-    model = wrapped(use_orig_params=True)
-    with raises("K008"):
-        get_model_state_dict(model.module[0])
-
-
-def test_nothing_to_send_from_rank_0():
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises("K007"):
-        set_optimizer_state_dict(
-            model, optimizer, {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        )
-
-
-def test_a_local_state_dict_of_what_is_not_split():
-    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
-    with raises("K011"), FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        model.state_dict()
-
-
-def test_a_local_state_dict_of_another_model():
-    model, other = wrapped(use_orig_params=False), FSDP(nn.Linear(4, 4), use_orig_params=False)
-    for one in (model, other):
-        FSDP.set_state_dict_type(one, StateDictType.LOCAL_STATE_DICT)
-    with raises("K018"):
-        model.load_state_dict(other.state_dict())
-
-
-def adam(model: FSDP) -> torch.optim.Adam:
-    """An optimizer that has stepped once."""
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-def test_state_that_is_not_one_value_per_element():
-    model = wrapped(use_orig_params=False)
-    optimizer = adam(model)
-    optimizer.state[model._flat_param]["rows"] = torch.ones(3)
-    with raises("K010"):
-        FSDP.optim_state_dict(model, optimizer)
-
-
-def loaded(change: object) -> None:
-    """Load the optimizer state of a layer after a change of it; the layer is one flat parameter."""
-    model = FSDP(nn.Linear(4, 4), use_orig_params=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    state = {
-        name: {"step": torch.tensor(1.0), "exp_avg": torch.ones(shape), "exp_avg_sq": torch.ones(shape)}
-        for name, shape in (("weight", (4, 4)), ("bias", (4,)))
-    }
-    change(state)
-    groups = [{**optimizer.state_dict()["param_groups"][0], "params": ["weight", "bias"]}]
-    FSDP.optim_state_dict_to_load(model, optimizer, {"state": state, "param_groups": groups})
-
-
-def test_state_without_a_parameter():
-    with raises("K012"):
-        loaded(lambda state: state.pop("bias"))
-
-
-def test_state_of_a_parameter_without_a_part():
-    with raises("K013"):
-        loaded(lambda state: state["bias"].pop("exp_avg"))
-
-
-def test_steps_that_differ_within_a_flat_parameter():
-    with raises("K014"):
-        loaded(lambda state: state["bias"].update(step=torch.tensor(2.0)))
-
-
-def test_state_of_another_shape():
-    with raises("K015"):
-        loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3)))
-
-
-def test_the_functions_for_fully_shard_of_an_instance():
-    model = wrapped()
-    with raises("K006"):
-        fullshard.optimizer_state_dict(model, adam(model))

@@ -131,7 +131,9 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
     left_out += lost
     if bare and not names:
         raise CheckpointError(
-            "The checkpoint has no model, only other things.", got=", ".join([*source.entries, *source.values][:3]) or "nothing", code="K024"
+            "The checkpoint has no model, only other things.",
+            got=", ".join([*source.entries, *source.values][:3]) or "nothing",
+            code="K024",
         )
     ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}

@@ -62,7 +62,8 @@ class FullshardAccelerator(Accelerator):
 
     def _start_sharding(self, sharding: Mapping[str, Any] | None, plugins: Sequence[str] = ()) -> None:
         kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on the CPU no plugin's
-        if plugins or not (kind == "NO" or kind.startswith("MULTI_")) or getattr(self, "parallelism_config", None) is not None:
+        data_parallel = kind == "NO" or kind.startswith("MULTI_")
+        if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
             raise ConfigError(
                 "FullshardAccelerator shards in the place of DDP; this one was told to distribute in another way.",
                 expected="neither an FSDP, DeepSpeed or Megatron plugin nor a parallelism_config, also in the settings "
