@@ -12,6 +12,7 @@ import ast
 import functools
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,12 +110,22 @@ def used_by(main: Top, path: str, code: str) -> list[Top]:
     while left:
         node = left.pop()
         inside = entry_of(node, code) or node
-        for name in (one.id for one in ast.walk(inside) if isinstance(one, ast.Name)):
+        for name in names_in(inside):
             other = known.get(name)
             if other is not None and id(other) not in found and not ast.unparse(other).endswith("Programs()"):
                 found[id(other)] = other
                 left.append(other)
     return sorted(found.values(), key=lambda node: node.lineno)
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """The names that a program uses when it runs: those of annotations are left out."""
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.Name) and field not in ("annotation", "returns"):
+                yield child.id
+            if isinstance(child, ast.AST) and field not in ("annotation", "returns"):
+                yield from names_in(child)
 
 
 def source_of(path: str, node: Top, code: str = "") -> list[str]:
@@ -141,10 +152,12 @@ def example(test: str, code: str = "") -> Example:
     function = functions(path)[function_of(test)]
     main = (program_of(path, code) if case_of(test) in (code, "") else None) or function
     lines: list[str] = []
+    after_constant = True
     for node in used_by(main, path, code):
-        short = isinstance(node, ast.Assign | ast.AnnAssign)
-        between = [] if not lines else [""] if short else ["", ""]
-        lines += [*between, *source_of(path, node, code)]
+        constant = isinstance(node, ast.Assign | ast.AnnAssign)
+        lines += [] if not lines or (constant and after_constant) else ["", ""]
+        lines += source_of(path, node, code)
+        after_constant = constant
     indent = min([len(line) - len(line.lstrip()) for line in lines if line])
     source = "\n".join(line[indent:] for line in lines) if len(lines) <= LONGEST else ""
     return Example(test, main.lineno, source)

@@ -81,7 +81,9 @@ def convert(
             f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
         )
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.", code="K021")
+        raise CheckpointError(
+            f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
+        )
     with open_source(source, model, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())

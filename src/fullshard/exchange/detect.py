@@ -103,7 +103,7 @@ def storage_at(path: Path) -> LocalStorage:
     where = Folder(path)
     name = "" if where.is_checkpoint else where.latest()
     if name is None:
-        raise CheckpointError(f"{path} has no whole checkpoint.", code="K035")
+        raise CheckpointError(f"{path} has no whole checkpoint.", expected="a folder with files of one", code="K035")
     return LocalStorage(path / name)
 
 

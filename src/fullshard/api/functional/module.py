@@ -211,7 +211,11 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise ConfigError("memory from the process group and custom collectives exclude each other", code="C021")
+            raise ConfigError(
+                "memory from the process group and custom collectives exclude each other",
+                remedy="leave one of them out: a collective of one's own allocates its memory itself",
+                code="C021",
+            )
         axes = runner.unit.buckets[0].axes
         memory = GroupMemory(axes.shard, axes.device)
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
