@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from raising import raises, two_layers, warns, wrapped
 from torch import nn
 
 import fullshard
 from forged import Forged
 from fullshard.store import hashed
 from fullshard.store.storage import LocalStorage, RemoteStorage
+from raising import raises, two_layers, warns, wrapped
 
 
 def saved(folder: Path, steps: tuple[int, ...] = (100,)) -> nn.Module:

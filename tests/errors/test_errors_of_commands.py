@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from raising import raises, two_layers, warns
 
 import fullshard
 from fullshard.cli.main import main
@@ -20,6 +19,7 @@ from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, 
 from fullshard.reference.find import find
 from fullshard.reference.write import LIST, write
 from fullshard.watcher.rank import Rank
+from raising import raises, two_layers, warns
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 

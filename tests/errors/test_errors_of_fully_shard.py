@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from raising import raises, sharded, two_layers, warns
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +15,7 @@ from fullshard import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPoli
 from fullshard.mesh.axes import subdivide
 from fullshard.comm import HookComm, TorchComm
 from fullshard.wrap import CustomPolicy
+from raising import raises, sharded, two_layers, warns
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, two_layers
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import DataParallelMeshDims, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from raising import raises, two_layers
 
 
 @pytest.fixture

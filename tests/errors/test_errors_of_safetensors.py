@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-from raising import raises, two_layers
 from torch import nn
 
 import fullshard
 from fullshard.store.formats import safetensors_header
 from fullshard.store.formats.safetensors_folder import SafetensorsSource
+from raising import raises, two_layers
 
 
 def test_a_dtype_that_parameters_cannot_be_cast_to(tmp_path):
