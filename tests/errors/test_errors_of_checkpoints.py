@@ -307,9 +307,11 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_a_save_while_another_goes_on(tmp_path):
-    saving = fullshard.save(tmp_path, two_layers(), step=1, asynchronous=True)
+    large = torch.zeros(30_000_000)
+    saving = fullshard.save(tmp_path, two_layers(), state={"large": large}, step=1, asynchronous=True)
     with raises("K154"):
         fullshard.save(tmp_path, two_layers(), step=2, if_saving="refuse")
+    assert not saving.done  # says so at once, while its process writes
     saving.wait()
 
 
