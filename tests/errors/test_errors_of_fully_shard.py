@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fullshard.mesh.axes import subdivide
 from fullshard.comm import HookComm, TorchComm
+from fullshard.mesh.axes import subdivide
 from fullshard.wrap import CustomPolicy
 from raising import raises, sharded, two_layers, warns
 
