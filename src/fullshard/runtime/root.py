@@ -300,7 +300,11 @@ class Root:
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
-            raise UsageError("backward() was called inside summon_full_params() of the same model", code="P045")
+            raise UsageError(
+                "backward() was called inside summon_full_params() of the same model",
+                remedy="call it before the context or after it: what that shows are copies, which get no gradients",
+                code="P045",
+            )
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
