@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Guide, Line, Position, check_same_model, check_same_weights, differing, meet
+from ..agreement import Guide, Position, differing
 from ..comm import Comm
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
-from ..mesh import Axis
 from ..policies import Check, Unused
 from ..shard import State, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
 from .additions import Additions
+from .alike import check_alike
 from .attached import check_units as check_attached_units
 from .departure import warn_of_departure
 from .phases import Happening, Phase
@@ -171,33 +171,8 @@ class Root:
         self._lent = True
 
     def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Check once that all ranks hold the same units; see `agreement/model.py`.
-
-        Args:
-            ignored: parameters that are left alone, by name.
-        """
-        own = self.top.settings
-        lines = [Line("(settings of the root)", "none", f"check={own.check!r}, unused={own.unused!r}")]
-        axes: dict[int, Axis] = {}
-        device = None
-        for one in self.units:
-            if one.unit.kept_axis is not None:
-                axes[id(one.unit.kept_axis.group)] = one.unit.kept_axis
-            for bucket in one.unit.buckets:
-                device = bucket.axes.device
-                axes |= {id(axis.group): axis for axis in bucket.axes.all}
-                for member in bucket.members:
-                    dtype = str(bucket.storage_dtype).removeprefix("torch.")
-                    compute = str(bucket.compute_dtype).removeprefix("torch.")
-                    grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
-                    facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
-                    facts += ", in keep_gathered" if one.held else ""
-                    lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
-        if device is not None:
-            left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
-            check_same_model(lines, left, list(axes.values()), self.comm, device)
-            meet(list(axes.values()), self.comm, device)
-            check_same_weights([one.unit for one in self.units], self.comm)
+        """Check once that all ranks hold the same units; see `check_alike`."""
+        check_alike(self.units, self.top.settings, ignored, self.comm)
 
     # Forward.
 
