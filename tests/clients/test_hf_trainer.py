@@ -298,6 +298,28 @@ def adapters(folder: str) -> bool:
     return True
 
 
+def test_an_optimizer_that_cannot_step_shards_is_named(run_clients, tmp_path):
+    assert all(run_clients(not_for_shards, str(tmp_path)))
+
+
+def not_for_shards(folder: str) -> bool:
+    """Transformers' own Adafactor; and what the error recommends for others: plain tensors of a sharded model."""
+    trainer = sharded_trainer(folder, optim="adafactor")
+    with pytest.raises(fullshard.ConfigError, match=r"Adafactor cannot step(.|\n)*torch.optim") as caught:
+        trainer.train()
+    assert caught.value.parameter in dict(llama().named_parameters()), caught.value
+    found = []
+    for cls in (None, sharded_class()):
+        model = llama() if cls is None else hf.shard(llama())
+        trainer = trainer_of("ddp", folder, model, cls)
+        parameters = model.parameters() if cls is None else fullshard.optimizer_view(model)
+        trainer.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        trainer.train()
+        found.append(losses(trainer))
+    close(found[1], found[0])
+    return is_ours(trainer)
+
+
 # What is refused.
 
 
@@ -335,5 +357,6 @@ def test_the_mixin_comes_first():
     with pytest.raises(fullshard.ConfigError, match="names ShardedTrainerMixin after the Trainer"):
         type("Bad", (Trainer, hf.ShardedTrainerMixin), {})
     made = type("Good", (hf.ShardedTrainerMixin, type("Mine", (Trainer,), {})), {})
-    with pytest.raises(fullshard.ConfigError, match="sharding is a dictionary"):
-        made(sharding="full")
+    for sharding, word in (("full", "sharding is a dictionary"), ({"layuot": "flat"}, "layout= is meant")):
+        with pytest.raises(fullshard.ConfigError, match=word):
+            made(sharding=sharding)

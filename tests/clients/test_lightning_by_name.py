@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -323,6 +324,27 @@ def with_fabric(folder: str) -> bool:
         fabric.save(f"{folder}/none", {"step": 1})
     close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
     return True
+
+
+def test_arguments_that_there_are_not():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from fullshard.integrations.lightning import NAME, FullshardFabricStrategy, FullshardStrategy
+
+    for cls in (FullshardStrategy, FullshardFabricStrategy):
+        for given, word in (
+            ({"nonsense": 3}, rf"{cls.__name__} has no argument 'nonsense'"),
+            ({"prefetc": 3}, "prefetch= is meant"),
+            ({"mesh": None}, "has no argument 'mesh'"),
+            ({"auto_wrap_policy": {Net}}, "units= is meant"),
+            ({"units": ["Block"]}, "units says which modules"),
+            ({"units": 3}, "units says which modules"),
+        ):
+            with pytest.raises(fullshard.ConfigError, match=word) as caught:
+                cls(**given)
+            assert ("units" in given) != isinstance(caught.value, TypeError)
+        cls([Net], process_group_backend="gloo", timeout=timedelta(seconds=60), layout="flat", prefetch=2)
+    assert type(StrategyRegistry.get(NAME)) is FullshardStrategy
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients" / "lightning.md"

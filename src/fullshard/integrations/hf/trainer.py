@@ -15,6 +15,7 @@ from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.lora import is_peft_model
 from ...store.save import save
+from ..given import check_sharding
 from .saving import save_pretrained
 from .units import is_sharded
 
@@ -39,7 +40,8 @@ class ShardedTrainerMixin:
         sharding: arguments of `fullshard.integrations.hf.shard`: units, mesh, reshard_after_forward, layout, ...
 
     Raises:
-        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too; a class that names the mixin after the Trainer.
+        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too; a class that names the mixin after the Trainer;
+            arguments of `sharding` that `shard` does not have.
     """
 
     model: Any
@@ -61,13 +63,7 @@ class ShardedTrainerMixin:
             )
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        if sharding is not None and not isinstance(sharding, Mapping):
-            raise ConfigError(
-                "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
-                expected='{"reshard_after_forward": True}, say',
-                got=repr(sharding),
-                code="C254",
-            )
+        check_sharding(sharding, "sharding")
         self._sharding = dict(sharding or {})
         super().__init__(*args, **settings)
 
