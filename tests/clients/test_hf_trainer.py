@@ -151,8 +151,14 @@ def test_resumes_on_other_numbers_of_ranks(run_clients, tmp_path):
     assert all(run_clients(resumed, str(tmp_path), together[0], world=1))
 
 
+def test_resumes_on_more_ranks(run_clients, tmp_path):
+    alone = run_clients(checkpointed, str(tmp_path), world=1)
+    assert all(run_clients(resumed, str(tmp_path), alone[0]))
+
+
 def checkpointed(folder: str) -> list[float]:
-    trainer = sharded_trainer(folder, save_strategy="steps", save_steps=STEPS // 2)
+    batch = 4 // dist.get_world_size()
+    trainer = sharded_trainer(folder, save_strategy="steps", save_steps=STEPS // 2, per_device_train_batch_size=batch)
     trainer.train()
     return losses(trainer)
 

@@ -195,16 +195,18 @@ class FullshardAccelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
         """As `Accelerator.save_state`; each rank writes what it owns of models and optimizers, by `fullshard.save`.
 
+        Models and optimizers come first: a save over another that is broken off before they are whole changes nothing.
         Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each in place of weights.
         """
         models, optimizers = list(self._models), list(self._optimizers)
         if not any(map(is_sharded, models)):
             return super().save_state(output_dir, safe_serialization, **settings)
-        folders: list[str] = []
+        parts = list(self._apart(models))
 
         def save_models(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
-            folders.append(str(folder))
+            for name, model, own in parts:
+                save(Path(folder) / name, model, own, step=self.step, rng=False, keep_last=1)
 
         last = self.register_save_state_pre_hook(save_models)
         self._optimizers: list[Any] = []
@@ -215,8 +217,6 @@ class FullshardAccelerator(Accelerator):
             self._optimizers = optimizers
             self._saves_apart = False
             last.remove()
-        for name, model, own in self._apart(models):
-            save(Path(folders[0]) / name, model, own, step=self.step, rng=False, keep_last=1)
         return found
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:

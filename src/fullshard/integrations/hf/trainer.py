@@ -16,6 +16,7 @@ from ...store.load import load
 from ...store.lora import is_peft_model
 from ...store.save import save
 from ..given import check_sharding
+from .checkpoints import last_whole
 from .saving import save_pretrained
 from .units import is_sharded
 
@@ -84,6 +85,12 @@ class ShardedTrainerMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not dist.is_initialized():  # else sharding moves it, each rank what it owns
             super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
+        """Trainer's; `resume_from_checkpoint=True` takes the last checkpoint that was finished."""
+        if resume_from_checkpoint is True and self.args.output_dir is not None:
+            resume_from_checkpoint = last_whole(self.args.output_dir) or True  # which Trainer refuses
+        return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **settings: Any) -> torch.optim.Optimizer:
         """Trainer's, once the model is sharded."""
