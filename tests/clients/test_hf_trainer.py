@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,19 @@ def saved_model(tied: bool, folder: str) -> bool:
             close(found(**batch()).loss, expected)
     assert not list(Path(folder).glob(".fullshard*"))
     return True
+
+
+def test_no_rank_returns_before_all_files_are_there(run_clients, tmp_path):
+    assert all(run_clients(saved_slowly, str(tmp_path)))
+
+
+def saved_slowly(folder: str) -> bool:
+    trainer = sharded_trainer(folder, max_steps=1)
+    trainer.train()
+    write = trainer._save_beside
+    trainer._save_beside = lambda where: (time.sleep(1), write(where))
+    trainer.save_model(f"{folder}/out")
+    return (Path(folder) / "out" / "training_args.bin").exists()
 
 
 def test_models_whose_files_have_other_names(run_clients, tmp_path):

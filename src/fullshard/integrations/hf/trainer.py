@@ -14,6 +14,7 @@ from ...errors import CheckpointError, ConfigError
 from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.lora import is_peft_model
+from ...store.ranks import Ranks
 from ...store.save import save
 from ..given import check_sharding
 from .checkpoints import last_whole
@@ -110,8 +111,9 @@ class ShardedTrainerMixin:
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if not _internal_call or self.args.save_only_model:
             save_pretrained(self.model, folder)
-        if self.args.should_save:
-            self._save_beside(folder)
+        with Ranks().step("save_model", files=True):  # no rank returns before all files are there
+            if self.args.should_save:
+                self._save_beside(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
