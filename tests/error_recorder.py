@@ -5,7 +5,7 @@
     after each test   its lines of `notes` are its own: tests run one after another in a process, and pools belong to it
 
 Processes that tests start on their own are not seen. The table that the error index is made from comes from such runs
-(`docs/_errors/tests.py`).
+(`docs/_errors/examples.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _CODE = re.compile(r"^  code:      (\w+)\Z", re.MULTILINE)
+_QUOTED = re.compile(r"^  code:      (\w+)$", re.MULTILINE)  # of the process that writes checkpoints
 
 
 def install(notes: Path) -> None:
@@ -28,7 +29,8 @@ def install(notes: Path) -> None:
     def init(self: Any, *args: Any, code: str | None = None, **facts: Any) -> None:
         plain_init(self, *args, code=code, **facts)
         if code is not None:  # not of one that comes from another process
-            note(code)
+            for one in {code, *_QUOTED.findall(str(facts.get("got")))}:
+                note(one)
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **options: Any) -> None:
         if (told := _CODE.search(str(message))) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -57,9 +56,14 @@ def test_every_example_is_a_test() -> None:
 def test_examples_of_the_index_name_the_code_that_they_show() -> None:
     """A program in tests/errors says in its own text which error it shows; readers compare."""
     for code, test in examples.read_table().items():
-        if test.startswith(examples.PROGRAMS):
-            path = test.partition("::")[0]
-            assert code in ast.unparse(examples.functions(path)[examples.function_of(test)]), (code, test)
+        assert examples.shows(test, code), (code, test)
+
+
+def test_of_a_table_the_row_of_the_code_is_quoted() -> None:
+    row = examples.example("tests/errors/test_errors_of_formats.py::test_what_cannot_be_converted[K034]", "K034").source
+    assert '"K034": texts' in row and "def texts" in row and "K033" not in row
+    program = examples.example("tests/errors/test_errors_of_ranks.py::test_two_ranks[D007]", "D007").source
+    assert "torch.manual_seed(rank)" in program and "D006" not in program and "run_ranks" not in program
 
 
 def test_explain_prints_an_entry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ MADE_BEFORE = {
 }
 """Warnings whose text, with its code, was made elsewhere: by `message`, or as an error that is not raised."""
 
-RETIRED = ("W008",)
+RETIRED = ("C146", "W008")
 """Codes that were raised once and are no more; none of them is given again."""
 
 FOUND = "insight/verify/report.py"

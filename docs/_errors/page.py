@@ -57,6 +57,7 @@ SUBJECTS = {
     "shard/": "Units",
     "runtime/": "Forward and backward",
     "optim/": "Optimizers and gradients",
+    "reference/": "The reference of a package: fullshard docs",
     "insight/doctor/": "The doctor",
     "insight/verify/": "verify",
     "insight/": "What a model holds",
@@ -64,6 +65,14 @@ SUBJECTS = {
     "": "Policies, names and dtypes",
 }
 """Beginnings of paths, the first that fits counts; what the errors there are about."""
+
+
+RUN_BY = {
+    "tests/clients/": " (of the extras of client libraries: `make test-clients`)",
+    "tests/gpu/": " (on a GPU)",
+}
+SHARED = ("two_layers", "sharded", "wrapped", "nested")
+"""Functions of tests/raising.py that examples call."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class Entry:
         do: what to do, if neither the text nor `means` says it.
         places: where it is made.
         example: the test that shows it, if one does.
+        needs: where none does, why: what a program that raises it would need.
     """
 
     code: str
@@ -88,6 +98,7 @@ class Entry:
     do: str
     places: tuple[codes.Site, ...]
     example: examples.Example | None
+    needs: str = ""
 
 
 def entries() -> list[Entry]:
@@ -122,7 +133,8 @@ def entries() -> list[Entry]:
                 " ".join(by_hand.get("means", "").split()),
                 " ".join(by_hand.get("do", "").split()),
                 tuple(made),
-                examples.example(tests[code]) if code in tests else None,
+                examples.example(tests[code], code) if code in tests else None,
+                by_hand.get("needs", ""),
             )
         )
     return found
@@ -139,9 +151,10 @@ def section(entry: Entry, shown: set[str]) -> list[str]:
     where = [f"[{one.path}](../src/fullshard/{one.path}#L{one.line}){in_function(one)}" for one in entry.places]
     lines += [f"{kind}, from {'; '.join(where)}.", ""]
     if entry.example is None:
-        return [*lines, "No example yet.", ""]
+        return [*lines, f"No example here: it takes {entry.needs}." if entry.needs else "No example yet.", ""]
     example = entry.example
-    lines += [f"Raised by the test [{name_of(example)}](../{example.path}#L{example.line}).", ""]
+    run = next((told for start, told in RUN_BY.items() if example.path.startswith(start)), "")
+    lines += [f"Raised by the test [{name_of(example)}](../{example.path}#L{example.line}){run}.", ""]
     if example.source and example.test not in shown:
         shown.add(example.test)
         lines += ["```python", example.source, "```", ""]
@@ -193,10 +206,13 @@ def page(all_entries: list[Entry]) -> str:
         own = by_letter[letter]
         span = f"[{own[0].code}](#{own[0].code.lower()})" + (f" to {own[-1].code}" if len(own) > 1 else "")
         lines.append(f"| {span} | [{kind}](#{kind.lower()}), a `{builtin}` | {what} |")
-    without = sum(entry.example is None for entry in all_entries)
-    lines += ["", f"Of {len(all_entries)} entries {len(all_entries) - without} have an example that a test runs.", ""]
-    lines += [f"No longer raised: {', '.join(codes.RETIRED)}.", ""]
-    shown: set[str] = set()
+    shown = [entry for entry in all_entries if entry.example is not None]
+    explained = [entry for entry in all_entries if entry.example is None and entry.needs]
+    lines += ["", f"Of {len(all_entries)} entries {len(shown)} have an example that a test runs."]
+    if explained:
+        lines += [f"{len(explained)} say what such a program would take (a GPU, say)."]
+    lines += ["", f"No longer raised: {', '.join(codes.RETIRED)}.", "", *shared()]
+    quoted: set[str] = set()
     for letter in CLASSES:
         lines += [f"## {CLASSES[letter][0]}", "", f"{CLASSES[letter][2][0].upper()}{CLASSES[letter][2][1:]}.", ""]
         lines += ["By subject:", ""]
@@ -208,8 +224,24 @@ def page(all_entries: list[Entry]) -> str:
             lines.append(f"- {title}: {links}")
         lines.append("")
         for entry in by_letter[letter]:
-            lines += section(entry, shown)
+            lines += section(entry, quoted)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def shared() -> list[str]:
+    """What a reader of the examples has to know, as Markdown."""
+    path = "tests/raising.py"
+    lines = [
+        "Examples are tests: what raises stands below `with raises(code)`, or warns below `with warns(code)`. Where",
+        "nothing else is said they are rank 0 of 2 (of 4 where there is a mesh), in one process, on a group that moves",
+        "no data. A function below `@PROGRAMS.raise_(code)` is a program of two ranks, which both run, each with its",
+        "number and a folder that both see. Of a table the row of the code is shown. They share these models:",
+        "",
+        "```python",
+    ]
+    for name in SHARED:
+        lines += [*examples.source_of(path, examples.functions(path)[name]), "", ""]
+    return [*lines[:-2], "```", ""]
 
 
 def example_of_a_message() -> list[str]:
@@ -247,7 +279,10 @@ def main() -> None:
     found = entries()
     PAGE.write_text(page(found))
     DATA.write_text(data(found))
-    print(f"{len(found)} codes, {sum(entry.example is None for entry in found)} without an example")
+    without = [entry for entry in found if entry.example is None]
+    unexplained = [entry.code for entry in without if not entry.needs]
+    print(f"{len(found)} codes, {len(without)} without an example: {len(without) - len(unexplained)} say why")
+    print(*unexplained)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from ways import EXACT, error_of, every_way, gradient_problems, named_error, shard, synced, value_problems
@@ -42,6 +43,37 @@ class Nested(nn.Module):
         return self.inner(self.outer(x)) if self.through else self.outer(x)
 
 
+class Recomputed(Branches):
+    """All branches are run forward once more in a backward, together: a rank gathers several before it reduces one."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        x = self.trunk(x).tanh()
+        return self.head(checkpoint(self.middle, x, taken, use_reentrant=self.reentrant))
+
+    def middle(self, x: Tensor, taken: list[int]) -> Tensor:
+        for index in taken:
+            x = x + self.branches[index](x).tanh()
+        return x
+
+
+class Reentered(Recomputed):
+    reentrant = True
+
+
+class BranchesAlone(Recomputed):
+    """Nothing trains that all ranks use: one comes to the end of a backward before another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        return super().forward(x.detach().requires_grad_(), taken)
+
+
 def units(model: nn.Module) -> list[nn.Module]:
     return [model.branches[1].inner, *model.branches, model.trunk]
 
@@ -58,11 +90,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def trained(way: str, accumulate: bool, first: int, **settings: object) -> list[str]:
+def trained(way: str, accumulate: bool, first: int, kind: str = "Branches", **settings: object) -> list[str]:
     """What differs from one process over steps that begin with the `first`-th of `TAKEN`."""
     world, mine = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    reference = Branches()
+    reference = globals()[kind]()
     model = shard(copy.deepcopy(reference), way, units, unused="zeros", **settings)
     optimizers = [optimizer_of(reference), optimizer_of(model)]
     problems = []
@@ -99,6 +131,41 @@ def test_as_one_process(run_ranks, way, accumulate):
     for first in (0, 1, 2):
         for problems in run_ranks(trained, way, accumulate, first):
             assert not problems, problems
+
+
+@pytest.mark.parametrize("kind", ["Recomputed", "Reentered"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["each", "accumulated"])
+@every_way
+def test_recomputed_together(run_ranks, way, accumulate, kind):
+    """Ranks say what comes next in backwards, too."""
+    for first in (0, 1, 2):
+        for problems in run_ranks(trained, way, accumulate, first, kind, check="every"):
+            assert not problems, problems
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+def test_a_rank_that_is_done_with_its_backward_takes_part_in_those_of_others(run_ranks, way):
+    for problems in run_ranks(trained, way, False, 3, "BranchesAlone", check="every"):
+        assert not problems, problems
+
+
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_recomputed_together_on_hybrid_meshes(run_ranks, way):
+    for problems in run_ranks(trained, way, True, 1, "Recomputed", check="every", hybrid=True, world=4):
+        assert not problems, problems
+
+
+@pytest.mark.parametrize("way", ["rows", "originals"])
+def test_recomputed_together_needs_every_check(run_ranks, way):
+    for problems in run_ranks(unchecked, way):
+        assert not problems, problems
+
+
+def unchecked(way: str) -> list[str]:
+    torch.manual_seed(0)
+    model = shard(Recomputed(), way, units, unused="zeros")
+    error = error_of(lambda: loss_of(model, batch(0, 0), [[0, 1], [0]][dist.get_rank()]).backward())
+    return named_error(error, "branches.1", "rank 1", 'check="every"', kinds=fullshard.DivergenceError)
 
 
 @pytest.mark.parametrize("way", ["rows", "wrapper"])

@@ -1,18 +1,20 @@
-"""Errors of `save`, `load`, safetensors files and `convert`, in one process that shards nothing."""
+"""Errors of `save` and `load`, in one process that shards nothing."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-import sys
+import shutil
 from pathlib import Path
 
-import pytest
 import torch
-from raising import raises, two_layers, warns
 from torch import nn
 
 import fullshard
-from fullshard.store.formats.safetensors_folder import SafetensorsSource
+from forged import Forged
+from fullshard.store import hashed
+from fullshard.store.storage import LocalStorage, RemoteStorage
+from raising import raises, two_layers, warns, wrapped
 
 
 def saved(folder: Path, steps: tuple[int, ...] = (100,)) -> nn.Module:
@@ -183,142 +185,151 @@ def test_the_checkpoint_before_a_damaged_one_is_loaded(tmp_path):
         assert fullshard.load(tmp_path, model, fall_back=True).step == 100
 
 
-# Safetensors files.
+# Loading what was saved differently.
 
 
-def test_a_dtype_that_parameters_cannot_be_cast_to(tmp_path):
-    with raises("C190"):
-        fullshard.save_safetensors(two_layers(), tmp_path / "out", dtype=torch.int8)
+def test_steps_that_differ_within_a_flat_parameter(tmp_path, fake_world):
+    model = two_layers()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model.requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    fullshard.save(tmp_path, model, optimizer)
+    fake_world(1)
+    flat = wrapped(use_orig_params=False)
+    with raises("K149"):
+        fullshard.load(tmp_path, flat, torch.optim.Adam(flat.parameters()))
 
 
-def test_files_of_no_bytes(tmp_path):
-    with raises("C188"):
-        fullshard.save_safetensors(two_layers(), tmp_path / "out", max_file_bytes=0)
+def test_a_number_that_was_several(tmp_path):
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model[0].weight]["step"] = torch.ones(2)
+    fullshard.save(tmp_path, model, optimizer)
+    with raises("K150"):
+        fullshard.load(tmp_path, model, torch.optim.Adam(model.parameters()))
 
 
-def test_buckets_of_no_bytes():
-    with raises("C189"):
-        list(fullshard.full_parameters(two_layers(), bucket_bytes=0))
+# Files that were changed, with hashes made right (`Forged`: tests/forged.py).
 
 
-def test_an_adapter_and_the_model_it_was_merged_into(tmp_path):
-    with raises("C191"):
-        fullshard.save_safetensors(two_layers(), tmp_path / "out", adapter=True, merge_lora=True)
+def forged(folder: Path) -> Forged:
+    """A checkpoint of `two_layers` to be changed."""
+    saved(folder)
+    return Forged(newest(folder))
 
 
-def test_an_adapter_and_the_base_model(tmp_path):
-    with raises("C192"):
-        fullshard.load_safetensors(two_layers(), tmp_path, adapter=True, base=True)
+def test_random_generators_of_another_kind(tmp_path):
+    made = forged(tmp_path)
+    made.manifest["values"]["state"]["rng"] = {"torch": 7}
+    made.sign()
+    with raises("K120"):
+        fullshard.load(tmp_path, two_layers())
 
 
-def test_merging_where_there_is_no_adapter():
-    with raises("C193"):
-        list(fullshard.full_parameters(two_layers(), merge_lora=True))
+def test_a_checkpoint_of_a_newer_format(tmp_path):
+    made = forged(tmp_path)
+    made.manifest["version"] = 99
+    made.sign()
+    with raises("K124"):
+        fullshard.load(tmp_path, two_layers())
 
 
-def test_an_adapter_of_a_model_that_has_none(tmp_path):
-    pytest.importorskip("peft", reason="needs peft, of the extra hf")
-    with raises("C182"):
-        fullshard.save_safetensors(two_layers(), tmp_path / "out", adapter=True)
+def test_a_tensor_in_a_file_that_there_is_not(tmp_path):
+    made = forged(tmp_path)
+    made.place("model.0.weight").relative_path = "__9_0.distcp"
+    made.sign()
+    with raises("K129"):
+        fullshard.load(tmp_path, two_layers())
 
 
-def test_a_folder_that_is_not_empty(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with raises("K094"):
-        fullshard.save_safetensors(two_layers(), tmp_path)
+def test_a_manifest_that_is_a_link(tmp_path):
+    model = saved(tmp_path)
+    manifest = newest(tmp_path) / "manifest.json"
+    manifest.rename(tmp_path / "elsewhere.json")
+    manifest.symlink_to(tmp_path / "elsewhere.json")
+    with raises("K156"):
+        fullshard.load(newest(tmp_path), model)
 
 
-def test_a_folder_without_safetensors_files(tmp_path):
-    with raises("K087"):
-        fullshard.load_safetensors(two_layers(), tmp_path)
+def test_metadata_that_is_missing(tmp_path):
+    model = saved(tmp_path)
+    made = Forged(newest(tmp_path))
+    del made.manifest["files"][".metadata"]
+    made.write_manifest(json.dumps(made.manifest).encode())
+    (made.folder / ".metadata").unlink()
+    with raises("K142"):
+        fullshard.load(tmp_path, model)
 
 
-def test_a_folder_of_two_models(tmp_path):
-    fullshard.save_safetensors(two_layers(), tmp_path / "out")
-    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
-    with raises("K086"):
-        fullshard.load_safetensors(two_layers(), tmp_path / "out")
+def test_hashes_of_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    model = saved(tmp_path)
+    monkeypatch.setitem(hashed.KINDS, "xxh3_128", None)
+    with raises("K112"):
+        fullshard.load(tmp_path, model)
 
 
-def test_an_index_that_names_no_files(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with raises("K089"):
-        fullshard.load_safetensors(two_layers(), tmp_path)
+# Files that change while they are read.
 
 
-def test_an_index_that_leads_out_of_its_folder(tmp_path):
-    index = {"weight_map": {"0.weight": "../secret.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with raises("K090"):
-        fullshard.load_safetensors(two_layers(), tmp_path)
+def test_a_folder_that_there_is_not(tmp_path):
+    with raises("K155"):
+        LocalStorage(tmp_path / "step-000000100")
 
 
-def test_an_index_of_files_that_are_missing(tmp_path):
-    index = {"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with raises("K091"):
-        fullshard.load_safetensors(two_layers(), tmp_path)
+def test_an_address_that_there_is_not():
+    with raises("K157"):
+        RemoteStorage("memory://runs/step-000000100")
 
 
-def test_a_safetensors_file_that_is_damaged(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"not a header")
-    with raises("K100"):
-        fullshard.load_safetensors(two_layers(), tmp_path)
+def test_a_file_that_is_removed_while_it_is_read(tmp_path):
+    saved(tmp_path)
+    storage = LocalStorage(newest(tmp_path))
+    (newest(tmp_path) / "__0_0.distcp").unlink()
+    with raises("K158"):
+        storage.read("__0_0.distcp", 0, 100)
 
 
-def test_files_of_other_names(tmp_path):
-    fullshard.save_safetensors(two_layers(), tmp_path / "out")
-    with raises("K116"):
-        fullshard.load_safetensors(nn.Linear(4, 4), tmp_path / "out")
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    saved(tmp_path)
+    storage = LocalStorage(newest(tmp_path))
+    (newest(tmp_path) / "__0_0.distcp").write_bytes(b"")
+    with raises("K159"):
+        storage.read("__0_0.distcp", 0, 100)
 
 
-def test_files_with_two_values_of_a_tied_weight(tmp_path):
-    fullshard.save_safetensors(two_layers(), tmp_path / "out")
-    tied = two_layers()
-    tied[1].weight = tied[0].weight
-    with raises("K115"):
-        fullshard.load_safetensors(tied, tmp_path / "out")
+# Saves in the background, and of two programs.
 
 
-def test_adapters_without_peft(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with raises("C181"):
-        fullshard.save_safetensors(two_layers(), tmp_path / "out", adapter=True)
+def test_a_save_while_another_goes_on(tmp_path):
+    large = torch.zeros(30_000_000)
+    saving = fullshard.save(tmp_path, two_layers(), state={"large": large}, step=1, asynchronous=True)
+    with raises("K154"):
+        fullshard.save(tmp_path, two_layers(), step=2, if_saving="refuse")
+    assert not saving.done  # says so at once, while its process writes
+    saving.wait()
 
 
-def adapted(**arguments: object) -> nn.Module:
-    """Two layers with an adapter of rank 2."""
-    peft = pytest.importorskip("peft", reason="needs peft, of the extra hf")
-    return peft.get_peft_model(two_layers(), peft.LoraConfig(target_modules=["0"], **{"r": 2, **arguments}))
+def test_a_save_in_the_background_that_fails(tmp_path):
+    saving = fullshard.save(tmp_path, two_layers(), asynchronous=True)
+    shutil.rmtree(tmp_path)
+    with raises("K041"):
+        saving.wait()
 
 
-def test_an_adapter_of_a_name_that_there_is_not(tmp_path):
-    with raises("C184"):
-        fullshard.save_safetensors(adapted(), tmp_path / "out", adapter="french")
+def test_a_folder_that_another_program_saves_into(tmp_path):
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with raises("K043"):
+            fullshard.save(tmp_path, two_layers(), patience=0.1)
 
 
-def test_a_folder_without_an_adapter(tmp_path):
-    with raises("K039"):
-        fullshard.load_safetensors(adapted(), tmp_path, adapter=True)
-
-
-def test_an_adapter_of_another_rank(tmp_path):
-    fullshard.save_safetensors(adapted(r=4), tmp_path / "out", adapter=True)
-    with raises("K040"):
-        fullshard.load_safetensors(adapted(), tmp_path / "out", adapter=True)
-
-
-def test_merging_what_is_no_sum(tmp_path):
-    with raises("C194"):
-        list(fullshard.full_parameters(adapted(use_dora=True), merge_lora=True))
-
-
-def test_a_file_that_was_closed(tmp_path):
-    fullshard.save_safetensors(two_layers(), tmp_path / "out")
-    source = SafetensorsSource(tmp_path / "out")
-    source.close()
-    with raises("C187"):
-        source.read("model.0.weight")
+# Folders.
 
 
 def test_an_address_of_no_known_kind():
@@ -334,116 +345,6 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(fullshard.Folder, "remove", refuse)
     with warns("W012"):
         fullshard.save(tmp_path, two_layers(), step=200, keep_last=1)
-
-
-def test_a_dtype_that_safetensors_files_do_not_have(tmp_path):
-    model = nn.Linear(4, 4)
-    model.register_buffer("table", torch.zeros(2, dtype=torch.complex128))
-    with raises("K101"):
-        fullshard.save_safetensors(model, tmp_path / "out")
-
-
-# Formats.
-
-
-def test_casting_to_integers(tmp_path):
-    with raises("C088"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype=torch.int8)
-
-
-def test_a_format_that_cannot_be_written(tmp_path):
-    with raises("C089"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b", to="deepspeed")
-
-
-def test_converting_onto_something(tmp_path):
-    with raises("K020"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path)
-
-
-def test_converting_into_a_folder_that_there_is_not(tmp_path):
-    with raises("K021"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "not" / "b.pt")
-
-
-def test_converting_nothing(tmp_path):
-    with raises("K025"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
-
-
-def test_converting_what_is_being_written(tmp_path):
-    (tmp_path / "step-00000100.saving-1a2b").mkdir()
-    with raises("K026"):
-        fullshard.convert(tmp_path / "step-00000100.saving-1a2b", tmp_path / "b.safetensors")
-
-
-def test_converting_a_file_of_old(tmp_path):
-    torch.save(two_layers().state_dict(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    with raises("K027"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
-
-
-def test_converting_a_checkpoint_without_a_model(tmp_path):
-    torch.save({"optimizer": torch.optim.AdamW(two_layers().parameters()).state_dict(), "step": 8}, tmp_path / "a.pt")
-    with raises("K024"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", model_only=True)
-
-
-def test_converting_an_empty_file(tmp_path):
-    (tmp_path / "a.pt").touch()
-    with raises("K028"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
-
-
-def test_converting_one_file_of_a_checkpoint(tmp_path):
-    (tmp_path / "manifest.json").write_text("{}")
-    with raises("K029"):
-        fullshard.convert(tmp_path / "manifest.json", tmp_path / "b.safetensors")
-
-
-def test_converting_a_text(tmp_path):
-    (tmp_path / "notes.txt").write_text("nothing of a model")
-    with raises("K030"):
-        fullshard.convert(tmp_path / "notes.txt", tmp_path / "b.safetensors")
-
-
-def test_converting_an_empty_folder(tmp_path):
-    (tmp_path / "a").mkdir()
-    with raises("K031"):
-        fullshard.convert(tmp_path / "a", tmp_path / "b.safetensors")
-
-
-def test_converting_half_a_checkpoint_of_dcp(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "__0_0.distcp").touch()
-    with raises("K032"):
-        fullshard.convert(tmp_path / "a", tmp_path / "b.safetensors")
-
-
-def test_converting_a_folder_whose_writing_did_not_end(tmp_path):
-    (tmp_path / "a" / "step-00000100.saving-1a2b").mkdir(parents=True)
-    with raises("K033"):
-        fullshard.convert(tmp_path / "a", tmp_path / "b.safetensors")
-
-
-def test_converting_a_folder_of_texts(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "notes.txt").touch()
-    with raises("K034"):
-        fullshard.convert(tmp_path / "a", tmp_path / "b.safetensors")
-
-
-def test_converting_a_file_that_is_truncated(tmp_path):
-    torch.save(two_layers().state_dict(), tmp_path / "whole.pt")
-    (tmp_path / "a.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:500])
-    with raises("K051"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
-
-
-def test_converting_a_file_that_holds_no_model(tmp_path):
-    torch.save(["nothing", "of", "a", "model"], tmp_path / "a.pt")
-    with raises("K107"):
-        fullshard.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
 
 
 def test_a_whole_model_is_loaded(tmp_path):

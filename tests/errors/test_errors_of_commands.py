@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from raising import raises, two_layers, warns
 
 import fullshard
 from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
+from fullshard.reference.find import find
+from fullshard.reference.write import LIST, write
 from fullshard.watcher.rank import Rank
+from raising import raises, two_layers, warns
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 
@@ -60,11 +64,6 @@ def test_clipping_the_norm_of_some_modules():
         fullshard.verify(**GIVEN, modules=["0"], max_norm=1.0)
 
 
-def test_a_module_that_there_is_not():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, modules=["layers.7"])
-
-
 def test_a_batch_that_cannot_be_made():
     def broken(*_: int) -> torch.Tensor:
         raise FileNotFoundError("tokens.bin")
@@ -78,29 +77,13 @@ def test_counts_of_no_tokens():
         fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
 
 
-def test_a_sharding_that_gives_no_module():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, shard_fn=lambda model: None)
-
-
-def test_an_optimizer_that_is_none():
-    with raises("C119"):
-        fullshard.verify(**GIVEN, optimizer_fn=lambda model: None)
-
-
-def test_a_model_that_is_made_once():
-    model = two_layers()
-    with raises("C119"):
-        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
-
-
 # Commands.
 
 
 def refused(code: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says this in one line."""
+    """The command says this, and nothing after it."""
     assert main(arguments) == 2
-    assert capsys.readouterr().err.endswith(f" code: {code}\n")
+    assert capsys.readouterr().err.split()[-2:] == ["code:", code]
 
 
 def script(folder: Path, text: str) -> str:
@@ -254,3 +237,110 @@ def test_a_watcher_that_has_ended():
     process.wait()
     with warns("W016"):
         rank.configure(limit=30.0)
+
+
+# The reference of a package: `fullshard docs`.
+
+
+def test_a_package_that_is_not_installed():
+    with raises("C224"):
+        find("no_such_package")
+
+
+def test_a_folder_without_python(tmp_path):
+    with raises("C225"):
+        find(str(tmp_path))
+
+
+def test_a_file_that_is_no_python(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with raises("C226"):
+        find(str(tmp_path / "notes.txt"))
+
+
+PAGES = [("index.html", "a page")]
+
+
+def test_pages_over_a_file_of_ones_own(tmp_path):
+    write(tmp_path, [("other.html", "a page")])
+    (tmp_path / "index.html").write_text("mine")
+    with raises("C227"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_beside_another_list(tmp_path):
+    (tmp_path / LIST).write_text("{}")
+    with raises("C228"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_in_a_folder_that_is_not_empty(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with raises("C229"):
+        write(tmp_path, PAGES)
+
+
+def test_pages_in_a_file(tmp_path):
+    (tmp_path / "reference").touch()
+    with raises("C230"):
+        write(tmp_path / "reference", PAGES)
+
+
+def test_pages_where_no_folder_can_be(tmp_path):
+    (tmp_path / "reference").touch()
+    with raises("C231"):
+        write(tmp_path / "reference" / "pages", PAGES)
+
+
+# What `verify` quotes of what it was given.
+
+
+def test_no_modules_to_verify():
+    with raises("C119", quoting="C117"):
+        fullshard.verify(**GIVEN, modules=["layers.7"])
+
+
+def test_a_sharding_that_gives_a_number():
+    with raises("C119", quoting="C122"):
+        fullshard.verify(**GIVEN, shard_fn=lambda model: 1)
+
+
+def test_an_optimizer_that_is_a_number():
+    with raises("C119", quoting="C129"):
+        fullshard.verify(**GIVEN, optimizer_fn=lambda model: 1)
+
+
+def test_one_model_for_both():
+    model = two_layers()
+    with raises("C119", quoting="C131"):
+        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
+
+
+def on_meta() -> torch.nn.Module:
+    """Shapes without values."""
+    with torch.device("meta"):
+        return two_layers()
+
+
+def test_a_model_without_values():
+    with raises("C119", quoting="C132"):
+        fullshard.verify(**{**GIVEN, "model_fn": on_meta}, shard_fn=lambda model: fullshard.fully_shard(two_layers()))
+
+
+def broken(rank: Rank) -> Exception:
+    """What a rank makes of a connection that broke."""
+    rank.start(0, 60.0)
+    return rank.explain(RuntimeError("Connection closed by peer"))
+
+
+def test_a_rank_that_ended_before_its_first_forward():
+    rank = Rank()
+    rank.find_others = lambda: [(1, None)]
+    with raises("D014"):
+        raise broken(rank)
+
+
+def test_a_rank_that_went_without_a_word(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=5.0).__next__)
+    with raises("D015"):
+        raise broken(Rank())

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from raising import raises, sharded, two_layers, warns
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from fullshard.comm import HookComm, TorchComm
 from fullshard.mesh.axes import subdivide
 from fullshard.wrap import CustomPolicy
+from raising import raises, sharded, two_layers, warns
 
 
 @pytest.fixture(autouse=True)
@@ -312,3 +314,63 @@ def test_an_optimizer_that_was_built_before():
 
 def test_offloading_is_a_policy():
     assert fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+class Own:
+    """A collective of one's own: `allocate` gives memory of another shape."""
+
+    def __call__(self, *tensors: torch.Tensor, **_: object) -> None:
+        raise AssertionError("not reached: its memory does not fit")
+
+    def allocate(self, size: object, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype, device=device)
+
+
+def test_a_custom_gather_that_allocates_something_else():
+    model = sharded()
+    model.set_custom_all_gather(Own())
+    with raises("C085"):
+        model(torch.ones(1, 4))
+
+
+def test_memory_of_the_group_for_a_collective_of_ones_own():
+    model = sharded()[0]
+    model.set_custom_all_gather(Own())
+    with raises("C021"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def test_a_comm_that_scales_gradients_itself():
+    comm = HookComm(TorchComm(), None, print)
+    with raises("C039"):
+        fully_shard(nn.Linear(4, 4), comm=comm, reduction="sum")
+
+
+def test_the_class_of_a_unit_and_no_more():
+    model = fully_shard(nn.Linear(4, 4))
+    other = nn.Linear(4, 4)
+    other.__class__ = type(model)
+    with raises("P002"):
+        other(torch.ones(1, 4))
+
+
+def test_gradients_that_were_kept_are_reduced_by_the_root():
+    model = sharded()
+    model(torch.ones(1, 4))
+    with raises("P004"):
+        fully_shard.state(model[0])._root_post_backward_final_callback()
+
+
+def test_reducing_kept_gradients_inside_a_forward():
+    model = sharded()
+    model[0].register_forward_hook(lambda *_: fully_shard.state(model)._root_post_backward_final_callback())
+    with raises("P042"):
+        model(torch.ones(1, 4))
+
+
+def test_an_argument_of_a_root_with_fewer_ranks():
+    model, alone = two_layers(), DeviceMesh("cpu", [0])
+    fully_shard(model[0], reduction="tokens")
+    fully_shard(model, mesh=alone, reduction="tokens")
+    with raises("C166"):
+        model(torch.ones(1, 4))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, two_layers
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import DataParallelMeshDims, FullyShardedDataParallel, fully_shard
+from fullshard import DataParallelMeshDims, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from raising import raises, two_layers
 
 
 @pytest.fixture
@@ -91,3 +91,21 @@ def test_replicas_in_the_second_dim():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
     with raises("C153"):
         fully_shard(two_layers(), mesh=mesh)
+
+
+def test_nodes_of_unequal_size(fake_world, monkeypatch):
+    def hosts(found: list[str], _: str) -> None:
+        found[:] = ["node-1", "node-1", "node-2"]
+
+    fake_world(3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", hosts)
+    with raises("C147"):
+        FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+@pytest.mark.usefixtures("_ranks")
+def test_a_torch_that_cannot_flatten(monkeypatch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    monkeypatch.delattr(DeviceMesh, "_flatten")
+    with raises("C151"):
+        fully_shard(two_layers(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(("dp", "cp")))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raising import raises, two_layers, warns, wrapped
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import (
@@ -14,13 +14,11 @@ from fullshard import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from fullshard.comm_hooks import DefaultState
-from fullshard.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
+from raising import nested, raises, two_layers, warns, wrapped
 
 FSDP = FullyShardedDataParallel
 
@@ -28,11 +26,6 @@ FSDP = FullyShardedDataParallel
 @pytest.fixture(autouse=True)
 def _ranks(fake_world):
     fake_world(2)
-
-
-def nested() -> FSDP:
-    """Two layers, each an instance, in another one."""
-    return wrapped(auto_wrap_policy={nn.Linear})
 
 
 def test_a_policy_for_a_model_that_is_wrapped():
@@ -175,29 +168,6 @@ def test_wrapping_with_something_that_cannot_wrap():
         pass
 
 
-def test_a_config_of_another_type_of_state_dict():
-    with raises("K001"):
-        FSDP.set_state_dict_type(wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
-
-
-def test_instances_that_differ_in_their_type_of_state_dict():
-    model = nested()
-    FSDP.set_state_dict_type(model.module[0], StateDictType.SHARDED_STATE_DICT)
-    with raises("K002"):
-        FSDP.get_state_dict_type(model)
-
-
-def test_a_model_without_instances_has_no_type_of_state_dict():
-    with raises("K003"):
-        FSDP.get_state_dict_type(nn.Linear(4, 4))
-
-
-def test_a_model_without_instances_has_no_sharded_optimizer_state():
-    model = nn.Linear(4, 4)
-    with raises("K005"):
-        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_forward_inside_summon_full_params():
     model = wrapped()
     with FSDP.summon_full_params(model), raises("P013"):
@@ -292,20 +262,6 @@ def test_modules_that_are_left_in_full_precision():
         FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mixed_precision=mixed, auto_wrap_policy={nn.Linear})
 
 
-def test_an_old_name():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warns("W003"):
-        FSDP.sharded_optim_state_dict(model, optimizer)
-
-
-def test_an_old_argument():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warns("W004"):
-        FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
-
-
 def test_the_wrapped_module_is_ignored():
     model = two_layers()
     with warns("W006"):
@@ -387,22 +343,60 @@ def test_one_rank_splits_nothing():
         wrapped()
 
 
-def test_names_that_are_translated_where_they_do_not_change():
-    with raises("C075"):
-        get_model_state_dict(wrapped(), options=StateDictOptions(dsd_fqn_modifiers="other"))
-
-
-def test_sending_from_rank_0_what_is_not_whole():
-    with raises("C076"):
-        set_model_state_dict(wrapped(), {}, options=StateDictOptions(broadcast_from_rank0=True))
-
-
-def test_something_else_than_an_optimizer_state_dict():
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with raises("K016"):
-        FSDP.optim_state_dict_to_load(model, optimizer, {"param_groups": []})
-
-
 def test_configs_fit_their_type():
     assert FullStateDictConfig(rank0_only=True) and FullOptimStateDictConfig(rank0_only=True)
+
+
+def test_another_flat_parameter():
+    model = wrapped(use_orig_params=False)
+    model.module._flat_param = nn.Parameter(torch.ones(3))
+    with raises("C090"):
+        model(torch.ones(1, 4))
+
+
+def test_a_parameter_of_another_shape():
+    model = wrapped(use_orig_params=True)
+    model.module[0].weight = nn.Parameter(torch.ones(3))
+    with raises("C091"):
+        model(torch.ones(1, 4))
+
+
+def test_a_step_inside_summon_full_params():
+    model = wrapped(use_orig_params=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with raises("P022"), FSDP.summon_full_params(model):
+        optimizer.step()
+
+
+def test_computing_with_a_weight_that_is_not_gathered():
+    model = wrapped(use_orig_params=False)
+    with raises("P028"):
+        model.module[0].weight + 1
+
+
+def test_making_an_instance_the_root():
+    with raises("P062"):
+        wrapped()._is_root = True
+
+
+def test_an_optimizer_in_backward_of_a_flat_parameter():
+    model = wrapped(use_orig_params=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with raises("P032"):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of which nothing is known."""
+
+    def step(self) -> None:
+        pass
+
+
+def test_an_optimizer_that_is_not_known():
+    model = wrapped(use_orig_params=False)
+    optimizer = Momentum(model.parameters(), {})
+    model(torch.ones(1, 4)).sum().backward()
+    with warns("W009"):
+        optimizer.step()

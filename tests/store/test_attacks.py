@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from forged import DATA, STEP, Change, Forged, copied, outcome, same, save_small, saved
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 import fullshard
+from forged import DATA, STEP, Change, Forged, copied, outcome, same, save_small, saved
 from fullshard import CheckpointError, DamagedCheckpointError, FullshardError
 
 MOST_MEMORY = 300 * 2**20

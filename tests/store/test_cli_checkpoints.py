@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import Runs, program
 
+from files import Runs, program
 from fullshard import convert
 from fullshard.cli.main import main
 

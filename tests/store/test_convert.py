@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from files import Awkward, program, same, trained
 from torch import Tensor
 
 import fullshard
+from files import Awkward, program, same, trained
 from fullshard import CheckpointError, ConfigError, convert
 from fullshard.exchange.detect import open_source
 

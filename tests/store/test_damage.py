@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from awkward import STEPS, differences, make, train, train_and_save, whole
-from forged import Forged, all_of, copied, outcome, same, save_small, small
 
 import fullshard
+from forged import Forged, all_of, copied, outcome, same, save_small, small
 from fullshard import CheckpointError, ConfigError, DamagedCheckpointError, FullshardError
 
 NEWEST = "step-000000002"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from files import Runs, same
 
+from files import Runs, rewritten, same
 from fullshard import CheckpointError, convert
 from fullshard.exchange.detect import kind_of
 from fullshard.store.formats.deepspeed import DeepSpeedSource
@@ -23,30 +23,6 @@ STEP = "global_step2"
 def folder(tmp_path: Path) -> Path:
     shutil.copytree(HERE / "zero3", tmp_path / "zero3")
     return tmp_path / "zero3"
-
-
-def rewritten(file: Path, change: Callable[[Any], None]) -> None:
-    """A file with something changed; what weights_only does not load becomes a number."""
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    with torch.serialization.safe_globals([(StandIn, name) for name in names]):
-        content = torch.load(file, weights_only=True)
-    if "optimizer_state_dict" in content:
-        content["optimizer_state_dict"]["zero_stage"] = 3
-        content["optimizer_state_dict"]["loss_scaler"] = None
-    else:  # loading makes two of an empty tensor that had two names
-        content["module"]["head.weight"] = content["module"]["emb.weight"]
-    change(content)
-    torch.save(content, file)
-
-
-class StandIn:
-    """In place of DeepSpeed's classes."""
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
-
-    def __setstate__(self, state: Any) -> None:
-        pass
 
 
 @pytest.mark.parametrize("inner", ["", STEP])

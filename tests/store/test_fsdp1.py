@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from files import Runs, same
 from torch import Tensor, nn
 
+from files import Runs, same
 from fullshard import CheckpointError, ConfigError, convert
 from fullshard.store.formats.fsdp1 import PerRankSource, starts_in
 

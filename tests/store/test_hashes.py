@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forged import outcome, save_small
 
+from forged import outcome, save_small
 from fullshard import CheckpointError
 from fullshard.exchange.inspect import inspect
 from fullshard.store import hashed

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from files import Runs, archive, call, program, same, tensor, under
 
+from files import Runs, archive, call, program, same, tensor, under
 from fullshard import CheckpointError
 from fullshard.store.formats.state import leaves
 from fullshard.store.formats.torch_file import TorchFileSink, TorchFileSource

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from forged import all_of, same, small
 from torch import nn
 
 import fullshard
+from forged import all_of, same, small
 from fullshard import CheckpointError
 from fullshard.store.background import WRITER
 

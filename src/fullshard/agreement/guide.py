@@ -20,6 +20,7 @@ from ..policies import Unused
 from ..shard import Unit
 from ..watcher import RANK
 from .first_pass import FirstPass, is_frozen, largest
+from .in_step import InStep
 from .shared_order import Merging, Shared, Step, completed, parents_of
 
 
@@ -33,12 +34,14 @@ class Guide:
         unused: what becomes of units that some ranks leave out.
         always: whether ranks say before every step, in every pass, what they run: with "zeros", and `check="every"`.
         pass_over: begins or ends a unit that this rank does not run.
+        take_part: does in a backward what other ranks want; see `InStep`.
 
     Attributes:
         first: compares along the pass that runs now, if it is the first of its kind.
         active: whether there is anything to do at a unit's beginning and end.
         led_back: indices of units that were frozen in the first pass of a kind, and whose outputs needed a gradient
             then, on any rank.
+        in_step: for backwards of ranks that say what they want next; None where they go by the forward's order.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Guide:
         unused: Unused,
         always: bool,
         pass_over: Callable[[int, bool], None],
+        take_part: Callable[[int, int], None],
     ) -> None:
         self.units, self.comm, self.always = units, comm, always
         self.zeros = (
@@ -69,6 +73,7 @@ class Guide:
         self._orders: dict[Hashable, list[Step]] = {}
         self._kind: Hashable = None
         self._along: Merging | Shared | None = None
+        self.in_step = InStep(largest(units), comm, take_part) if self.zeros and always else None
 
     def begin(self, kind: Hashable, is_first: bool) -> None:
         """A pass begins.
@@ -125,6 +130,8 @@ class Guide:
             DivergenceError: another rank is about to run a unit.
         """
         if isinstance(self._along, Merging):
+            if self.in_step is not None and torch.is_grad_enabled():
+                self.in_step.ran(self._along.steps)
             self._orders[self._kind] = completed(self._along.steps, parents_of(self._names))
         elif not self.zeros:
             self._while_first(FirstPass.end)
@@ -139,6 +146,8 @@ class Guide:
         """What ranks learned together is no more known."""
         self._orders.clear()
         self.led_back.clear()
+        if self.in_step is not None:
+            self.in_step.forget()
 
     def _while_first(self, ask: Callable[[FirstPass], Any]) -> Any:
         if self.first is None:

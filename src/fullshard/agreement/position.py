@@ -30,6 +30,16 @@ _MOST = 1 << 20
 """More units than a root has."""
 
 
+_ALIKE = (
+    "let every rank run the same units in the same order, with the same number of forwards and backwards, and the same "
+    "gradient sync in each"
+)
+_SAID = (
+    'give the root check="every" beside unused="zeros" if a backward runs several units forward again (activation '
+    f"checkpointing) that some ranks leave out, or runs them in any order; else {_ALIKE}"
+)
+
+
 class Holder(Protocol):
     """What is known here of a unit: its `Runner`."""
 
@@ -44,6 +54,7 @@ class Position:
         names: theirs.
         comm: collectives.
         check: see `Check`.
+        unused: see `Unused`.
 
     Attributes:
         step: backwards that reduced so far.
@@ -51,8 +62,16 @@ class Position:
         reduced: whether the pass that runs now reduced something.
     """
 
-    def __init__(self, units: Sequence[Holder], names: list[str], comm: Comm, check: Check = "first") -> None:
+    def __init__(
+        self,
+        units: Sequence[Holder],
+        names: list[str],
+        comm: Comm,
+        check: Check = "first",
+        unused: Unused = "error",
+    ) -> None:
         self.units, self.names, self.comm, self.check = units, names, comm, check
+        self._remedy = _ALIKE if unused == "error" or check == "every" else _SAID
         self.step = 0
         self.compares, self.reduced = True, False
         self._course = Course()
@@ -190,8 +209,7 @@ class Position:
             f"ranks go on differently (step {self.step}).\n"
             f"  rank {ranks[0]}: {self._told(*rows[0])}\n"
             f"  rank {ranks[other]}: {self._told(*rows[other])}",
-            remedy="let every rank run the same units in the same order, with the same number of forwards and "
-            "backwards, and the same gradient sync in each",
+            remedy=self._remedy,
             code="D004",
         )
 

@@ -310,7 +310,13 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
     """
     result: dict[str, Any] = values.from_rank0(saved or {}, table.axes)
     if not result:
-        raise CheckpointError("rank 0 has no optimizer state dict to send to the others", code="K007")
+        raise CheckpointError(
+            "rank 0 has no optimizer state dict to send to the others",
+            rank=0,
+            got="an empty one",
+            remedy="load the file on rank 0 before the call, or leave out broadcast_from_rank0",
+            code="K007",
+        )
     return result
 
 

@@ -89,7 +89,9 @@ def _verified(given: Arguments) -> Report:
         return found
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report", code="C082"
+            f"{given.target} must return a dictionary of fullshard.verify's arguments, or its report",
+            got=type(found).__name__,
+            code="C082",
         )
     known = inspect.signature(verify).parameters
     unknown = [name for name in found if name not in known]

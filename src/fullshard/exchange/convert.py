@@ -81,7 +81,9 @@ def convert(
             f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
         )
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.", code="K021")
+        raise CheckpointError(
+            f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
+        )
     with open_source(source, model, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
@@ -131,7 +133,9 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
     left_out += lost
     if bare and not names:
         raise CheckpointError(
-            "The checkpoint has no model, only other things.", got=", ".join(list(source.entries)[:3]), code="K024"
+            "The checkpoint has no model, only other things.",
+            got=", ".join([*source.entries, *source.values][:3]) or "nothing",
+            code="K024",
         )
     ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}

@@ -103,7 +103,7 @@ def storage_at(path: Path) -> LocalStorage:
     where = Folder(path)
     name = "" if where.is_checkpoint else where.latest()
     if name is None:
-        raise CheckpointError(f"{path} has no whole checkpoint.", code="K035")
+        raise CheckpointError(f"{path} has no whole checkpoint.", expected="a folder with files of one", code="K035")
     return LocalStorage(path / name)
 
 
@@ -122,8 +122,8 @@ def open_source(
         CheckpointError: nothing, half a checkpoint, a damaged one, or something else.
         ConfigError: the model is needed.
     """
-    kind = kind_of(path)
     try:
+        kind = kind_of(path)
         if kind == "fullshard":
             return DcpSource(path, hashes)
         if kind == "torch":

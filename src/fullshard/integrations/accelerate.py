@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class _Optimizer(AcceleratedOptimizer):
             return super().step()
 
 
+_PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+"""Settings of `Accelerator` by which something else distributes the model."""
+
+
 class FullshardAccelerator(Accelerator):
     """An `Accelerator` whose models are sharded by `fully_shard`.
 
@@ -70,16 +74,17 @@ class FullshardAccelerator(Accelerator):
 
     def __init__(self, *, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._start_sharding(sharding)
+        self._start_sharding(sharding, [name for name in _PLUGINS if settings.get(name) is not None])
 
-    def _start_sharding(self, sharding: Mapping[str, Any] | None) -> None:
-        kind = str(getattr(self.distributed_type, "value", self.distributed_type))
-        if not (kind == "NO" or kind.startswith("MULTI_")) or getattr(self, "parallelism_config", None) is not None:
+    def _start_sharding(self, sharding: Mapping[str, Any] | None, plugins: Sequence[str] = ()) -> None:
+        kind = str(getattr(self.distributed_type, "value", self.distributed_type))  # on the CPU no plugin's
+        data_parallel = kind == "NO" or kind.startswith("MULTI_")
+        if plugins or not data_parallel or getattr(self, "parallelism_config", None) is not None:
             raise ConfigError(
                 "FullshardAccelerator shards in the place of DDP; this one was told to distribute in another way.",
                 expected="neither an FSDP, DeepSpeed or Megatron plugin nor a parallelism_config, also in the settings "
                 "of accelerate launch",
-                got=f"distributed type {kind}",
+                got=", ".join([*plugins, f"distributed type {kind}"]),
                 remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
                 code="C210",

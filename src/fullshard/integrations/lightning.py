@@ -332,7 +332,9 @@ class FullshardFabricStrategy(_OnAllRanks, FabricParallelStrategy):
         lacking = sorted(rest.keys() - _rest(path).keys()) if strict else []
         if lacking:
             raise CheckpointError(
-                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.", code="K174"
+                f"The checkpoint {path} has no {', '.join(map(repr, lacking))}; nothing was loaded.",
+                remedy="leave it out of what is to be filled, or load with strict=False",
+                code="K174",
             )
         found = dict(_load(path, model, optimizers, strict))
         for key, one in rest.items():

@@ -294,9 +294,10 @@ def _backend_for(group: Any, device_type: str) -> str | None:
 
 
 def unsharded_axes(axes: MeshAxes) -> MeshAxes:
-    """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis."""
-    if axes.replicate is not None:
-        raise ConfigError("NO_SHARD takes one process group or a 1-D device_mesh", code="C146")
+    """The same ranks with nothing split: one rank on the shard axis, all of them on the replicate axis.
+
+    Of one group or a mesh of one dim, as callers have checked.
+    """
     own = axes.shard
     alone = Axis(own.group, 1, 0, own.backend, (axes.global_rank,))
     return MeshAxes(axes.mesh, axes.device, alone, own if own.size > 1 else None, axes.global_rank)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ..agreement import Position, UseAgreement
+from ..agreement import InStep, Position, UseAgreement
 from ..comm import Comm
 from ..shard import (
     Reduction,
@@ -30,7 +30,7 @@ from ..shard import (
 )
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
-from ..watcher import REDUCE
+from ..watcher import END, REDUCE
 from .attached import step_attached
 from .settings import ReduceSettings, UnitSettings
 
@@ -57,12 +57,18 @@ class Reducer:
         comm: collectives by which ranks agree.
         position: told of each reduction before it is issued.
         in_flight: shared with other roots, if it is.
+        in_step: asked before each reduction, if ranks say what they want next.
     """
 
     def __init__(
-        self, units: Sequence[Reducible], comm: Comm, position: Position, in_flight: InFlight | None = None
+        self,
+        units: Sequence[Reducible],
+        comm: Comm,
+        position: Position,
+        in_flight: InFlight | None = None,
+        in_step: InStep | None = None,
     ) -> None:
-        self.units, self.position = units, position
+        self.units, self.position, self._in_step = units, position, in_step
         self.in_flight: InFlight = deque() if in_flight is None else in_flight
         self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
@@ -104,6 +110,11 @@ class Reducer:
                 self._issue(one)
 
     def _issue(self, one: Reducible) -> None:
+        if self._in_step is not None:
+            self._in_step.come_to(REDUCE, one.index)
+        self.take_part(one)
+
+    def take_part(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
         settings = one.settings.reduce
         self._owed.pop(one.index, None)
@@ -198,6 +209,8 @@ class Reducer:
                     self._issue(one)
                 elif late:
                     self._set_aside(one)
+            if self._in_step is not None:
+                self._in_step.come_to(END, 0)
             while self.in_flight:
                 self._advance()
             while self._replicating:

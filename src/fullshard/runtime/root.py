@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from ..policies import Check, Unused
 from ..shard import State, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
-from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REGATHER
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .departure import warn_of_departure
@@ -44,17 +44,20 @@ class Runnable(Reducible, Protocol):
     def before_pass(self) -> None:
         """A pass begins at this unit."""
 
+    def take_part(self) -> None:
+        """Other ranks gather it in a backward."""
+
     def reshards(self, with_grad: bool) -> bool:
         """Whether the unit is freed after a forward."""
 
 
-def _weakly(method: Callable[[int, bool], None]) -> Callable[[int, bool], None]:
+def _weakly(method: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
     """`method`, which does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def called(index: int, ends: bool) -> None:
+    def called(first: int, second: Any) -> None:
         if (found := reference()) is not None:
-            found(index, ends)
+            found(first, second)
 
     return called
 
@@ -101,9 +104,11 @@ class Root:
         self.orders, self.traces = Orders(), Traces()
         self.recomputed: Runnable | None = None
         names = [one.unit.name for one in units]
-        self.position = Position(units, names, comm, check)
-        self.guide = Guide([one.unit for one in units], names, comm, unused, check == "every", _weakly(self.pass_over))
-        self.reducer = Reducer(units, comm, self.position, in_flight)
+        self.position = Position(units, names, comm, check, unused)
+        every = check == "every"
+        over, part = _weakly(self.pass_over), _weakly(self.take_part)
+        self.guide = Guide([one.unit for one in units], names, comm, unused, every, over, part)
+        self.reducer = Reducer(units, comm, self.position, in_flight, self.guide.in_step)
         self._backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
         ROOTS.add(self)
@@ -295,7 +300,11 @@ class Root:
         """
         self.recover_if_broken()
         if True in [one.unit.showing.summoned for one in self.units]:
-            raise UsageError("backward() was called inside summon_full_params() of the same model", code="P045")
+            raise UsageError(
+                "backward() was called inside summon_full_params() of the same model",
+                remedy="call it before the context or after it: what that shows are copies, which get no gradients",
+                code="P045",
+            )
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
@@ -305,7 +314,16 @@ class Root:
     def reach(self, period: Period, begins: bool) -> None:
         """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
         for passed, starts in self.traces.back_to(period, begins):
-            self._pass(passed, starts)
+            if self.guide.in_step is None:
+                self._pass(passed, starts)
+
+    def take_part(self, verb: int, index: int) -> None:
+        """Do in a backward what other ranks want next, and this one does not, or not yet; see `InStep`."""
+        with plain_access(), torch.no_grad():
+            if verb == REDUCE:
+                self.reducer.take_part(self.units[index])
+            else:
+                self.units[index].take_part()
 
     def _pass(self, period: Period, begins: bool) -> None:
         one = self.units[period.unit]
@@ -319,7 +337,8 @@ class Root:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         try:
             for period, begins in self.traces.rest():
-                self._pass(period, begins)
+                if self.guide.in_step is None:
+                    self._pass(period, begins)
             for one in reversed(self.units):
                 if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
                     one.happens(Happening.END)
@@ -337,6 +356,8 @@ class Root:
         self.orders.backward.finish()
         self.position.end()
         self.traces.forget()
+        if self.guide.in_step is not None:
+            self.guide.in_step.forget()
         self.recomputed = self._backward = None
 
     def dissolve(self) -> None:
@@ -350,6 +371,8 @@ class Root:
 
     def prefetch(self, indices: tuple[int, ...], backward: bool) -> None:
         """Start gathering the units of these indices that are not gathered yet."""
+        if backward and self.guide.in_step is not None:
+            return  # ranks say what they gather, one by one
         for index in indices:
             one = self.units[index]
             if one.unit.state is State.SHARDED and (

@@ -203,7 +203,7 @@ class Runner(Asked):
         root = self.root
         assert root is not None
         self.period = Period(self.index)
-        self._gather_and_show()
+        self._gather_and_show(GATHER)
         upcoming = root.orders.backward.visit(self.index, self.settings.prefetch.forward)
         if upcoming:
             root.prefetch(upcoming, backward=True)
@@ -252,7 +252,7 @@ class Runner(Asked):
             bucket.follow_requires_grad()  # which may have been off and on again since the forward
         prefetch = self.settings.prefetch
         if self.settings.unshard_in_backward:
-            self._gather_and_show()
+            self._gather_and_show(REGATHER)
         root.reducer.deliver_completed()
         learned = root.orders.backward.visit(self.index, prefetch.backward)
         upcoming = root.traces.upcoming(prefetch.backward) or learned
@@ -263,15 +263,31 @@ class Runner(Asked):
         elif upcoming:
             root.prefetch(upcoming, backward=True)
 
-    def _gather_and_show(self) -> None:
-        unit = self.unit
+    def _gather_and_show(self, wish: int) -> None:
+        """Gather, if it has to be; `wish` says what for, see `InStep`."""
+        unit, root = self.unit, self.root
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
-                if self.root is not None:
-                    self.root.position.issue(REGATHER, self.index)
+                if root is not None:
+                    if root.guide.in_step is not None:
+                        root.guide.in_step.come_to(wish, self.index)
+                    root.position.issue(REGATHER, self.index)
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather()
         unit.show_unsharded()
+
+    def take_part(self) -> None:
+        """Gather for other ranks; what is gathered stays so, and what is not does not."""
+        unit, root = self.unit, self.root
+        assert root is not None
+        stays = unit.state is not State.SHARDED
+        if stays:
+            unit.free()
+        root.position.issue(REGATHER, self.index)
+        unit.issue_gather(self.settings.comm)
+        unit.finish_gather()
+        if not stays:
+            unit.free()
 
     def after_backward(self, period: Period) -> None:
         """All parameters of a call have their gradients."""

@@ -171,7 +171,7 @@ class Writer:
                 if not more:
                     break
                 self._partial += more
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the second where it waits for no time at all
             return False
         except OSError:  # the process ended without an answer, as below
             self._partial = b""

@@ -45,7 +45,9 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, with its own hooks and its compiled form inside, and the unit gathered around it."""
-        runner: Runner = self.__dict__[RUNNER_KEY]
+        runner: Runner | None = self.__dict__.get(RUNNER_KEY)
+        if runner is None:
+            runner = self._runner()  # which says what is wrong
         return run(runner, self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
 
     def _runner(self) -> Runner:
@@ -209,7 +211,11 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise ConfigError("memory from the process group and custom collectives exclude each other", code="C021")
+            raise ConfigError(
+                "memory from the process group and custom collectives exclude each other",
+                remedy="leave one of them out: a collective of one's own allocates its memory itself",
+                code="C021",
+            )
         axes = runner.unit.buckets[0].axes
         memory = GroupMemory(axes.shard, axes.device)
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)

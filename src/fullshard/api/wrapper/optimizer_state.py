@@ -163,7 +163,11 @@ class OptimizerStateMethods:
         for key in [*optim_state_dict["state"], *(p for g in groups for p in g["params"])]:
             if key not in to:
                 raise CheckpointError(
-                    "The optimizer state has a key that the optimizer does not.", parameter=str(key), code="K004"
+                    "The optimizer state has a key that the optimizer does not.",
+                    parameter=str(key),
+                    expected=f"keys such as {next(iter(to), 'none at all')!r}, of which there are {len(to)}",
+                    remedy="give the model, and the optimizer, whose state it is",
+                    code="K004",
                 )
         rekeyed: dict[str, Any] = {"state": {to[key]: value for key, value in optim_state_dict["state"].items()}}
         if "param_groups" in optim_state_dict:

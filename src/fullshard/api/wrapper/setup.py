@@ -156,7 +156,12 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
     chosen = {item for item in given if isinstance(item, nn.Module)}
     for item in chosen:
         if any(is_unit(child) for child in item.modules()):
-            raise ConfigError("ignored modules must not hold FullyShardedDataParallel instances", code="C063")
+            raise ConfigError(
+                "ignored modules must not hold FullyShardedDataParallel instances",
+                got=f"a {type(item).__name__} that is sharded already",
+                remedy="ignore a module or shard it: leave the instance out of ignored_modules, or do not wrap it",
+                code="C063",
+            )
     ids = {id(parameter) for item in chosen for parameter in item.parameters()}
     ids |= {id(item) for item in given if isinstance(item, nn.Parameter)}
     return {child for item in chosen for child in item.modules()}, ids

@@ -53,7 +53,12 @@ def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
     instances = root.fsdp_modules(root)
     for child in instances:
         if isinstance(child._runner().settings.comm, HookComm):
-            raise UsageError("a communication hook is already registered", code="P023")
+            raise UsageError(
+                "a communication hook is already registered",
+                expected="one hook a model, set once",
+                remedy="register one function that calls both",
+                code="P023",
+            )
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
             raise UsageError(

@@ -47,7 +47,13 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     known = modules_of(model)
     missing = [name for name in names if name not in known]
     if missing or not names:
-        raise ConfigError(f"the model has no modules named {missing}; it has {list(known)[:20]} ...", code="C117")
+        raise ConfigError(
+            "modules= names what the model does not have.",
+            parameter=", ".join(missing) or None,
+            expected=f"names of modules, such as {', '.join(name for name in list(known)[:20] if name)}",
+            got=", ".join(names) or "no names",
+            code="C117",
+        )
     return {name: known[name] for name in names}
 
 

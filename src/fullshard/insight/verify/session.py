@@ -127,6 +127,13 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
         rank, world = dist.get_rank(), dist.get_world_size()
         mine = rank if data_mesh is None else _place_in(data_mesh)
         numbers = objects_of_all(mine, None, "verification")
+        if None in numbers:  # said by all ranks: the others would wait for this one
+            raise ConfigError(
+                "A rank is not part of the data_mesh that verify was given.",
+                rank=numbers.index(None),
+                expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
+                code="C121",
+            )
         if sorted(set(numbers)) != list(range(len(set(numbers)))):
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
@@ -146,13 +153,11 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _place_in(mesh: DeviceMesh) -> int:
-    """This rank's place among the ranks of a mesh, in row-major order."""
+def _place_in(mesh: DeviceMesh) -> int | None:
+    """This rank's place among the ranks of a mesh, in row-major order; None if it has none."""
     coordinate, place = mesh.get_coordinate(), 0
     if coordinate is None:
-        raise ConfigError(
-            "This rank is not part of the data_mesh that verify was given.", rank=dist.get_rank(), code="C121"
-        )
+        return None
     for size, at in zip(mesh.shape, coordinate, strict=True):
         place = place * size + at
     return place

@@ -57,7 +57,9 @@ class Plan:
             )
         if (self.reduction == "tokens") != (self.tokens_fn is not None):
             raise ConfigError(
-                'verify: reduction="tokens" and tokens_fn go together; one was given without the other', code="C127"
+                'verify: reduction="tokens" and tokens_fn go together; one was given without the other',
+                got=f"reduction={self.reduction!r}, {'no tokens_fn' if self.tokens_fn is None else 'a tokens_fn'}",
+                code="C127",
             )
         if self.train_step_fn is not None and self.no_sync:
             raise ConfigError(

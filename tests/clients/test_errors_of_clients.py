@@ -1,0 +1,259 @@
+"""Errors of the integrations of Hugging Face's libraries, and of adopting; most in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hf_trainer import sharded_class, sharded_trainer
+from tiny import llama
+from torch import nn
+
+import fullshard
+from fullshard.integrations import hf
+from fullshard.integrations.accelerate import FullshardAccelerator, take_over
+from raising import Programs, assert_raised, outcome, raises, two_layers, warns
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of transformers in a folder."""
+    llama().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configured(folder: Path, **changes: Any) -> Path:
+    """The folder, with another configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def read(folder: Path | str, name: str = "LlamaForCausalLM", **options: Any) -> nn.Module:
+    """The model of that class, read from the folder."""
+    import transformers
+
+    return hf.from_pretrained(getattr(transformers, name), folder, **options)
+
+
+# Models of transformers that are read.
+
+
+def test_a_class_that_is_not_of_transformers(folder):
+    with raises("C211"):
+        hf.from_pretrained(nn.Linear, folder)
+
+
+def test_a_model_that_was_quantised(folder):
+    with raises("C212"):
+        read(configured(folder, quantization_config={"quant_method": "torchao"}))
+
+
+def test_adapters_that_start_from_the_weights(folder):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"])
+    with raises("C213"):
+        read(folder, prepare=lambda base: get_peft_model(base, config))
+
+
+def test_a_preparation_that_returns_nothing(folder):
+    with raises("C214"):
+        read(folder, prepare=lambda base: None)
+
+
+def test_a_name_in_the_place_of_a_folder():
+    with raises("C216"):
+        read("meta-llama/Llama-3.2-1B")
+
+
+def test_blocks_of_another_shape(folder):
+    with raises("K169"):
+        read(configured(folder, intermediate_size=32), quantise=lambda block: None)
+
+
+def test_files_of_a_model_with_other_names(folder):
+    with raises("K175"):
+        read(folder, "LlamaModel")
+
+
+def test_files_that_lack_a_part(folder):
+    with warns("W017"):
+        read(folder, "LlamaForSequenceClassification", strict=False)
+
+
+def test_a_part_that_nobody_initialises(folder, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.LlamaForSequenceClassification, "_init_weights", lambda *_: None)
+    with raises("K170"):
+        read(folder, "LlamaForSequenceClassification", strict=False)
+
+
+def test_a_part_that_is_added_without_values(folder):
+    def prepare(base: nn.Module) -> nn.Module:
+        base.more = nn.Linear(4, 4, device="meta")
+        return base
+
+    with raises("K168"):
+        read(folder, prepare=prepare, quantise=lambda block: None)
+
+
+# How they are sharded and saved.
+
+
+def test_an_adapter_that_is_no_parameter(tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with raises("K038"):
+        fullshard.save_safetensors(model, tmp_path / "out", adapter=True)
+
+
+def test_a_precision_by_another_word():
+    with raises("C220"):
+        hf.shard(llama(), mixed_precision="bfloat16")
+
+
+def test_two_precisions():
+    with raises("C219"):
+        hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy())
+
+
+def test_units_of_a_class_that_there_is_not():
+    with raises("C221"):
+        hf.shard(llama(), units=["LlamaDecoder"])
+
+
+def test_a_size_that_is_none(tmp_path, fake_world):
+    fake_world(1)
+    with raises("C217"):
+        hf.save_pretrained(hf.shard(llama()), tmp_path / "out", max_shard_size="5 apples")
+
+
+# The Trainer.
+
+
+def test_a_mixin_after_the_trainer():
+    import transformers
+
+    with raises("C253"):
+        type("Mine", (transformers.Trainer, hf.ShardedTrainerMixin), {})
+
+
+def test_a_sharding_that_is_no_dictionary():
+    with raises("C254"):
+        sharded_class()(sharding=True)
+
+
+PROGRAMS = Programs()
+SECONDS = 240
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_two_ranks(run_clients, tmp_path, code):
+    assert_raised(code, run_clients(outcome, PROGRAMS[code], tmp_path, timeout=SECONDS))
+
+
+@PROGRAMS.raise_("C218")
+def a_trainer_that_is_told_to_shard_twice(rank: int, folder: Path) -> None:
+    sharded_trainer(str(folder), fsdp=True, fsdp_config={"version": 2})
+
+
+@PROGRAMS.raise_("K172")
+def a_checkpoint_of_an_unsharded_trainer(rank: int, folder: Path) -> None:
+    trainer = sharded_trainer(str(folder))
+    trainer.create_optimizer()
+    (folder / "optimizer.pt").touch()
+    trainer._load_optimizer_and_scheduler(str(folder))
+
+
+# Accelerate.
+
+
+@PROGRAMS.raise_("C208")
+def taking_over_what_is_in_use(rank: int, folder: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.prepare(two_layers())
+    take_over(accelerator)
+
+
+@PROGRAMS.raise_("C209")
+def pickled_weights(rank: int, folder: Path) -> None:
+    accelerator = FullshardAccelerator()
+    accelerator.save_model(accelerator.prepare(two_layers()), folder, safe_serialization=False)
+
+
+@PROGRAMS.raise_("C210")
+def another_plugin(rank: int, folder: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    FullshardAccelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+@PROGRAMS.raise_("C222")
+def an_optimizer_that_has_stepped(rank: int, folder: Path) -> None:
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    FullshardAccelerator().prepare(model, optimizer)
+
+
+# Programs that adopt late.
+
+
+@PROGRAMS.raise_("P063")
+def adopting_after_a_name_was_kept(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fullshard.adopt()
+    assert fully_shard
+
+
+LEAVES_CLASSES = Programs()
+
+
+def test_two_ranks_of_their_own(run_clients, client_pools, tmp_path):
+    """P029, after which PyTorch's classes stay: no other test has these processes."""
+    told = run_clients(outcome, LEAVES_CLASSES["P029"], tmp_path, timeout=SECONDS)
+    client_pools.close()
+    assert all("code:      P029" in text for text in told), [text[:500] for text in told]
+
+
+@LEAVES_CLASSES.raise_("P029")
+def adopting_after_sharding(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(two_layers())
+    fullshard.adopt()
+    assert model
+
+
+# Programs that have adopted.
+
+ADOPTED = Programs()
+
+
+@pytest.mark.parametrize("code", ADOPTED)
+def test_two_ranks_that_have_adopted(run_adopted, tmp_path, code):
+    assert_raised(code, run_adopted(outcome, ADOPTED[code], tmp_path, timeout=SECONDS))
+
+
+@ADOPTED.raise_("C133")
+def a_private_name(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp._runtime_utils import _post_forward
+
+    assert _post_forward
+
+
+@ADOPTED.raise_("C134")
+def a_tracker_of_private_methods(rank: int, folder: Path) -> None:
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    FSDPMemTracker(two_layers())

@@ -1,0 +1,98 @@
+"""Errors of Lightning's strategies; most in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raising import Programs, assert_raised, outcome, raises, two_layers
+
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+
+
+def fabric() -> Any:
+    """A Fabric on two ranks."""
+    from lightning.fabric import Fabric
+
+    from fullshard.integrations.lightning import FullshardFabricStrategy
+
+    made = Fabric(accelerator="cpu", devices=2, strategy=FullshardFabricStrategy())
+    made.launch()
+    return made
+
+
+def test_options_of_a_storage(tmp_path):
+    from fullshard.integrations.lightning import FullshardStrategy
+
+    with raises("C249"):
+        FullshardStrategy().save_checkpoint({}, tmp_path, storage_options={"block": 1})
+
+
+def test_a_filter_of_what_is_saved(tmp_path):
+    from fullshard.integrations.lightning import FullshardFabricStrategy
+
+    with raises("C251"):
+        FullshardFabricStrategy().save_checkpoint(tmp_path, {"model": two_layers()}, filter={"model": len})
+
+
+def test_two_models_in_a_checkpoint(tmp_path):
+    from fullshard.integrations.lightning import FullshardFabricStrategy
+
+    with raises("C252"):
+        FullshardFabricStrategy().save_checkpoint(tmp_path, {"student": two_layers(), "teacher": two_layers()})
+
+
+PROGRAMS = Programs()
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_two_ranks(run_clients, tmp_path, code):
+    assert_raised(code, run_clients(outcome, PROGRAMS[code], tmp_path))
+
+
+@PROGRAMS.raise_("C247")
+def a_model_that_is_half_on_meta(rank: int, folder: Path) -> None:
+    fabric().setup_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")))
+
+
+class Scale(nn.Module):
+    """A module without `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@PROGRAMS.raise_("C248")
+def a_model_on_meta_that_cannot_make_its_values(rank: int, folder: Path) -> None:
+    fabric().setup_module(Scale())
+
+
+@PROGRAMS.raise_("C250")
+def no_sync_of_a_plain_module(rank: int, folder: Path) -> None:
+    with fabric().strategy._backward_sync_control.no_backward_sync(two_layers(), True):
+        pass
+
+
+@PROGRAMS.raise_("K174")
+def state_that_was_not_saved(rank: int, folder: Path) -> None:
+    made = fabric()
+    model = made.setup_module(two_layers())
+    made.save(folder / "half", {"model": model})
+    made.load(folder / "half", {"model": model, "epoch": 1})
+
+
+@PROGRAMS.raise_("K173")
+def optimizer_state_of_one_file(rank: int, folder: Path) -> None:
+    made = fabric()
+    model = made.setup_module(two_layers())
+    optimizer = made.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    torch.save({"state_dict": two_layers().state_dict(), "optimizer_states": [{}]}, folder / f"{rank}.ckpt")
+    made.strategy.load_checkpoint(folder / f"{rank}.ckpt", {"model": model, "optimizer": optimizer})

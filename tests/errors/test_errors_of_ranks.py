@@ -1,0 +1,215 @@
+"""Errors of ranks that do something else than the other one: programs of two ranks, run on both at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fullshard
+from fullshard import fully_shard
+from fullshard.agreement.position import Position
+from fullshard.api import whole
+from quantised import GatheredInt8
+from raising import Programs, assert_raised, outcome, sharded, two_layers, wrapped
+
+ONE = torch.ones(1, 4)
+PROGRAMS = Programs()
+SECONDS = 30  # a hang is this
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_two_ranks(run_ranks, tmp_path, code):
+    assert_raised(code, run_ranks(outcome, PROGRAMS[code], tmp_path, timeout=SECONDS))
+
+
+# What ranks train.
+
+
+@PROGRAMS.raise_("D007")
+def other_random_numbers(rank: int, folder: Path) -> None:
+    torch.manual_seed(rank)
+    fully_shard(nn.Linear(4, 4))(ONE)
+
+
+@PROGRAMS.raise_("D006")
+def other_learning_rates(rank: int, folder: Path) -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    for _ in range(2):
+        model(ONE).sum().backward()
+        optimizer.step()
+
+
+@PROGRAMS.raise_("D004")
+def a_forward_beside_a_backward(rank: int, folder: Path) -> None:
+    model = sharded()
+    loss = model(ONE).sum()
+    loss.backward() if rank == 0 else model(ONE)
+
+
+@PROGRAMS.raise_("D005")
+def units_that_others_did_not_reduce(rank: int, folder: Path) -> None:
+    model = sharded()
+    with mock.patch.object(Position, "take_fingerprint", lambda _: rank):  # as if this rank had issued something else
+        model(ONE).sum().backward()
+
+
+@PROGRAMS.raise_("D010")
+def other_numbers_of_micro_batches(rank: int, folder: Path) -> None:
+    model = sharded(reduction="tokens")
+    fullshard.set_token_count(model, [8] * (1 + rank))
+    model(ONE).sum().backward()
+
+
+@PROGRAMS.raise_("C044")
+def no_batch_at_all(rank: int, folder: Path) -> None:
+    model = sharded()
+    for batch in fullshard.join(model, [ONE] if rank == 0 else []):
+        model(batch).sum().backward()
+
+
+class Uneven(GatheredInt8):
+    """Sends one row more on rank 1."""
+
+    def fsdp_pre_all_gather(self, mesh, *_):
+        return (torch.ones(3 + dist.get_rank(), 4),), None
+
+
+@PROGRAMS.raise_("D009")
+def rows_that_are_neither_alike_nor_chunks(rank: int, folder: Path) -> None:
+    layer = nn.Linear(4, 5, bias=False)
+    layer.weight = nn.Parameter(Uneven(layer.weight.detach()))
+    fully_shard(layer)(ONE)
+
+
+class Repeats(nn.Sequential):
+    """Runs its last layer as often as it is told to."""
+
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        for _ in range(self.times):
+            x = self[1](x)
+        return x
+
+
+@PROGRAMS.raise_("D002")
+def a_layer_that_runs_once_more(rank: int, folder: Path) -> None:
+    model = Repeats(*two_layers())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model, unused="zeros")
+    model(ONE).sum().backward()
+    model.times = 2
+    model(ONE)
+
+
+# What they save.
+
+
+@PROGRAMS.raise_("D008")
+def an_optimizer_of_fewer_parameters(rank: int, folder: Path) -> None:
+    model = wrapped(use_orig_params=True)
+    optimizer = torch.optim.Adam(list(model.parameters())[rank:])
+    model(ONE).sum().backward()
+    optimizer.step()
+    type(model).optim_state_dict(model, optimizer)
+
+
+def alone(rank: int) -> nn.Module:
+    """A layer that each rank shards over itself."""
+    meshes = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])]
+    return fully_shard(nn.Linear(4, 4), mesh=meshes[rank])
+
+
+@PROGRAMS.raise_("D011")
+def models_of_their_own(rank: int, folder: Path) -> None:
+    torch.manual_seed(rank)
+    fullshard.save(folder, alone(rank))
+
+
+@PROGRAMS.raise_("D012")
+def other_steps(rank: int, folder: Path) -> None:
+    fullshard.save(folder, sharded(), step=100 + rank)
+
+
+@PROGRAMS.raise_("D013")
+def models_of_other_shapes(rank: int, folder: Path) -> None:
+    fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False)))
+
+
+@PROGRAMS.raise_("K134")
+def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
+    alone = dist.new_group([0])
+    model = sharded()
+    if rank == 0:
+        fullshard.save(folder, model, process_group=alone)
+
+
+@PROGRAMS.raise_("K165")
+def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
+    def sees(where: fullshard.Folder, name: str) -> bool:
+        if rank == 1:
+            (where.at(name) / "__1_0.distcp").mkdir()  # where its file is to be
+        return True
+
+    with mock.patch.object(fullshard.Folder, "sees", sees):
+        saving = fullshard.save(folder, sharded(), asynchronous=True)
+    saving.wait()
+
+
+@PROGRAMS.raise_("K135")
+def folders_of_their_own(rank: int, folder: Path) -> None:
+    fullshard.save(folder / f"machine-{rank}", sharded())
+
+
+@PROGRAMS.raise_("W013")
+def random_numbers_of_other_ranks(rank: int, folder: Path) -> None:
+    model = sharded()
+    torch.manual_seed(rank)
+    fullshard.save(folder, model)
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    fullshard.load(folder, two_layers(), process_group=alone)
+
+
+@PROGRAMS.raise_("P060")
+def a_loop_that_is_left(rank: int, folder: Path) -> None:
+    for _ in fullshard.full_parameters(sharded(), bucket_bytes=64):
+        if rank == 0:
+            break
+
+
+# What they verify.
+
+
+def verified(mesh: DeviceMesh) -> None:
+    """Verify two layers on batches that this mesh numbers."""
+    fullshard.verify(two_layers, lambda *_: ONE, lambda model, x: model(x).sum(), data_mesh=mesh)
+
+
+@PROGRAMS.raise_("C120")
+def a_mesh_of_its_own_on_rank_0(rank: int, folder: Path) -> None:
+    verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1]))
+
+
+@PROGRAMS.raise_("C121")
+def a_mesh_of_other_ranks(rank: int, folder: Path) -> None:
+    verified(DeviceMesh("cpu", [0]))
+
+
+# Hugging Face's libraries ask one rank for what takes all.
+
+
+@PROGRAMS.raise_("P030")
+def weights_of_the_main_process_alone(rank: int, folder: Path) -> None:
+    model = sharded()
+    whole.PATIENCE = 0.5
+    if rank == 0:
+        whole.gathered(model, "save_pretrained")
