@@ -17,6 +17,7 @@ from fullshard import (
     ShardingStrategy,
 )
 from fullshard.comm_hooks import DefaultState
+from fullshard.state_dict import get_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 from raising import nested, raises, two_layers, warns, wrapped
 
