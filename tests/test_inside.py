@@ -322,6 +322,29 @@ def wrong_uses() -> list[str]:
     return problems + named_error(error, "was written to", where="a gathered weight")
 
 
+def test_a_context_is_entered_any_number_of_times(run_ranks) -> None:
+    assert_same(run_ranks(entered_again))
+
+
+def entered_again() -> list[str]:
+    """Within itself, and after its end; what is inside stays gathered until the outermost end."""
+    model = sharded("flat")
+    kept = keep_gathered(model)
+    problems: list[str] = []
+    for _ in range(2):
+        with kept:
+            with kept:
+                loss_of(model, mine(0)).backward()
+            problems += [] if all(gathered(model)) else ["freed at an inner end"]
+        problems += ["gathered after the end"] if any(gathered(model)) else []
+    try:
+        with kept:
+            raise KeyError("a program's own")
+    except KeyError:
+        loss_of(model, mine(0)).backward()
+    return problems + (["gathered after an exception"] if any(gathered(model)) else [])
+
+
 def enter(module: nn.Module) -> None:
     with keep_gathered(module):
         pass

@@ -8,31 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small import BATCH, STEPS, net, rows
+from small import ACCUMULATE, BATCH, MAX_NORM, ROWS, STEPS, close, net, reference, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fullshard
-
-ACCUMULATE = 2
-MAX_NORM = 0.3
-ROWS = 2 * BATCH * STEPS * ACCUMULATE
-
-
-def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses by step, of both ranks and all micro-batches together, and the weights in the end."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, data, taken = [], rows(ROWS), 2 * BATCH * ACCUMULATE
-    for step in range(STEPS):
-        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
 
 
 def accelerator_of(version: int, state: str = "SHARDED_STATE_DICT", **more: Any) -> Any:
@@ -81,10 +61,6 @@ def is_ours(version: int, model: nn.Module) -> bool:
     return isinstance(model, fullshard.FSDPModule) and isinstance(model.blocks[0], fullshard.FSDPModule)
 
 
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_trains_as_one_process(run_adopted, version):
     assert all(run_adopted(trained, version))
@@ -93,7 +69,8 @@ def test_trains_as_one_process(run_adopted, version):
 def trained(version: int) -> bool:
     from accelerate.utils import DistributedType
 
-    losses, weights = reference()
+    losses, plain = reference()
+    weights = plain.state_dict()
     accelerator = accelerator_of(version)
     assert accelerator.distributed_type is DistributedType.FSDP and accelerator.device.type == "cpu"
     model, optimizer, loader = prepared(accelerator)
@@ -125,7 +102,11 @@ def saved_and_loaded(version: int, state: str, folder: str) -> bool:
     assert any(Path(folder).iterdir())
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerator_of(version, state, **({"sync_module_states": True} if version == 1 else {}))
-    model, optimizer, loader = prepared(accelerator)
+    return goes_on(accelerator, *prepared(accelerator), folder, losses)
+
+
+def goes_on(accelerator: Any, model: Any, optimizer: Any, loader: Any, folder: str, losses: list[float]) -> bool:
+    """With weights of zero, what `save_state` wrote half-way, and the rest of the steps."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small import BATCH, STEPS, net, rows
-from test_accelerate import ACCUMULATE, ROWS, close, reference, train
+from small import ACCUMULATE, BATCH, ROWS, STEPS, close, net, reference, rows
+from test_accelerate import goes_on, train
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fullshard
+from fullshard.integrations import hf
 from fullshard.integrations.accelerate import FullshardAccelerator, take_over
 
 UNITS = {"units": ["Block"]}
@@ -50,7 +51,8 @@ def test_trains_as_one_process_and_as_ddp(run_clients, layout):
 def trained(layout: str) -> bool:
     from accelerate import Accelerator
 
-    losses, weights = reference()
+    losses, alone = reference()
+    weights = alone.state_dict()
     plain = accelerator_of(Accelerator)
     model, optimizer, loader = prepared(plain)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
@@ -133,12 +135,23 @@ def loaded(folder: str) -> bool:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     loader = DataLoader(rows(ROWS), batch_size=BATCH * 2 // ranks)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    return goes_on(accelerator, *accelerator.prepare(model, optimizer, loader), folder, losses)
+
+
+def test_an_optimizer_of_plain_tensors_is_saved_too(run_clients, tmp_path):
+    assert all(run_clients(saved_views, str(tmp_path)))
+
+
+def saved_views(folder: str) -> bool:
+    """Built from `optimizer_view`: its momentum is in the state that is loaded."""
+    accelerator = accelerator_of()
+    model, loader = accelerator.prepare(net(), DataLoader(rows(ROWS), batch_size=BATCH))
+    optimizer = accelerator.prepare(torch.optim.AdamW(fullshard.optimizer_view(model), lr=1e-2))
+    train(accelerator, model, optimizer, loader, 0, 2)
+    accelerator.save_state(folder)
+    expected = train(accelerator, model, optimizer, loader, 2, STEPS)
     accelerator.load_state(folder)
-    close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
+    close(train(accelerator, model, optimizer, loader, 2, STEPS), expected)
     return True
 
 
@@ -173,7 +186,51 @@ def two_models(folder: str) -> bool:
     expected = step()
     accelerator.load_state(folder)
     close(step(), expected)
+    before = [parameter.to_local().clone() for model, _ in pairs for parameter in model.parameters()]
+    first, second = (model for model, _ in pairs)
+    for models, where in (([first], folder), ([second, first], f"{folder}/one")):
+        accelerator._models = [first]
+        accelerator.save_state(f"{folder}/one")
+        accelerator._models = models
+        with pytest.raises(fullshard.CheckpointError, match="another number of models"):
+            accelerator.load_state(where)
+    assert all(torch.equal(old, new) for old, new in zip(before, weights_of(pairs), strict=True))
     return (Path(folder) / "fullshard_1").is_dir()
+
+
+def weights_of(pairs: list[Any]) -> list[torch.Tensor]:
+    return [parameter.to_local() for model, _ in pairs for parameter in model.parameters()]
+
+
+class Factored(torch.optim.Optimizer):
+    """Means over rows and columns in plain tensors of its own, as Transformers' Adafactor keeps them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("rows", torch.zeros(parameter.shape[:-1]))
+            state["rows"].add_(parameter.grad.mean(-1))
+
+
+@pytest.mark.parametrize("layout", ["rows", "owner"])
+def test_an_optimizer_that_cannot_step_shards_is_named(run_clients, layout):
+    assert all(run_clients(not_for_shards, layout))
+
+
+def not_for_shards(layout: str) -> bool:
+    accelerator = accelerator_of(sharding={"layout": layout})
+    model = net()
+    model, optimizer, loader = accelerator.prepare(
+        model, Factored(model.parameters()), DataLoader(rows(ROWS), batch_size=BATCH)
+    )
+    with pytest.raises(fullshard.ConfigError, match=r"Factored cannot step(.|\n)*optimizer_view") as caught:
+        train(accelerator, model, optimizer, loader)
+    assert caught.value.code == "C274" and caught.value.parameter in dict(net().named_parameters())
+    return True
 
 
 def test_bad_inputs_are_named(run_clients):
@@ -190,7 +247,26 @@ def refused() -> bool:
     optimizer.step()
     with pytest.raises(fullshard.ConfigError, match="has stepped"):
         accelerator.prepare(model, optimizer)
-    model, _ = accelerator.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+    plain = net()
+    with pytest.raises(fullshard.ConfigError, match="steps none of the models"):
+        accelerator.prepare(plain, torch.optim.SGD(net().parameters(), lr=0.1))
+    assert not isinstance(plain, fullshard.FSDPModule)
+    model = accelerator.prepare(plain)
+    view = fullshard.optimizer_view(model)
+    for parameters in (view, [*model.parameters()], [model.head.bias, nn.Parameter(torch.zeros(1))]):
+        accelerator.prepare(torch.optim.SGD(parameters, lr=0.1))
+    for sharding, word in (
+        ({"nonsense": 1}, "no argument 'nonsense'"),
+        ({"layouts": "flat"}, "layout= is meant"),
+        ({"auto_wrap_policy": {nn.Linear}}, "units= is meant"),
+        ({"units": 1000}, r"sharding=.*units"),
+        ("full", "sharding is a dictionary"),
+    ):
+        with pytest.raises(fullshard.ConfigError, match=word):
+            FullshardAccelerator(sharding=sharding)
+    with pytest.raises(fullshard.ConfigError, match="units says which modules") as caught:
+        hf.shard(net(), units=1000)
+    assert "auto_wrap_policy" not in str(caught.value)
     with pytest.raises(fullshard.ConfigError, match="safe_serialization"):
         accelerator.save_model(model, "x", safe_serialization=False)
     fresh()

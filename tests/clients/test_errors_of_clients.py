@@ -77,6 +77,11 @@ def test_blocks_of_another_shape(folder):
 
 def test_files_of_a_model_with_other_names(folder):
     with raises("K175"):
+        read(configured(folder, architectures=["GPT2Model"], model_type="gpt2"), "GPT2Model")
+
+
+def test_files_of_more_than_a_base_model(folder):
+    with warns("W030"):
         read(folder, "LlamaModel")
 
 

@@ -133,7 +133,7 @@ def test_names_that_differ(run_clients, tmp_path):
 
 def differing(folder: str) -> bool:
     """Refused by name; or what is missing starts as the model starts it, alike on all ranks."""
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+    from transformers import GPT2Config, LlamaForCausalLM, LlamaForSequenceClassification
 
     plain = written(folder)
     with pytest.raises(fullshard.CheckpointError, match=r"score.weight(.|\n)*lm_head.weight"):
@@ -171,12 +171,52 @@ def differing(folder: str) -> bool:
     if dist.get_rank() == 0:
         (Path(folder) / "config.json").write_text(json.dumps(config))
     dist.barrier()
-    for strict in (True, False):  # its names lack "model.", so that nothing fits
+    other = GPT2Config(architectures=["GPT2Model"], n_layer=1, n_embd=8, n_head=1)
+    for strict in (True, False):
         with pytest.raises(fullshard.CheckpointError, match="no parameter of the model"):
-            hf.from_pretrained(LlamaModel, folder, strict=strict)
+            hf.from_pretrained(other, folder, strict=strict)
     model = hf.from_pretrained(LlamaForCausalLM, folder, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     return True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_of_a_larger_model_and_the_reverse(run_clients, tmp_path, tied):
+    assert all(run_clients(bases, tied, str(tmp_path)))
+
+
+def bases(tied: bool, folder: str) -> bool:
+    """`AutoModel` of a causal model's folder, and back: names lose and gain "model.", as with transformers' own."""
+    from transformers import AutoModel, LlamaForCausalLM
+
+    plain = written(f"{folder}/causal", tie_word_embeddings=tied)
+    blocks: list[str] = []
+    for more in ({}, {"quantise": lambda block: blocks.append(type(block).__name__)}):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = hf.from_pretrained(AutoModel, f"{folder}/causal", **more)
+        said = [str(one.message) for one in told if "more than the base model" in str(one.message)]
+        assert len(said) == (0 if tied else 1) and all("lm_head.weight" in one and "W030" in one for one in said), said
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        torch.testing.assert_close(whole, dict(plain.model.state_dict()), rtol=0, atol=0)
+        tokens = batch()["input_ids"]
+        with torch.no_grad():
+            close(model(tokens).last_hidden_state, plain.model(tokens).last_hidden_state)
+    assert blocks == ["LlamaDecoderLayer"] * 2
+    hf.save_pretrained(model, f"{folder}/base")
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(f"{folder}/base")  # transformers adds "model.", and says what is missing
+    torch.testing.assert_close(dict(again.model.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=0)
+    if tied:
+        close(loss_of(hf.from_pretrained(LlamaForCausalLM, f"{folder}/base")), loss_of(plain))
+        return True
+    with pytest.raises(fullshard.CheckpointError, match=r"lm_head.weight, which the files lack"):
+        hf.from_pretrained(LlamaForCausalLM, f"{folder}/base")
+    with pytest.warns(UserWarning, match="lm_head.weight"):
+        model = hf.from_pretrained(LlamaForCausalLM, f"{folder}/base", strict=False)
+    norm = model.model.layers[1].input_layernorm.weight.full_tensor()
+    torch.testing.assert_close(norm, plain.model.layers[1].input_layernorm.weight.detach(), rtol=0, atol=0)
+    return model.lm_head.weight.full_tensor().std().item() > 0
 
 
 MIB = 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,14 @@ def test_resumes_on_other_numbers_of_ranks(run_clients, tmp_path):
     assert all(run_clients(resumed, str(tmp_path), together[0], world=1))
 
 
+def test_resumes_on_more_ranks(run_clients, tmp_path):
+    alone = run_clients(checkpointed, str(tmp_path), world=1)
+    assert all(run_clients(resumed, str(tmp_path), alone[0]))
+
+
 def checkpointed(folder: str) -> list[float]:
-    trainer = sharded_trainer(folder, save_strategy="steps", save_steps=STEPS // 2)
+    batch = 4 // dist.get_world_size()
+    trainer = sharded_trainer(folder, save_strategy="steps", save_steps=STEPS // 2, per_device_train_batch_size=batch)
     trainer.train()
     return losses(trainer)
 
@@ -223,6 +230,19 @@ def saved_model(tied: bool, folder: str) -> bool:
             close(found(**batch()).loss, expected)
     assert not list(Path(folder).glob(".fullshard*"))
     return True
+
+
+def test_no_rank_returns_before_all_files_are_there(run_clients, tmp_path):
+    assert all(run_clients(saved_slowly, str(tmp_path)))
+
+
+def saved_slowly(folder: str) -> bool:
+    trainer = sharded_trainer(folder, max_steps=1)
+    trainer.train()
+    write = trainer._save_beside
+    trainer._save_beside = lambda where: (time.sleep(1), write(where))
+    trainer.save_model(f"{folder}/out")
+    return (Path(folder) / "out" / "training_args.bin").exists()
 
 
 def test_models_whose_files_have_other_names(run_clients, tmp_path):
@@ -298,6 +318,28 @@ def adapters(folder: str) -> bool:
     return True
 
 
+def test_an_optimizer_that_cannot_step_shards_is_named(run_clients, tmp_path):
+    assert all(run_clients(not_for_shards, str(tmp_path)))
+
+
+def not_for_shards(folder: str) -> bool:
+    """Transformers' own Adafactor; and what the error recommends for others: plain tensors of a sharded model."""
+    trainer = sharded_trainer(folder, optim="adafactor")
+    with pytest.raises(fullshard.ConfigError, match=r"Adafactor cannot step(.|\n)*torch.optim") as caught:
+        trainer.train()
+    assert caught.value.parameter in dict(llama().named_parameters()), caught.value
+    found = []
+    for cls in (None, sharded_class()):
+        model = llama() if cls is None else hf.shard(llama())
+        trainer = trainer_of("ddp", folder, model, cls)
+        parameters = model.parameters() if cls is None else fullshard.optimizer_view(model)
+        trainer.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        trainer.train()
+        found.append(losses(trainer))
+    close(found[1], found[0])
+    return is_ours(trainer)
+
+
 # What is refused.
 
 
@@ -335,5 +377,6 @@ def test_the_mixin_comes_first():
     with pytest.raises(fullshard.ConfigError, match="names ShardedTrainerMixin after the Trainer"):
         type("Bad", (Trainer, hf.ShardedTrainerMixin), {})
     made = type("Good", (hf.ShardedTrainerMixin, type("Mine", (Trainer,), {})), {})
-    with pytest.raises(fullshard.ConfigError, match="sharding is a dictionary"):
-        made(sharding="full")
+    for sharding, word in (("full", "sharding is a dictionary"), ({"layuot": "flat"}, "layout= is meant")):
+        with pytest.raises(fullshard.ConfigError, match=word):
+            made(sharding=sharding)

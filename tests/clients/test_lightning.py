@@ -8,50 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from small import BATCH, STEPS, Block, Net, net, rows
+from small import BATCH, STEPS, Block, Net, close, joined, loader, net, reference
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 import fullshard
 
 pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
 
 
-def reference(order: Sequence[int] = range(STEPS)) -> list[float]:
+DATA = {"count": 2 * BATCH * STEPS}
+
+
+def alone(order: Sequence[int] = range(STEPS)) -> list[float]:
     """Losses of both ranks' rows together, by steps that take these batches."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in order:
-        loss = loss_of(model, rows(2 * BATCH * STEPS)[2 * BATCH * step : 2 * BATCH * (step + 1)])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return reference(order, 2 * BATCH, float("inf"))[0]
 
 
 def loss_of(model: Any, data: Any) -> torch.Tensor:
-    x, y = (torch.stack(column) for column in zip(*data, strict=True)) if isinstance(data[0], tuple) else data
+    x, y = data
     return nn.functional.cross_entropy(model(x), y)
-
-
-def loader(sampled: bool = False) -> DataLoader[Any]:
-    """All rows, or this rank's."""
-    data: Any = rows(2 * BATCH * STEPS)
-    sampler = DistributedSampler(data, shuffle=False) if sampled else None
-    return DataLoader(data, batch_size=BATCH, sampler=sampler)
-
-
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def joined(value: torch.Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
@@ -82,10 +57,10 @@ def test_fabric(run_adopted, tmp_path, kind):
 
 
 def with_fabric(kind: str, folder: str) -> bool:
-    losses = reference()
+    losses = alone()
     fabric = fabric_of(kind)
     model, optimizer = made(fabric, kind)
-    data = fabric.setup_dataloaders(loader())
+    data = fabric.setup_dataloaders(loader(sampled=False, **DATA))
     found = []
     for step, batch in enumerate(data):
         events = []
@@ -132,7 +107,7 @@ def test_no_backward_sync_skips_communication(run_adopted, kind):
 def without_sync(kind: str) -> bool:
     fabric = fabric_of(kind)
     model, _ = made(fabric, kind)
-    for step, batch in enumerate(loader(sampled=True)):
+    for step, batch in enumerate(loader(**DATA)):
         with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=step % 2 == 0):
             fabric.backward(loss_of(model, batch))
         reduced = [event for event in recorded if "reduce" in event.verb]
@@ -170,7 +145,7 @@ def test_trainer(run_adopted, tmp_path, kind):
 
 
 def with_trainer(kind: str, folder: str) -> bool:
-    losses = reference()
+    losses = alone()
     trainer, model = trained(kind, folder, STEPS)
     close(model.losses, losses)
     sharded = trainer.model if kind == "wrapper" else model.net
@@ -178,7 +153,7 @@ def with_trainer(kind: str, folder: str) -> bool:
     trained(kind, folder, STEPS // 2)[0].save_checkpoint(f"{folder}/half.ckpt")
     assert Path(f"{folder}/half.ckpt").exists()
     _, model = trained(kind, folder, STEPS, f"{folder}/half.ckpt")
-    close(model.losses, reference([0, 1, 0, 1])[2:])  # resumed within an epoch, Lightning begins with its first batches
+    close(model.losses, alone([0, 1, 0, 1])[2:])  # resumed within an epoch, Lightning begins with its first batches
     return True
 
 
@@ -203,5 +178,5 @@ def trained(kind: str, folder: str, steps: int, checkpoint: str | None = None) -
         default_root_dir=folder,
     )
     model = task(lightning, kind)
-    trainer.fit(model, loader(sampled=True), ckpt_path=checkpoint)
+    trainer.fit(model, loader(**DATA), ckpt_path=checkpoint)
     return trainer, model

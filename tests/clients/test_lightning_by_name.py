@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,67 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from small import BATCH, STEPS, Net, net, rows
+from small import ACCUMULATE, BATCH, MAX_NORM, ROWS, STEPS, Net, close, joined, loader, net, reference, rows
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 import fullshard
 
 pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
-
-ACCUMULATE, MAX_NORM = 2, 0.3
-ROWS = 2 * BATCH * STEPS * ACCUMULATE
-
-
-def launched(fn: Any, *args: Any) -> Any:
-    """`fn` as a program under `torchrun` would run it."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    before = dict(os.environ)
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update(given, MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
-    try:
-        return fn(*args)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@pytest.fixture
-def run_launched(run_ranks):
-    return lambda fn, *args, world=2: run_ranks(launched, fn, *args, world=world, timeout=240)
-
-
-def reference(steps: int = STEPS, accumulate: int = ACCUMULATE) -> tuple[list[float], Net]:
-    """Losses by step of one process on the batches of both ranks, and the trained model."""
-    model, data = net(), rows(ROWS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, taken = [], 2 * BATCH * accumulate
-    for step in range(steps):
-        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
-
-
-def loader(batch: int = BATCH, sampled: bool = True) -> DataLoader[Any]:
-    """This rank's rows in order, or all of them, for Lightning to give each rank its own (for training: shuffled)."""
-    data: Any = rows(ROWS)
-    sampler = DistributedSampler(data, shuffle=False) if sampled else None
-    return DataLoader(data, batch_size=batch, sampler=sampler)
-
-
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def joined(value: torch.Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
 
 
 def task(by_hand: bool = False, meta: bool = False) -> Any:
@@ -138,8 +84,8 @@ def trainer_of(folder: str, steps: int = STEPS, strategy: Any = None, **more: An
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["found", "by hand"])
-def test_trains_accumulates_and_clips_as_one_process(run_launched, tmp_path, by_hand):
-    assert all(run_launched(trained, str(tmp_path), by_hand))
+def test_trains_accumulates_and_clips_as_one_process(run_clients, tmp_path, by_hand):
+    assert all(run_clients(trained, str(tmp_path), by_hand))
 
 
 def trained(folder: str, by_hand: bool) -> bool:
@@ -160,8 +106,8 @@ def trained(folder: str, by_hand: bool) -> bool:
     return True
 
 
-def test_other_layouts_and_precision(run_launched, tmp_path):
-    assert all(run_launched(flat, str(tmp_path)))
+def test_other_layouts_and_precision(run_clients, tmp_path):
+    assert all(run_clients(flat, str(tmp_path)))
 
 
 def flat(folder: str) -> bool:
@@ -188,11 +134,11 @@ def flat(folder: str) -> bool:
     return True
 
 
-def test_resumes_on_another_number_of_ranks(run_launched, tmp_path):
+def test_resumes_on_another_number_of_ranks(run_clients, tmp_path):
     """Two steps and a checkpoint on two ranks; the rest by two and by one, which has the whole batch."""
-    assert all(run_launched(saved, str(tmp_path)))
-    assert all(run_launched(resumed, str(tmp_path)))
-    assert all(run_launched(resumed, str(tmp_path), world=1))
+    assert all(run_clients(saved, str(tmp_path)))
+    assert all(run_clients(resumed, str(tmp_path)))
+    assert all(run_clients(resumed, str(tmp_path), world=1))
 
 
 def saved(folder: str) -> bool:
@@ -211,22 +157,13 @@ def resumed(folder: str) -> bool:
     trainer = trainer_of(folder)
     trainer.fit(model, loader(BATCH * 2 // dist.get_world_size()), ckpt_path=f"{folder}/half.ckpt")
     assert trainer.global_step == STEPS
-    plain, data = net(), rows(ROWS)
-    optimizer, losses, taken = torch.optim.AdamW(plain.parameters(), lr=1e-2), [], 2 * BATCH * ACCUMULATE
-    for step in (0, 1, 0, 1):
-        x, y = (torch.stack(column) for column in zip(*data[step * taken : (step + 1) * taken], strict=True))
-        loss = nn.functional.cross_entropy(plain(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses, _ = reference((0, 1, 0, 1))
     close(torch.tensor(model.losses).view(-1, ACCUMULATE).mean(1).tolist(), losses[2:])
     return True
 
 
-def test_validates_tests_predicts_and_keeps_the_best(run_launched, tmp_path):
-    assert all(run_launched(evaluated, str(tmp_path)))
+def test_validates_tests_predicts_and_keeps_the_best(run_clients, tmp_path):
+    assert all(run_clients(evaluated, str(tmp_path)))
 
 
 def evaluated(folder: str) -> bool:
@@ -253,8 +190,8 @@ def evaluated(folder: str) -> bool:
     return True
 
 
-def test_a_model_on_meta_gets_values_that_differ_between_ranks(run_launched, tmp_path):
-    assert all(run_launched(on_meta, str(tmp_path)))
+def test_a_model_on_meta_gets_values_that_differ_between_ranks(run_clients, tmp_path):
+    assert all(run_clients(on_meta, str(tmp_path)))
 
 
 def on_meta(folder: str) -> bool:
@@ -266,8 +203,8 @@ def on_meta(folder: str) -> bool:
     return True
 
 
-def test_fabric_by_name(run_launched, tmp_path):
-    assert all(run_launched(with_fabric, str(tmp_path)))
+def test_fabric_by_name(run_clients, tmp_path):
+    assert all(run_clients(with_fabric, str(tmp_path)))
 
 
 def with_fabric(folder: str) -> bool:
@@ -325,12 +262,33 @@ def with_fabric(folder: str) -> bool:
     return True
 
 
+def test_arguments_that_there_are_not():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from fullshard.integrations.lightning import NAME, FullshardFabricStrategy, FullshardStrategy
+
+    for cls in (FullshardStrategy, FullshardFabricStrategy):
+        for given, word in (
+            ({"nonsense": 3}, rf"{cls.__name__} has no argument 'nonsense'"),
+            ({"prefetc": 3}, "prefetch= is meant"),
+            ({"mesh": None}, "has no argument 'mesh'"),
+            ({"auto_wrap_policy": {Net}}, "units= is meant"),
+            ({"units": ["Block"]}, "units says which modules"),
+            ({"units": 3}, "units says which modules"),
+        ):
+            with pytest.raises(fullshard.ConfigError, match=word) as caught:
+                cls(**given)
+            assert ("units" in given) != isinstance(caught.value, TypeError)
+        cls([Net], process_group_backend="gloo", timeout=timedelta(seconds=60), layout="flat", prefetch=2)
+    assert type(StrategyRegistry.get(NAME)) is FullshardStrategy
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "clients" / "lightning.md"
 
 
 @pytest.mark.parametrize("title", ["The Trainer", "Fabric"])
-def test_the_programs_of_its_page_run(run_launched, tmp_path, title):
-    assert all(run_launched(program, title, str(tmp_path)))
+def test_the_programs_of_its_page_run(run_clients, tmp_path, title):
+    assert all(run_clients(program, title, str(tmp_path)))
 
 
 @pytest.mark.parametrize("title", ["The Trainer", "Fabric"])

@@ -245,22 +245,41 @@ def by_trainer(way: str, folder: str) -> list[float]:
     return losses(trainer)
 
 
+def test_adapters_are_merged_into_another_base(run_clients, tmp_path):
+    assert all(run_clients(merged, str(tmp_path)))
+
+
+def merged(folder: str) -> bool:
+    """Into the quantised one: refused, with the way, which is taken."""
+    from peft import PeftModel
+
+    model = hf.shard(lora("nf4"))
+    for merge in (model.merge_adapter, lambda: fullshard.save_safetensors(model, f"{folder}/no", merge_lora=True)):
+        with pytest.raises(fullshard.FullshardError, match=r"QuantisedRows(.|\n)*merge them on one process") as caught:
+            merge()
+        assert caught.value.code in ("C246", "K113")
+    hf.save_pretrained(model, folder)
+    dist.barrier()
+    whole = PeftModel.from_pretrained(llama(intermediate_size=24), folder).merge_and_unload()
+    return differ(logits(whole), logits(model)) < 0.2  # NF4's error
+
+
 def test_what_cannot_be_split_is_refused_by_name(run_clients):
     assert all(run_clients(refused))
 
 
 class Odd(torch.Tensor):
-    """A weight [4, 6] whose numbers cannot be cut into 4 pieces."""
+    """A weight [4, 6] whose numbers cannot be cut into 4 pieces; of more beside them, some can."""
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor) -> Odd:
+    def __new__(cls, numbers: torch.Tensor, more: torch.Tensor | None = None) -> Odd:
         return torch.Tensor._make_wrapper_subclass(cls, (4, 6), dtype=torch.float32)
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: torch.Tensor, more: torch.Tensor | None = None) -> None:
+        self.numbers, self.more = numbers, more
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["numbers"], None
+        return ["numbers"] + ([] if self.more is None else ["more"]), None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,6 +291,15 @@ def refused() -> bool:
     model[0].weight = nn.Parameter(Odd(torch.zeros(9999)), requires_grad=False)
     with pytest.raises(fullshard.ConfigError, match=r"0.weight(.|\n)*9999(.|\n)*ignored_params"):
         by_rows(model)
+    whole = 1281  # of its bytes that no rank can do without, a sixteenth and a little more; over 4096 bytes
+    rest = 4 * ((15 * whole + 3) // 4)
+    for uncut, cut, fits in ((whole, rest - 4, False), (whole, rest, True), (1023, 4, True), (1025, 4, False)):
+        model[0].weight = nn.Parameter(Odd(torch.zeros(uncut), torch.zeros(cut)), requires_grad=False)
+        if fits:
+            assert by_rows(model) == ["0.weight"] and set(model[0].weight.pieces) == {"more"}
+        else:
+            with pytest.raises(fullshard.ConfigError, match=f"numbers \\({uncut},\\): {4 * uncut} bytes"):
+                by_rows(model)
     int8 = lora("int8")
     names = by_rows(int8)
     assert len(names) == 14 and all("layers" in name for name in names) and by_rows(int8) == []

@@ -134,8 +134,23 @@ def test_flat_parameters_are_told(run_ranks):
 
 
 def told() -> bool:
-    model = wrap(layers(), use_orig_params=False)
-    return all(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    """Also original parameters, trained and summoned: as PyTorch's."""
+    found = []
+    for library in (None, torch_fsdp):
+        for originals in (False, True):
+            parts = layers()
+            model: Any = wrap(parts, *([] if library is None else [library]), use_orig_params=originals)
+            marks = [marks_of(model)]
+            model(batch(0, 0)).sum().backward()
+            marks.append(marks_of(model))
+            with type(model).summon_full_params(model):
+                marks += [marks_of(model)] if originals else []
+            found.append(marks)
+    return found[:2] == found[2:] and all(all(one) for marks in found for one in marks)
+
+
+def marks_of(model: nn.Module) -> list[bool]:
+    return [getattr(parameter, "_fsdp_flattened", False) for parameter in model.parameters()]
 
 
 def test_a_handle_says_what_each_rank_holds(run_ranks):

@@ -77,6 +77,21 @@ def test_a_module_that_is_a_unit_already():
         fully_shard(model)
 
 
+def test_a_module_whose_parameters_a_unit_around_it_has():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    for inside in (model[1], model[1][0]):
+        with raises("C270"):
+            fully_shard(inside)
+    assert type(model[1]) is nn.Sequential
+    fully_shard(model[1][1])  # nothing is gathered for it
+    model[1].append(nn.Linear(4, 4))
+    assert isinstance(fully_shard(model[1][2]), fullshard.FSDPModule)  # added since
+    shared = nn.Linear(4, 4)
+    for one in (first := nn.Sequential(shared), second := nn.Sequential(shared)):
+        fully_shard(one)  # side by side: a unit around both will have it
+    fully_shard(nn.Sequential(first, second))
+
+
 def test_an_offload_policy_of_another_kind():
     with raises("C013"):
         fully_shard(nn.Linear(4, 4), offload_policy=True)  # meant: CPUOffloadPolicy()

@@ -199,6 +199,15 @@ def test_running_a_parked_model():
         model(ONE)
 
 
+def test_a_backward_of_a_parked_model_names_the_unit():
+    model = sharded()
+    loss = model(torch.ones(1, 4, requires_grad=True)).sum()
+    fullshard.park(model)
+    with pytest.raises(fullshard.PhaseError, match="parked units 1\n") as caught:
+        loss.backward()
+    assert caught.value.code == "P051"
+
+
 # Who owns what.
 
 

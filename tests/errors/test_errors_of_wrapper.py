@@ -17,6 +17,7 @@ from fullshard import (
     ShardingStrategy,
 )
 from fullshard.comm_hooks import DefaultState
+from fullshard.state_dict import get_model_state_dict
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 from raising import nested, raises, two_layers, warns, wrapped
 
@@ -212,6 +213,35 @@ def test_a_backward_of_what_was_summoned():
         loss = model.module[0].weight.sum()
     with raises("P021"):
         loss.backward()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_backward_of_what_was_summoned_of_original_parameters(trained):
+    """Whatever of the parameter this rank holds; graphs of its own part, made before or after, are not meant."""
+    model = wrapped(use_orig_params=True)
+    if trained:
+        model(torch.ones(1, 4)).sum().backward()
+        model.zero_grad()
+    weight, bias = model.module[0].weight, model.module[0].bias  # this rank has all of them
+    before = weight.sum()
+    with FSDP.summon_full_params(model):
+        shown = [weight.sum(), bias.sum()]
+    after = weight.sum() + bias.sum()
+    for loss in shown:
+        with raises("P021"):
+            loss.backward()
+    assert weight.grad is None and bias.grad is None
+    before.backward()
+    after.backward()
+    assert weight.grad.tolist() == [2.0] * 16 and bias.grad.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_the_state_of_a_module_inside_of_an_instance(originals):
+    model = wrapped(use_orig_params=originals)
+    for inside in (model.module, model.module[0]):
+        with raises("K008"):
+            get_model_state_dict(inside)
 
 
 def test_a_second_hook():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -13,8 +13,7 @@ from ..runtime import Phase, Runner, runner_of, runners_in
 from ..shard import is_parked
 
 
-@contextmanager
-def keep_gathered(module: nn.Module) -> Iterator[None]:
+def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which the units of `module` stay gathered from their first use on; they are freed at its end.
 
         with keep_gathered(model.head):  # a loss in chunks: one gather in place of one per chunk and direction
@@ -24,20 +23,48 @@ def keep_gathered(module: nn.Module) -> Iterator[None]:
     Through any number of forwards and backwards; gradients are reduced in each backward as ever. Weights that were
     changed inside (an optimizer step, `load_state_dict`) are noticed as elsewhere: at the next forward from outside
     the ranks compare, and gather anew what changed. To write to gathered weights is refused, as elsewhere. Contexts may
-    be nested. Memory: all units of `module` at once, in their compute dtype.
+    be nested, and one may be entered any number of times, within itself too. Memory: all units of `module` at once, in
+    their compute dtype.
 
     Every rank enters and leaves at the same place. Nothing is sent at the beginning but one small comparison with the
     other ranks, where the model has run before and no pass runs; before its first forward the ranks compare at that.
 
     Args:
-        module: a unit, or a module that contains units.
+        module: a unit, or a module that contains units, when the context is entered.
 
-    Raises:
+    Raises, when it is entered or left:
         ConfigError: there is no unit in `module` (`owner_of` names the one that it is part of).
         PhaseError: the unit's own forward or backward runs, or it shows whole parameters (`summon_full_params`); at
             the end, gathered weights were written to.
         DivergenceError: other ranks do something else.
     """
+    return _Kept(module)
+
+
+class _Kept(ContextDecorator, AbstractContextManager[None]):
+    """The blocks of one `keep_gathered`: open ones are left innermost first, as `with` has it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._open: list[list[Runner]] = []  # what each open block holds
+
+    def __enter__(self) -> None:
+        self._open.append(_hold(self._module))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        found = _let_go(self._open.pop())
+        if error is None:
+            for wrong in found:
+                raise wrong
+        else:
+            for wrong in found:
+                error.add_note(f"The units could not be freed after this: {wrong!r}")
+
+
+def _hold(module: nn.Module) -> list[Runner]:
+    """The beginning of a block: its units, which stay gathered from now on. See `keep_gathered`."""
     runners = _units_in(module, "keep_gathered")
     for runner in runners:
         if runner.root is not None:
@@ -54,14 +81,7 @@ def keep_gathered(module: nn.Module) -> Iterator[None]:
     _agree(runners)
     for runner in runners:
         runner.held += 1
-    try:
-        yield
-    except BaseException as error:
-        for wrong in _let_go(runners):
-            error.add_note(f"The units could not be freed after this: {wrong!r}")
-        raise
-    for wrong in _let_go(runners):
-        raise wrong
+    return runners
 
 
 def _agree(runners: list[Runner]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..comm import Comm, TorchComm
-from ..forms import Member, owner_of
+from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
 from ..runtime import Runner, runner_of
@@ -143,11 +143,13 @@ def settle(model: nn.Module) -> None:
 def _units_in(model: nn.Module) -> list[tuple[Unit, Runner | None]]:
     """The units whose modules are in `model`, and those that hold a parameter of it."""
     found: dict[int, tuple[Unit, Runner | None]] = {}
+    held: list[torch.Tensor] = list(model.parameters())
     for module in model.modules():
         runner = runner_of(module)
         if runner is not None:
             found.setdefault(id(runner.unit), (runner.unit, runner))
-    for parameter in model.parameters():
+        held += [successor_of(one) for one in module.__dict__.values() if type(one) is HiddenParameter]  # of a flat one
+    for parameter in held:
         unit = owner_of(parameter)
         if unit is not None:
             found.setdefault(id(unit), (unit, None))

@@ -58,6 +58,8 @@ class LocalForm:
             sharded.__dict__.update(attributes_of(original))
             hooks_onto(sharded, original)
         sharded.__dict__[NAME_KEY] = member.name
+        if self.keeps_originals:
+            sharded.__dict__["_fsdp_flattened"] = True  # as PyTorch marks them; libraries ask optimizers' parameters
         if self.split:
             sharded.__dict__[PART_KEY] = "this rank's part of a parameter (use_orig_params=True)"
         member.local = shown

@@ -19,20 +19,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..api.functional.module import FSDPModule
 from ..api.whole import gathered
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..optim import ShardedGradScaler, clip_grad_norm_
 from ..store.load import load
+from ..store.ranks import Ranks
 from ..store.save import save
+from .given import check_sharding
 from .hf.saving import write_weights
 from .hf.units import is_sharded, shard
-from .optimizers import names_of, point_optimizers
+from .micro_batches import without_sync
+from .optimizers import check_theirs, inside, names_of, naming_steps, point_optimizers, stepped_in
 
 FOLDER = "fullshard"
 """In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """Accelerate's, whose errors name what cannot step sharded parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Accelerate's."""
+        if closure is not None:  # it runs the model, too
+            return super().step(closure)
+        with naming_steps(self.optimizer):
+            return super().step()
 
 
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
@@ -53,7 +68,8 @@ class FullshardAccelerator(Accelerator):
         **settings: of `Accelerator`.
 
     Raises:
-        ConfigError: settings that shard, too (an FSDP or DeepSpeed plugin, ...).
+        ConfigError: settings that shard, too (an FSDP or DeepSpeed plugin, ...), or arguments of `sharding` that
+            `shard` does not have.
     """
 
     def __init__(self, *, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
@@ -73,6 +89,7 @@ class FullshardAccelerator(Accelerator):
                 "python -m fullshard adopt",
                 code="C210",
             )
+        check_sharding(sharding, "sharding")
         self._sharding = dict(sharding or {})
         if getattr(self, "scaler", None) is not None:
             self.scaler: Any = ShardedGradScaler(self.device.type)
@@ -83,10 +100,13 @@ class FullshardAccelerator(Accelerator):
         """As `Accelerator.prepare`; models are sharded, in place, and optimizers given with them follow.
 
         Raises:
-            ConfigError: an optimizer that has state already, of parameters that are sharded here.
+            ConfigError: an optimizer that has state already, of parameters that are sharded here; or that steps none
+                of the models, here or prepared before.
         """
-        models = [one for one in args if isinstance(one, nn.Module) and self._to_shard(one)]
+        models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        if dist.is_initialized() and (known := [*models, *self._models]):
+            check_theirs(optimizers, known)
         for model in models:
             self.shard_model(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
@@ -119,6 +139,13 @@ class FullshardAccelerator(Accelerator):
         alone = evaluation_mode or is_sharded(model)  # "for evaluation" is what it calls: not in DDP
         return super().prepare_model(model, device_placement=placed, evaluation_mode=alone)
 
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As `Accelerator.prepare_optimizer`; one that cannot step sharded parameters says so at its first step."""
+        found = super().prepare_optimizer(optimizer, device_placement)
+        if type(found) is AcceleratedOptimizer:
+            found.__class__ = _Optimizer
+        return found
+
     # Training.
 
     @contextlib.contextmanager
@@ -128,11 +155,8 @@ class FullshardAccelerator(Accelerator):
             with super().no_sync(model):
                 yield
             return
-        model.set_requires_gradient_sync(False)
-        try:
+        with without_sync(model):
             yield
-        finally:
-            model.set_requires_gradient_sync(True)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """`fullshard.clip_grad_norm_`: exact for shards of every layout, and for plain parameters beside them."""
@@ -176,16 +200,18 @@ class FullshardAccelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
         """As `Accelerator.save_state`; each rank writes what it owns of models and optimizers, by `fullshard.save`.
 
+        Models and optimizers come first: a save over another that is broken off before they are whole changes nothing.
         Hooks of `register_save_state_pre_hook` get the models, and an empty dict for each in place of weights.
         """
         models, optimizers = list(self._models), list(self._optimizers)
         if not any(map(is_sharded, models)):
             return super().save_state(output_dir, safe_serialization, **settings)
-        folders: list[str] = []
+        parts = list(self._apart(models))
 
         def save_models(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
-            folders.append(str(folder))
+            for name, model, own in parts:
+                save(Path(folder) / name, model, own, step=self.step, rng=False, keep_last=1)
 
         last = self.register_save_state_pre_hook(save_models)
         self._optimizers: list[Any] = []
@@ -196,15 +222,13 @@ class FullshardAccelerator(Accelerator):
             self._optimizers = optimizers
             self._saves_apart = False
             last.remove()
-        for name, model, own in self._apart(models):
-            save(Path(folders[0]) / name, model, own, step=self.step, rng=False, keep_last=1)
         return found
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **settings: Any) -> None:
         """As `Accelerator.load_state`, from a folder of `save_state`, whose number of ranks may have been another.
 
         Raises:
-            CheckpointError: see `fullshard.load`.
+            CheckpointError: it holds the state of another number of models; see `fullshard.load`, too.
         """
         models, optimizers = list(self._models), list(self._optimizers)
         if not any(map(is_sharded, models)):
@@ -213,6 +237,7 @@ class FullshardAccelerator(Accelerator):
         folders: list[str] = []
 
         def load_models(given: list[nn.Module], folder: str) -> None:
+            _check_count(Path(folder), len(models))
             given.clear()
             folders.append(str(folder))
 
@@ -228,11 +253,30 @@ class FullshardAccelerator(Accelerator):
 
     def _apart(self, models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, list[torch.optim.Optimizer]]]:
         """Each model with its folder's name and the optimizers of its parameters."""
-        plain = [getattr(one, "optimizer", one) for one in self._optimizers]
+        plain = [inside(one) for one in self._optimizers]
         for index, model in enumerate(models):
-            ours = {id(parameter) for parameter in model.parameters()}
+            ours = stepped_in(model)
             own = [one for one in plain if any(id(p) in ours for group in one.param_groups for p in group["params"])]
             yield FOLDER + (f"_{index}" if index else ""), model, own
+
+
+def _check_count(folder: Path, models: int) -> None:
+    """Refuse a folder of `save_state` with the states of fewer or more models. Collective.
+
+    Raises:
+        CheckpointError: see above; or there is none.
+    """
+    with Ranks().step("looking for the states of models"):
+        there = [one.name for one in sorted(folder.glob(f"{FOLDER}*")) if one.is_dir()]
+        if len(there) != models:
+            raise CheckpointError(
+                "A state was saved with another number of models than are prepared now; nothing was loaded.",
+                expected=f"{models} in {folder}",
+                got=", ".join(there) or "none that FullshardAccelerator saved",
+                remedy="prepare the same models in the same order before load_state; one model alone: "
+                f"fullshard.load({FOLDER!r} in that folder, model, optimizers)",
+                code="K190",
+            )
 
 
 def take_over(accelerator: Accelerator, sharding: Mapping[str, Any] | None = None) -> FullshardAccelerator:

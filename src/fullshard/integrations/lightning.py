@@ -34,6 +34,8 @@ from ..optim import clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
+from .given import check_sharding, check_units
+from .micro_batches import without_sync
 
 NAME = "fullshard"
 META = "lightning.pt"
@@ -146,19 +148,23 @@ def _rest(path: Path) -> dict[str, Any]:
     return found
 
 
-class FullshardStrategy(ModelParallelStrategy):
-    """Shards a LightningModule over all ranks; `Trainer(strategy="fullshard")` is this with defaults.
+class _OnAllRanks:
+    """What both strategies are made of, in front of Lightning's class."""
 
-    Args:
-        units: what becomes a unit of its own, as `fully_shard(auto_wrap_policy=)`: "auto", a policy, or module classes.
-            Not used where `configure_model` shards parts of the model itself.
-        process_group_backend, timeout: as of Lightning's other strategies.
-        settings: further arguments of `fully_shard`: `mp_policy`, `reshard_after_forward`, `layout`, ...
-    """
+    num_nodes: int
+    num_processes: int
+    world_size: int
+    global_rank: int
+    _lightnings: tuple[Any, ...] = ()
+    """What Lightning's class takes first."""
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
         timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
-        super().__init__(tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout)
+        check_units(units, names=False)
+        check_sharding(settings, type(self).__name__, ("timeout",), ("mesh",), names=False)
+        super().__init__(  # type: ignore[call-arg]
+            *self._lightnings, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
+        )
         self._sharding = _Sharding(units, settings)
 
     @property
@@ -169,7 +175,27 @@ class FullshardStrategy(ModelParallelStrategy):
     def _setup_distributed(self) -> None:
         """All ranks are one mesh, which `configure_model` finds as `self.device_mesh`."""
         self._data_parallel_size = self.num_processes * self.num_nodes
-        super()._setup_distributed()
+        super()._setup_distributed()  # type: ignore[misc]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Under "fullshard"."""
+        strategy_registry.register(NAME, cls, description="Fully sharded, by Fullshard", override=True)
+
+
+class FullshardStrategy(_OnAllRanks, ModelParallelStrategy):
+    """Shards a LightningModule over all ranks; `Trainer(strategy="fullshard")` is this with defaults.
+
+    Args:
+        units: what becomes a unit of its own, as `fully_shard(auto_wrap_policy=)`: "auto", a policy, or module classes.
+            Not used where `configure_model` shards parts of the model itself.
+        process_group_backend, timeout: as of Lightning's other strategies.
+        settings: further arguments of `fully_shard`: `mp_policy`, `reshard_after_forward`, `layout`, ...
+
+    Raises:
+        ConfigError: units that are none.
+        ArgumentTypeError: an argument that there is not.
+    """
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, then make its optimizers."""
@@ -211,7 +237,7 @@ class FullshardStrategy(ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards in here reduce nothing: the Trainer enters it for micro-batches but the last."""
-        with _without_sync(self.model):
+        with without_sync(self.model):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -237,52 +263,27 @@ class FullshardStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         return _load(path, self.model, list(self.optimizers), strict)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Under "fullshard"."""
-        strategy_registry.register(NAME, cls, description="Fully sharded, by Fullshard", override=True)
-
 
 class _SyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
         """See `fabric.no_backward_sync`."""
-        return _without_sync(module, enabled)
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"no_backward_sync takes a module that was set up by Fabric, got {type(module).__name__}",
+                remedy="pass what fabric.setup_module returned",
+                code="C250",
+            )
+        return without_sync(module, enabled)
 
 
-@contextmanager
-def _without_sync(module: Any, enabled: bool = True) -> Iterator[None]:
-    if not isinstance(module, FSDPModule):
-        raise ConfigError(
-            f"no_backward_sync takes a module that was set up by Fabric, got {type(module).__name__}",
-            remedy="pass what fabric.setup_module returned",
-            code="C250",
-        )
-    module.set_requires_gradient_sync(not enabled)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
-
-
-class FullshardFabricStrategy(FabricParallelStrategy):
+class FullshardFabricStrategy(_OnAllRanks, FabricParallelStrategy):
     """The same for Fabric: `setup_module` shards. Arguments as of `FullshardStrategy`."""
 
+    _lightnings = (lambda module, _: module,)  # what would parallelise a module
+
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
-        timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
-        super().__init__(
-            lambda module, _: module, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
-        )
-        self._sharding = _Sharding(units, settings)
+        super().__init__(units, process_group_backend=process_group_backend, **settings)
         self._backward_sync_control = _SyncControl()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank has data of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def _setup_distributed(self) -> None:
-        self._data_parallel_size = self.num_processes * self.num_nodes
-        super()._setup_distributed()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module, in place."""
@@ -342,11 +343,6 @@ class FullshardFabricStrategy(FabricParallelStrategy):
             elif key in found:
                 state[key] = found.pop(key)
         return found
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Under "fullshard"."""
-        strategy_registry.register(NAME, cls, description="Fully sharded, by Fullshard", override=True)
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, list[Any], dict[str, Any]]:

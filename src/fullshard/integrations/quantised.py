@@ -131,7 +131,8 @@ class QuantisedRows(torch.Tensor):
         raise NotSupportedError(
             "Pieces of a quantised weight are moved, cut and gathered, and computed with where their unit is gathered.",
             got=f"{func} of {first!r}",
-            remedy="call the module through its unit's forward, after fully_shard",
+            remedy="call the module through its unit's forward, after fully_shard; to merge adapters, save them "
+            "(hf.save_pretrained) and merge them on one process into a base of 16 bits or more",
             code="C246",
         )
 

@@ -1,7 +1,7 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import deepcopy_module
-from .managed import mark_managed
+from .managed import is_managed, mark_managed
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
@@ -24,6 +24,7 @@ __all__ = [
     "UnitSettings",
     "deepcopy_module",
     "find_root",
+    "is_managed",
     "is_unit",
     "left_alone",
     "mark_managed",

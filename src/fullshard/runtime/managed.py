@@ -7,6 +7,11 @@ from collections.abc import Iterable
 from torch import nn
 
 
+def is_managed(module: nn.Module) -> bool:
+    """Whether a unit holds, or held, this module's parameters; a copy of such a module says so, too."""
+    return "_is_fsdp_managed_module" in module.__dict__
+
+
 def mark_managed(modules: Iterable[nn.Module], originals: bool) -> None:
     """Mark modules as PyTorch's front-ends do.
 

@@ -46,6 +46,9 @@ class Home:
         """Whether `tensor` is memory of this kind."""
         return tensor.device == self.device and (not self.pinned or tensor.is_pinned())
 
+    def begin(self, unit: str) -> None:
+        """A gather of this unit is about to begin."""
+
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of `shard` [shard_numel] on the compute device in `dtype`, cast there; for `gathering` alone."""
         if (lanes := self._lanes) is not None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..comm import Gathers
 from ..errors import PhaseError
 from ..torch_private.local_tensor import follow_local, plain_access, plain_tensors, read_grad, view_base
 from .bucket import Bucket
@@ -48,11 +47,9 @@ class Parking(Home):
         self.for_good = before is not None
         self.before, self.apart = before, apart
 
-    def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise _parked("?")
-
-    def gathering(self, comm: Gathers) -> Gathers:
-        raise _parked("?")
+    def begin(self, unit: str) -> None:
+        """Refused: also to a backward whose forward was before parking."""
+        raise _parked([unit])
 
 
 class Mover:
@@ -122,7 +119,7 @@ def refuse_parked(units: Iterable[Unit]) -> None:
         return
     names = [unit.name for unit in units if is_parked(unit)]
     if names:
-        raise _parked(", ".join(name or "(root)" for name in dict.fromkeys(names)))
+        raise _parked(names)
 
 
 def is_parked(unit: Unit) -> bool:
@@ -130,11 +127,11 @@ def is_parked(unit: Unit) -> bool:
     return True in [type(bucket.home) is Parking for bucket in unit.buckets]
 
 
-def _parked(units: str) -> PhaseError:
+def _parked(units: Iterable[str]) -> PhaseError:
     return PhaseError(
         "A model whose shards are parked in host memory was asked to compute.",
         expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
-        got="parked units" + (f" {units}" if units != "?" else ""),
+        got="parked units " + ", ".join(name or "(root)" for name in dict.fromkeys(units)),
         remedy="call fullshard.resume(model, *optimizers) first, on every rank",
         code="P051",
     )

@@ -99,9 +99,10 @@ class Unit:
         full = staging = 0
         try:
             for bucket in self.buckets:
+                if bucket.home is not None:
+                    bucket.home.begin(self.name)
                 held, passing = bucket.issue_gather(comm, self.kept_axis, apart)
-                full += held
-                staging += passing
+                full, staging = full + held, staging + passing
         except BaseException:
             for bucket in self.buckets:
                 bucket.free()

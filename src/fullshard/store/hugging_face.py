@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,11 +114,17 @@ def _plain(given: list[Given]) -> list[Given]:
         raise CheckpointError(
             "A parameter is of a class of its own, which safetensors files do not hold.",
             parameter=odd.name,
-            got=type(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)).__name__,
-            remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first",
+            got=_class_of(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)),
+            remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first. Adapters of a quantised "
+            "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
             code="K113",
         )
     return given
+
+
+def _class_of(parameter: Any) -> str:
+    """The name of a parameter's class, of what a DTensor holds."""
+    return type(getattr(parameter, "_local_tensor", parameter)).__name__
 
 
 @dataclass
@@ -191,6 +197,7 @@ def load_safetensors(
     strict: bool = True,
     adapter: bool | str = False,
     base: bool = False,
+    rename: Callable[[str], str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedNames:
     """Read safetensors files into a sharded model, each rank only what it owns, straight into its shard. Collective.
@@ -207,6 +214,7 @@ def load_safetensors(
             parameters are given once, under any of their names.
         adapter: read an adapter in PEFT's format into the model's; True: the active one, or its name.
         base: of a model that PEFT made, read the base model's files into it; its adapters stay as they are.
+        rename: given each name in the files, returns that in the model; None: they are the same.
         process_group: the ranks that hold the model; None: all.
 
     Returns:
@@ -234,6 +242,8 @@ def load_safetensors(
             if own is not None:
                 own.adapter.check_config(Path(folder))
             made.append(SafetensorsSource(folder, "model" if own is None else STEM))
+            if rename is not None:
+                made[0].rename(rename)
             plan = _Plan(made[0], table, ranks.is_first)
             for row, known in _names_of(model, table, own, base):
                 plan.add(row, known)
@@ -293,8 +303,7 @@ class _Plan:
             raise CheckpointError(
                 "A parameter is of a class of its own, which safetensors files do not hold; nothing was loaded.",
                 parameter=own,
-                got=f"{type(getattr(row.parameter, '_local_tensor', row.parameter)).__name__}, to be read from plain "
-                "numbers",
+                got=f"{_class_of(row.parameter)}, to be read from plain numbers",
                 remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
                 "fullshard.load reads what fullshard.save wrote of them",
                 code="K114",

@@ -27,6 +27,7 @@ from ...runtime import (
     Runner,
     UnitSettings,
     find_root,
+    is_managed,
     is_unit,
     left_alone,
     mark_managed,
@@ -135,8 +136,9 @@ def fully_shard(
 
     Raises:
         ConfigError: no mesh and no process group, a mesh of other than 1 or 2 dims, a container without forward, a
-            module that is a unit already, a parameter on a foreign device, an argument out of its range, a 2-D mesh
-            whose dim names say that it would be misread. Nothing has changed then.
+            module that is a unit already, or inside of one that has all of its parameters, a parameter on a foreign
+            device, an argument out of its range, a 2-D mesh whose dim names say that it would be misread. Nothing has
+            changed then.
         LayoutError: a parameter that the layout cannot hold.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -160,6 +162,7 @@ def fully_shard(
     keep = _check_reshard(reshard_after_forward, axes)
     below = [runner for one in modules for runner in runners_in(one)]
     ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
+    _refuse_inside(modules, ignored)
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
     if auto_wrap_policy is not None:
         if len(modules) != 1:
@@ -272,6 +275,23 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
         raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}", code="C014")
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}", code="C015")
+
+
+def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
+    """Refuse modules of which units around them have all parameters: they would be gathered with those, as before."""
+    if not all(map(is_managed, modules)) or find_parameters(modules, unit_of, ignored):
+        return
+    for item in find_shared(modules, unit_of, ignored)[:1]:
+        raise ConfigError(
+            f"fully_shard was applied to a {type(modules[0]).__name__} whose parameters a unit around it has: it would "
+            "stay gathered with that one.",
+            parameter=item.name,
+            expected="modules before the module around them",
+            got="a module of a unit that is there",
+            remedy="apply fully_shard bottom-up, to blocks first and to the model last; or once, with "
+            "auto_wrap_policy=",
+            code="C270",
+        )
 
 
 def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, SpmdMesh]:

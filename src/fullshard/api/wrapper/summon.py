@@ -126,11 +126,32 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
                 whole.hide(writeback)
 
 
-def _refuse_gradient(grad: torch.Tensor) -> None:
+def _refuse_gradient(grad: Any) -> None:
     """Of a whole parameter whose context is over: nothing would be trained by it."""
     raise UsageError(
         "backward() reached parameters that summon_full_params() showed, which are sharded again", code="P021"
     )
+
+
+def _refuse_gradients_of_graphs(parameter: nn.Parameter) -> None:
+    """Of those that are there now. For a parameter that is one of other memory afterwards, and trains.
+
+    They share the node that sums up the parameter's gradient, and hold it; nobody else does.
+    """
+    if parameter.requires_grad:
+        with torch.enable_grad():
+            made: Any = parameter.view_as(parameter).grad_fn
+        made.next_functions[0][0].register_prehook(_refuse_gradient)
+
+
+def _point(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Let a parameter be other memory, and graphs that are made from now on have no node with earlier ones in common.
+
+    Autograd keeps a parameter's node, its shape with it, while a graph holds it, and makes another for another dtype.
+    """
+    other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=memory.device)
+    parameter.data = memory
 
 
 class _Whole:
@@ -191,7 +212,7 @@ class _Whole:
                 parameter = member.sharded
                 self.saved.append(parameter.grad)
                 parameter.grad = None
-                parameter.data = view
+                _point(parameter, view)
             else:  # a tensor-parallel one is shown as the DTensor it was
                 self.saved.append(None)
                 shown = view if split is None else split.unsharded(view)
@@ -227,7 +248,8 @@ class _Whole:
                 error = found
             if bucket.form.keeps_originals and member.split is None:
                 grad, parameter.grad = self.saved[i], None
-                parameter.data = member.local
+                _refuse_gradients_of_graphs(parameter)
+                _point(parameter, member.local)
                 member.sharded = parameter
                 parameter.grad = grad
             elif parameter.requires_grad:

@@ -24,6 +24,7 @@ from .units import settings_of, wrap_policy
 def read_by_units(
     model: nn.Module,
     folder: Path,
+    rename: Callable[[str], str],
     made: dict[str, torch.Tensor],
     quantise: Callable[[Any], object],
     sharding: dict[str, Any],
@@ -33,6 +34,7 @@ def read_by_units(
     Args:
         model: parameters on meta.
         folder: of safetensors files.
+        rename: from what they call a tensor to what the model does.
         made: values of parameters that are in no file, by name; the first rank's are taken.
         quantise: given each block with its weights on the CPU; puts others in their places.
         sharding: as `shard` takes it.
@@ -53,6 +55,7 @@ def read_by_units(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     values = _Values(SafetensorsSource(folder), made, names, base_name)
+    values.source.rename(rename)
     try:
         for unit in [*blocks, model]:
             values.fill(unit)

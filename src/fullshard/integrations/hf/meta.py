@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,26 @@ def _stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     return any(re.search(rf"(^|\.){one}(\.|$)", name) for one in held)
 
 
-def fit(model: Any, folder: Path, strict: bool) -> None:
+def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
     """Compare the model's names with those in the files; what files lack gets values, on the CPU.
+
+    As transformers does, a base model (`AutoModel`) takes its part of files of a model around one, and such a model
+    takes a base model's: names lose or gain `base_model_prefix`. What lies beside a base model is warned of.
+
+    Returns:
+        Given a tensor's name in the files, that in the model.
 
     Raises:
         CheckpointError: names differ, and `strict`; or a parameter without values that the model does not initialise.
     """
     files = SafetensorsSource(folder)
-    there = {name.removeprefix(MODEL) for name in files.entries}
+    written = {name.removeprefix(MODEL) for name in files.entries}
     files.close()
     named = model.state_dict(keep_vars=True)
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    names_here = {name: _name_here(name, prefix, named) for name in written}
+    there = set(names_here.values())
+    is_base = any(len(here) < len(name) for name, here in names_here.items())
     names: dict[int, list[str]] = {}
     for name, value in named.items():
         names.setdefault(id(value), []).append(name)
@@ -100,19 +110,29 @@ def fit(model: Any, folder: Path, strict: bool) -> None:
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), _RECOMPUTED)
     unexpected = _without(sorted(there - set(named)), ignored)
-    if missing or unexpected:
+    beside = [name for name in unexpected if is_base and not name.startswith(prefix)]
+    if beside and strict and not missing and beside == unexpected:
+        warnings.warn(
+            message(
+                "Files hold more than the base model, which was loaded; the rest has no place in it.",
+                parameter=beside[0],
+                expected=f"names that begin with {prefix}",
+                got=_some(beside),
+                code="W030",
+            ),
+            stacklevel=3,
+        )
+    elif missing or unexpected:
         told: dict[str, Any] = {
             "parameter": (missing or unexpected)[0],
             "expected": f"{_some(missing)}, which the files lack" if missing else "the model's names alone",
             "got": f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
         }
         if there.isdisjoint(named):
-            prefix = getattr(model, "base_model_prefix", "")
             raise CheckpointError(
                 "Safetensors files hold no parameter of the model; nothing was loaded.",
                 **told,
-                remedy="name the class that wrote them (in the folder's config.json, architectures), and take the part "
-                f"that you want of its model, as model.{prefix or 'model'}; transformers' from_pretrained would do so",
+                remedy="name the class that wrote them (in the folder's config.json, architectures)",
                 code="K175",
             )
         if strict:
@@ -127,6 +147,20 @@ def fit(model: Any, folder: Path, strict: bool) -> None:
             message("Files and model have different names; the rest was loaded.", **told, code="W017"), stacklevel=3
         )
     _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
+    return lambda name: names_here.get(name, name)
+
+
+def _name_here(name: str, prefix: str, named: Container[str]) -> str:
+    """What a model calls a tensor in files that may be of its base, or of a model of which it is the base.
+
+    Args:
+        prefix: of the names of the base within the other.
+        named: the model's names.
+    """
+    if name in named or prefix == ".":
+        return name
+    inside = name.removeprefix(prefix)
+    return inside if inside in named else prefix + name if prefix + name in named else name
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

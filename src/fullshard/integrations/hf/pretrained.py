@@ -45,8 +45,10 @@ def from_pretrained(
         folder: local, of safetensors files, with an index or without.
         dtype: of the parameters, or its name; files are cast to it. None or "auto": what the configuration says, else
             float32.
-        strict: whether names must be the same on both sides. False: what files lack is initialised as the model does
-            it, the same on all ranks, what the model lacks is left, and a warning names both.
+        strict: whether names must be the same on both sides, but for `base_model_prefix`, and what lies beside a base
+            model (`AutoModel` of a causal model's folder), of which a warning tells. False: what files lack is
+            initialised as the model does it, the same on all ranks, what the model lacks is left, and a warning names
+            both.
         prepare: given the model before it is sharded, with parameters on meta; returns the one to shard, as
             `lambda model: peft.get_peft_model(model, settings)` does. Parameters that it adds are kept, those of the
             first rank on all.
@@ -80,31 +82,32 @@ def from_pretrained(
             code="C190",
         )
     base = on_meta(source, where, dtype)
-    fit(base, where, strict)
+    rename = fit(base, where, strict)
     model = base if prepare is None else _prepared(base, prepare)
     made = _take_made(model)
     held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     words = "no" if "mp_policy" in sharding else mixed_precision
     if quantise is not None:
-        read_by_units(model, where, made, quantise, {"mixed_precision": words, **sharding})
+        read_by_units(model, where, rename, made, quantise, {"mixed_precision": words, **sharding})
         if dist.is_initialized():
             serve_generate(model)
     else:
         if dist.is_initialized():
             shard(model, mixed_precision=words, **sharding)
         _give_memory(model, held)
-        _read(model, where, made)
+        _read(model, where, rename, made)
     if mixed_precision != "no":
         hold_in_float32(model)
     return model.eval()
 
 
-def _read(model: nn.Module, folder: Path, made: dict[str, torch.Tensor]) -> None:
+def _read(model: nn.Module, folder: Path, rename: Callable[[str], str], made: dict[str, torch.Tensor]) -> None:
     if made:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
         set_model_state_dict(model, made, options=options)
     # After it: PEFT's copies of modules (modules_to_save) were made of what had no values.
-    load_safetensors(model, folder, strict=False, base=any(is_peft_model(module) for module in model.modules()))
+    base = any(is_peft_model(module) for module in model.modules())
+    load_safetensors(model, folder, strict=False, base=base, rename=rename)
 
 
 def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module:

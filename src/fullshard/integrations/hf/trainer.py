@@ -14,7 +14,10 @@ from ...errors import CheckpointError, ConfigError
 from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.lora import is_peft_model
+from ...store.ranks import Ranks
 from ...store.save import save
+from ..given import check_sharding
+from .checkpoints import last_whole
 from .saving import save_pretrained
 from .units import is_sharded
 
@@ -39,7 +42,8 @@ class ShardedTrainerMixin:
         sharding: arguments of `fullshard.integrations.hf.shard`: units, mesh, reshard_after_forward, layout, ...
 
     Raises:
-        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too; a class that names the mixin after the Trainer.
+        ConfigError: arguments that shard by `fsdp` or `deepspeed`, too; a class that names the mixin after the Trainer;
+            arguments of `sharding` that `shard` does not have.
     """
 
     model: Any
@@ -61,13 +65,7 @@ class ShardedTrainerMixin:
             )
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        if sharding is not None and not isinstance(sharding, Mapping):
-            raise ConfigError(
-                "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
-                expected='{"reshard_after_forward": True}, say',
-                got=repr(sharding),
-                code="C254",
-            )
+        check_sharding(sharding, "sharding")
         self._sharding = dict(sharding or {})
         super().__init__(*args, **settings)
 
@@ -89,6 +87,12 @@ class ShardedTrainerMixin:
         if not dist.is_initialized():  # else sharding moves it, each rank what it owns
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
+        """Trainer's; `resume_from_checkpoint=True` takes the last checkpoint that was finished."""
+        if resume_from_checkpoint is True and self.args.output_dir is not None:
+            resume_from_checkpoint = last_whole(self.args.output_dir) or True  # which Trainer refuses
+        return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
+
     def create_optimizer(self, *args: Any, **settings: Any) -> torch.optim.Optimizer:
         """Trainer's, once the model is sharded."""
         self.accelerator.shard_model(self.model, [] if self.optimizer is None else [self.optimizer])
@@ -107,8 +111,9 @@ class ShardedTrainerMixin:
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if not _internal_call or self.args.save_only_model:
             save_pretrained(self.model, folder)
-        if self.args.should_save:
-            self._save_beside(folder)
+        with Ranks().step("save_model", files=True):  # no rank returns before all files are there
+            if self.args.should_save:
+                self._save_beside(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 

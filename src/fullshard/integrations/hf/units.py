@@ -13,6 +13,7 @@ from ...api.functional.module import register_fsdp_forward_method
 from ...errors import ConfigError
 from ...policies import MixedPrecisionPolicy
 from ...runtime import runners_in
+from ..given import check_sharding
 from ..quantised import by_rows
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -91,6 +92,7 @@ def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     Raises:
         ConfigError: see `shard`.
     """
+    check_sharding(sharding, "fullshard.integrations.hf.shard")
     settings = dict(sharding)
     units, word = settings.pop("units", None), settings.pop("mixed_precision", "no")
     if word not in _DTYPES:

@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class SafetensorsSource(Source):
         self.ties: Mapping[str, str] = {}
         self._files: list[_File] = []
         self._where: dict[str, _File] = {}
+        self._renamed: dict[str, str] = {}  # by the entry's name: what files call it
         entries: dict[str, Entry] = {}
         try:
             for file, names in _files_of(Path(path), stem):
@@ -80,7 +81,7 @@ class SafetensorsSource(Source):
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         entry = self.entries[name]
-        key = name.removeprefix(MODEL)
+        key = self._renamed.get(name, name).removeprefix(MODEL)
         whole = self._where[key].tensor(key, entry)
         if offsets is None or sizes is None:
             return whole
@@ -90,7 +91,17 @@ class SafetensorsSource(Source):
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds an entry."""
-        return self._where[name.removeprefix(MODEL)].path.name
+        return self._where[self._renamed.get(name, name).removeprefix(MODEL)].path.name
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Call entries otherwise than files do.
+
+        Args:
+            new_name: given what files call a tensor, without `model.`'s mark; two tensors must not get one name.
+        """
+        renamed = {MODEL + new_name(name.removeprefix(MODEL)): name for name in self.entries}
+        self.entries = {new: self.entries[old] for new, old in renamed.items()}
+        self._renamed = {new: self._renamed.get(old, old) for new, old in renamed.items()}
 
     def close(self) -> None:
         for file in self._files:
