@@ -10,13 +10,15 @@ import torch
 from ..agreement import Line, check_same_model, check_same_weights, meet
 from ..comm import Comm
 from ..mesh import Axis
-from .reducer import Reducible
+from ..shard import Unit
 from .settings import UnitSettings
 
 
-class Alike(Reducible, Protocol):
+class Alike(Protocol):
     """What is asked of a unit: its `Runner`."""
 
+    unit: Unit
+    settings: UnitSettings
     held: int
 
 
