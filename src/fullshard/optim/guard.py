@@ -139,8 +139,8 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
             expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
             got=f"{name} with {part}",
-            remedy=f'shard the model with fully_shard, layout="rows" or "owner", and build {name} from '
-            "model.parameters(); or take an element-wise optimizer",
+            remedy=f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters() '
+            "(Muon and LBFGS of torch.optim step those, Adafactor does not); or take an element-wise optimizer",
             code="C160",
         )
     if not bases & ELEMENT_WISE and name not in _warned:
