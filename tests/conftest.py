@@ -30,7 +30,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of cases in many ways a part is run, the same in each run; `--all-ways` takes all.
 
-    Left out are those marked `further`; of the cases of a test on ranks a quarter, of one in `_MANY` fewer, by their
+    Left out are those marked `further`; of the cases of a test on ranks an eighth, of one in `_MANY` fewer, by their
     names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
     `owner`, which differ from `flat` in the plan alone. Of every test one case is run. Random models
     (`random_runs.py`) go through this in other ways.
@@ -68,7 +68,7 @@ def _number(item: pytest.Item) -> int | None:
     return zlib.crc32(item.name.encode()) % part
 
 
-_PART = 4
+_PART = 8
 _CORNERS = {"rows": 12, "flat": 15, "wrapper": 15, "originals": 15, "blocks": 30, "owner": 30}
 _MANY = {
     **dict.fromkeys(("test_happens_before", "test_settings", "test_packed", "test_delayed", "test_wrapper"), 8),
