@@ -80,14 +80,37 @@ def rounds(kinds: tuple[str, ...], count: int, clock: Callable[[], float]) -> di
     return {name: samples[name] for name in (kind + suffix for kind, suffix in both)}
 
 
+def share_of_comparing(kind: str, count: int) -> float:
+    """Of the time of steps of this kind, the part that is spent in comparisons, waits for the other rank included.
+
+    Steadier than what whole steps differ by, and no less: the rank that comes first waits here, or at what comes next.
+    """
+    model, x, compare, inside = sharded(), torch.randn(4, WIDTH), Position._compare, [0.0]
+    for _ in range(WARM_UP):
+        step(model, x, time.perf_counter)
+    turn_to(kind, runner_of(model).root.position)
+
+    def timed(*args: object) -> None:
+        start = time.perf_counter()
+        compare(*args)  # type: ignore[arg-type]
+        inside[0] += time.perf_counter() - start
+
+    Position._compare = timed  # type: ignore[method-assign]
+    whole = sum(step(model, x, time.perf_counter) for _ in range(count)) * BLOCKS / 1e6
+    Position._compare = compare  # type: ignore[method-assign]
+    turn_to("first", runner_of(model).root.position)
+    return inside[0] / whole
+
+
 def rank_main(rank: int, folder: str, count: int, results: object) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     samples = rounds(("first", "step", "every"), count, time.perf_counter)
+    shares = {kind: share_of_comparing(kind, 2 * count) for kind in ("step", "every")}
     dist.barrier()
     if rank == 0:
-        results.put(dict(samples))  # type: ignore[attr-defined]
+        results.put((dict(samples), shares))  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 
@@ -116,7 +139,7 @@ def main() -> None:
     ranks = [context.Process(target=rank_main, args=(rank, folder, max(count // 10, 5), results)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    compared = results.get(timeout=600)
+    compared, shares = results.get(timeout=600)
     for rank in ranks:
         rank.join()
     torch.set_num_threads(1)
@@ -124,6 +147,7 @@ def main() -> None:
     noted = rounds((NOTHING, "first"), count, time.process_time)
     show(f"{BLOCKS} blocks, world {WORLD} (fake group): processor time per block and step", noted, NOTHING)
     show(f"{BLOCKS} blocks, 2 gloo ranks: time per block and step", compared, "first")
+    print("\nOf a step, in comparisons: " + ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()))
 
 
 if __name__ == "__main__":
