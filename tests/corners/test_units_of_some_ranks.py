@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+import ways
 from ways import EXACT, error_of, every_way, gradient_problems, named_error, shard, synced, value_problems
 
 
@@ -211,6 +212,47 @@ def in_any_order(way: str) -> list[str]:
         for rank in range(2):
             (loss_of(reference, batch(step, rank), order[rank]) / 2).backward()
         loss_of(model, batch(step, dist.get_rank()), order[dist.get_rank()]).backward()
+        problems += gradient_problems(f"step {step}", model, reference)
+        reference.zero_grad()
+        model.zero_grad()
+    return problems
+
+
+class Beside(Recomputed):
+    """Branches beside one another: ranks come back to them in different orders, with a checkpoint around all or not."""
+
+    recomputed = False
+    reentrant = True
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        return super().forward(x, taken) if self.recomputed else self.head(self.middle(self.trunk(x).tanh(), taken))
+
+    def middle(self, x: Tensor, taken: list[int]) -> Tensor:
+        return x + sum(self.branches[index](x).tanh() for index in taken)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+def test_backwards_in_different_orders_reduce_each_unit_once(run_ranks, way, recomputed):
+    for problems in run_ranks(beside, way, recomputed):
+        assert not problems, problems
+
+
+def beside(way: str, recomputed: bool) -> list[str]:
+    torch.manual_seed(0)
+    reference, mine = Beside(), dist.get_rank()
+    model = shard(copy.deepcopy(reference), way, units, unused="zeros", check="every")
+    ways.inner(model).recomputed = reference.recomputed = recomputed
+    if way != "wrapper":
+        model.set_reshard_after_backward(False)  # what stays has to stay on all ranks
+    problems = []
+    orders = [([1], [1, 0]), ([0], [0]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 3])]  # of each rank's forwards, two a step
+    for step in range(2):
+        for one, who, world in ((reference, (0, 1), 2), (model, (mine,), 1)):
+            for rank in who:
+                first, second = (loss_of(one, batch(i, rank), orders[2 * step + i][rank]) for i in range(2))
+                (second / world).backward()
+                (first / world).backward()
         problems += gradient_problems(f"step {step}", model, reference)
         reference.zero_grad()
         model.zero_grad()

@@ -5,7 +5,8 @@ serve units that a backward runs forward once more (activation checkpointing aro
 all of these before it reduces the first, of which ranks that left some out know nothing. So with `check="every"`
 nothing is foreseen in backwards either: before every gather and reduction ranks say what they want next, in a small
 collective, and go on with the same one. Who did not want it takes part in passing: in a gather for nothing, in a
-reduction with the gradients it has, or zeros. Reductions add up, so a unit that is reduced twice is right, too.
+reduction with the gradients it has, or zeros. Units are reduced once a backward is over on all ranks, as these may
+come to them in different orders: until then whole gradients are held.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Wish = tuple[int, int]
 def chosen(wishes: Sequence[Wish], begun: dict[int, int]) -> Wish:
     """What is done next.
 
-    Gathers first: they free the way for what the others wait for; of units that run again those that began first in
-    the forward, of others those that began last, as ranks that run them will want them in this order. Then reductions,
-    of the unit that began last: ranks come back to what began before it later.
+    Gathers first: ranks that want to reduce are done with their own backward. Of units that run again those that
+    began first in the forward, of others those that began last, as ranks that run them will want them in this order.
+    Reductions in the order in which every rank asks for them, by index.
 
     Args:
         wishes: one per rank.
@@ -37,14 +38,15 @@ def chosen(wishes: Sequence[Wish], begun: dict[int, int]) -> Wish:
     >>> begun = {0: 0, 1: 1, 2: 2}
     >>> chosen([(REDUCE, 2), (GATHER, 2), (GATHER, 1)], begun) == (GATHER, 1)
     True
-    >>> chosen([(REDUCE, 0), (REDUCE, 2), (END, 0)], begun) == (REDUCE, 2)
+    >>> chosen([(REDUCE, 2), (REDUCE, 1), (END, 0)], begun) == (REDUCE, 1)
     True
     """
-    for verb, sign in ((GATHER, -1), (REGATHER, 1), (REDUCE, 1)):
+    for verb, sign in ((GATHER, -1), (REGATHER, 1)):
         units = [index for wanted, index in wishes if wanted == verb]
         if units:
             return verb, max(units, key=lambda index: (sign * begun.get(index, -1), index))
-    return END, 0
+    reduced = [index for wanted, index in wishes if wanted == REDUCE]
+    return (REDUCE, min(reduced)) if reduced else (END, 0)
 
 
 class InStep:

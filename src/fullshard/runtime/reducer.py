@@ -106,7 +106,7 @@ class Reducer:
         with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():  # on with create_graph
             if not one.settings.reduce.sync:
                 self._set_aside(one)
-            elif not comes_again:
+            elif not comes_again and self._in_step is None:  # else once all ranks have all of its gradients
                 self._issue(one)
 
     def _issue(self, one: Reducible) -> None:

@@ -286,7 +286,7 @@ class Runner(Asked):
         root.position.issue(REGATHER, self.index)
         unit.issue_gather(self.settings.comm)
         unit.finish_gather()
-        if not stays:
+        if not stays and not self.held:
             unit.free()
 
     def after_backward(self, period: Period) -> None:
@@ -311,7 +311,8 @@ class Runner(Asked):
         unit = self.unit
         unit.show_sharded()
         self.period.hides = False
-        if self.settings.reshard_after_backward and not self.held:
+        in_step = self.root is not None and self.root.guide.in_step is not None  # what stays has to on all ranks
+        if (self.settings.reshard_after_backward or in_step) and not self.held:
             unit.drop_kept()
             self.kept = False
             if unit.state is not State.SHARDED:
