@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from training import assert_same
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import, on every rank
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "recipes"
 TINY = ["--rows", "4", "--length", "32"]

@@ -43,7 +43,9 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigError(
-                    f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}", code="C164"
+                    f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
+                    remedy="give torch.bfloat16, for example, or None to keep the parameters' own",
+                    code="C164",
                 )
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("pictures")  # drawn once
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 

@@ -77,6 +77,13 @@ def test_a_module_that_is_a_unit_already():
         fully_shard(model)
 
 
+def test_a_setting_of_the_root_below_it():
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), unused="zeros"), nn.Linear(4, 4))
+    fully_shard(model)
+    with warns("W033"):
+        model(torch.ones(1, 4))
+
+
 def test_a_module_whose_parameters_a_unit_around_it_has():
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
     for inside in (model[1], model[1][0]):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import fullshard
 from fullshard import fully_shard
-from raising import raises, sharded, two_layers
+from fullshard.optim import outside
+from raising import raises, sharded, two_layers, warns
 
 ONE = torch.ones(1, 4)
 
@@ -265,6 +268,24 @@ def test_asking_who_owns_what_was_added_later():
 
 
 # Optimizers.
+
+
+def test_a_root_that_was_forgotten():
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))  # and never fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(ONE).sum().backward()
+    with mock.patch.object(outside, "LOOKED", []), warns("W032"):  # said once in a process
+        optimizer.step()
+
+
+def test_clipping_of_a_model():
+    with raises("C275"):
+        fullshard.clip_grad_norm_(sharded(), 1.0)
+
+
+def test_clipping_of_names_and_parameters():
+    with raises("C275"):
+        fullshard.clip_grad_norm_(sharded().named_parameters(), 1.0)
 
 
 def test_a_view_for_the_optimizer_of_a_model_without_units():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from fullshard import (
 )
 from fullshard.comm_hooks import DefaultState
 from fullshard.state_dict import get_model_state_dict
-from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 from raising import nested, raises, two_layers, warns, wrapped
 
 FSDP = FullyShardedDataParallel
@@ -157,6 +159,22 @@ def test_classes_to_wrap_by_name():
 def test_a_policy_that_is_none():
     with raises("C071"):
         wrapped(auto_wrap_policy=1000)
+
+
+def test_a_class_in_place_of_a_policy():
+    with raises("C071"):
+        wrapped(auto_wrap_policy=nn.Linear)  # meant: {nn.Linear}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["auto", {nn.Bilinear}, ModuleWrapPolicy({nn.Bilinear}),
+     partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Bilinear})],
+    ids=["auto", "classes", "policy", "function"],
+)  # fmt: skip
+def test_a_policy_that_chooses_nothing(policy):
+    with warns("W034"):
+        wrapped(auto_wrap_policy=policy)
 
 
 def test_a_policy_that_answers_with_none():

@@ -240,7 +240,11 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
     for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
         if value not in kinds:
             raise ConfigError(
-                f"{name} is none of its kinds.", expected=" or ".join(map(repr, kinds)), got=repr(value), code="C001"
+                f"{name} is none of its kinds.",
+                expected=" or ".join(map(repr, kinds)),
+                got=repr(value),
+                remedy=f"leave it out for {kinds[0]!r}, the default",
+                code="C001",
             )
     return check, unused  # type: ignore[return-value]
 

@@ -70,7 +70,11 @@ def _tops(model: nn.Module) -> list[Runner]:
     if not tops:
         found = runners_in(model)
         if not found:
-            raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C034")
+            raise ConfigError(
+                f"{type(model).__name__} has no units: neither front-end was applied to it",
+                remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
+                code="C034",
+            )
         inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
         tops = [runner for runner in found if id(runner) not in inner]
     for top in tops:

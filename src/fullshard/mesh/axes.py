@@ -140,7 +140,12 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
             )
         mesh = init_device_mesh(device_type_of(None), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}", code="C136")
+        raise ConfigError(
+            f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}",
+            remedy='leave mesh= out for all ranks, or give init_device_mesh("cpu", (dist.get_world_size(),)), or of a '
+            'group DeviceMesh.from_group(group, "cpu"); "cuda" in place of "cpu" on GPUs',
+            code="C136",
+        )
     if mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} dims.",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
 from ..dtypes import as_real
-from ..errors import ConfigError, NonfiniteError
+from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
 from ..forms import FlatShard, LocalForm, owner_of
 
 
@@ -37,11 +39,12 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: `norm_type` is not positive.
+        ArgumentTypeError (a TypeError): `parameters` are no tensors: a module, or pairs of names and parameters.
         NonfiniteError (a RuntimeError): the total norm is not finite and `error_if_nonfinite` is set.
     """
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C154")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
     grads = [p.grad for p in given if p.grad is not None]
     total = _norm_of([(p.grad, _groups_of(p)) for p in given if p.grad is not None], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -56,6 +59,26 @@ def clip_grad_norm_(
     for (dtype, device), tensors in locals_by_dtype.items():
         torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype if dtype == torch.float64 else torch.float32))
     return total
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """`parameters` as a list of tensors.
+
+    Raises:
+        ArgumentTypeError: something else is among them.
+    """
+    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    for one in given:
+        if not isinstance(one, torch.Tensor):
+            kind = type(parameters if one is parameters or isinstance(parameters, nn.Module) else one).__name__
+            raise ArgumentTypeError(
+                "clip_grad_norm_ takes parameters.",
+                expected="a tensor, or tensors",
+                got=f"a {kind}",
+                remedy="give model.parameters(), not the model, nor named_parameters()",
+                code="C275",
+            )
+    return given
 
 
 def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of
 from ..shard import all_ranks_hold
+from .outside import warn_of_outside
 
 WHOLE_TENSORS = frozenset(
     {"LBFGS", "Adafactor", "Muon", "Shampoo", "DistributedShampoo", "SOAP", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
@@ -90,6 +91,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 if isinstance(parameter, torch.Tensor):
                     _check_one(optimizer, parameter)
         seen = _checked[optimizer] = Seen(count, _stepped_by(groups))
+        warn_of_outside([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)])
     if seen.units:
         seen.step(optimizer)
     note_change([p for group in groups for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None])

@@ -40,7 +40,12 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
     units = units_of(model)
     if not units:
-        raise ConfigError("optimizer_view needs a model that fully_shard was applied to", code="C162")
+        raise ConfigError(
+            "optimizer_view needs a model that fully_shard was applied to",
+            got=f"a {type(model).__name__} without units",
+            remedy="call fully_shard(model) first, and build the optimizer after it",
+            code="C162",
+        )
     held = {id(member.sharded) for _, _, member in members_of(model)}
     flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]
     held |= {id(flat) for flat in flats}

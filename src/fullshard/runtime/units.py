@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, message
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
 from .outputs import Leftovers
-from .root import Root
+from .root import ROOTS, Root
 from .runner import Runner
 
 RUNNER_KEY = "_fullshard_runner"
@@ -69,6 +70,7 @@ def find_root(top: Runner) -> Root:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), (clean_name(name), parameter))
     _check_reductions(top, units)
+    _warn_of_settings_below(top, units)
     ignored = partial(left_alone, units)
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
@@ -122,6 +124,26 @@ def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
                 )
 
 
+def _warn_of_settings_below(top: Runner, units: Iterable[Runner]) -> None:
+    """What ranks compare, and what becomes of units that some leave out, is one for all: the root's."""
+    own = {"check": top.settings.check, "unused": top.settings.unused}
+    for setting, default in (("check", "first"), ("unused", "error")):
+        other = {one.unit.name: value for one in units if (value := getattr(one.settings, setting)) != own[setting]}
+        asked = [f"{value!r} of {name!r}" for name, value in other.items() if value != default]
+        if asked:
+            warnings.warn(
+                message(
+                    f"{setting}= of units below the root counts for nothing: the root's does.",
+                    expected=f"{setting}= in the call for the whole model",
+                    got=f"{own[setting]!r} of the root; " + ", ".join(asked[:3]) + (", ..." if asked[3:] else ""),
+                    remedy=f"give {setting}={next(v for v in other.values() if v != default)!r} to the last call, "
+                    "fully_shard(model), or to the outermost FullyShardedDataParallel",
+                    code="W033",
+                ),
+                stacklevel=2,
+            )
+
+
 def _dissolve(ref: weakref.ref[Root]) -> None:
     if (root := ref()) is not None:
         root.dissolve()
@@ -130,6 +152,11 @@ def _dissolve(ref: weakref.ref[Root]) -> None:
 def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
     """Ids of the parameters that are there now and that any of these units was told to leave alone."""
     return frozenset().union(*[runner.settings.ignored.ids() for runner in runners])
+
+
+def left_alone_by_all() -> frozenset[int]:
+    """`left_alone` of all units of this process that have run."""
+    return left_alone(runner for root in list(ROOTS) for runner in root.units if isinstance(runner, Runner))
 
 
 def _own_modules(runner: Runner) -> list[nn.Module]:

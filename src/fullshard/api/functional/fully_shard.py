@@ -283,11 +283,11 @@ def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
         return
     for item in find_shared(modules, unit_of, ignored)[:1]:
         raise ConfigError(
-            f"fully_shard was applied to a {type(modules[0]).__name__} whose parameters a unit around it has: it would "
-            "stay gathered with that one.",
+            f"fully_shard was applied to a {type(modules[0]).__name__} after the module around it, which has taken its "
+            "parameters: the inner call would change nothing.",
             parameter=item.name,
-            expected="modules before the module around them",
-            got="a module of a unit that is there",
+            expected="inner modules first, the model last",
+            got="the model first",
             remedy="apply fully_shard bottom-up, to blocks first and to the model last; or once, with "
             "auto_wrap_policy=",
             code="C270",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError, message
 from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")
@@ -98,8 +99,12 @@ def plan_wrapping(
         asked = [(m, choose(m)) for m in module.modules() if id(m) not in skipped]
         answers = {id(m): answer for m, answer in asked if answer is not None}
         chosen = [(m, answers[id(m)]) for m in post_order(module) if id(m) in answers]
+        if not answers:
+            _warn_of_none(module, policy)
     else:
         _Asking(policy, skipped, uncounted, chosen).below(module)
+        if not chosen and getattr(getattr(policy, "func", None), "__name__", "") == "transformer_auto_wrap_policy":
+            _warn_of_none(module, policy)
     return [(names[id(m)], m, kwargs) for m, kwargs in chosen if m is not module]
 
 
@@ -116,18 +121,45 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return lambda module: {} if id(module) in chosen else None
     if isinstance(policy, (set, frozenset, tuple, list)):
         if not all(isinstance(cls, type) for cls in policy):
-            raise ConfigError(f"auto_wrap_policy must hold module classes, got {policy!r}", code="C070")
+            raise ConfigError(
+                f"auto_wrap_policy must hold module classes, got {policy!r}",
+                remedy="name the classes of the model's blocks, {Block}, not modules of them nor their names",
+                code="C070",
+            )
         return ModuleWrapPolicy(policy).choose
     if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
         return policy.choose
     if type(policy).__name__ == "CustomPolicy" and hasattr(policy, "_lambda_fn"):  # PyTorch's own, not callable
         return CustomPolicy(policy._lambda_fn).choose
-    if callable(policy):
+    one_class = isinstance(policy, type)  # callable, but to make modules
+    if callable(policy) and not one_class:
         return None
     raise ArgumentTypeError(
         'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
         f"got {policy!r}",
+        remedy=f"give a set of it: {{{policy.__name__}}}" if one_class else 'give "auto", or {Block}',
         code="C071",
+    )
+
+
+def _warn_of_none(model: nn.Module, policy: Any) -> None:
+    """A policy that names classes, or looks for what repeats, chose nothing: the whole model becomes one unit."""
+    if isinstance(policy, CustomPolicy) or type(policy).__name__ == "CustomPolicy":
+        return  # a function of the user's may say no
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        if module is not model and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList):
+            sizes[type(module).__name__] += _numel(module)
+    largest = ", ".join(name for name, _ in sizes.most_common(8)) or "none that hold other modules"
+    warnings.warn(
+        message(
+            "auto_wrap_policy chose no module: the model becomes one unit, gathered whole.",
+            expected="modules of the classes that it names" if policy != "auto" else "blocks that the model repeats",
+            got=f"a {type(model).__name__}, in which the largest classes are: {largest}",
+            remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
+            code="W034",
+        ),
+        stacklevel=2,
     )
 
 

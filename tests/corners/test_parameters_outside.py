@@ -1,0 +1,116 @@
+"""Parameters that no unit holds, in an optimizer beside sharded ones: each rank would train its own."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fullshard
+from fullshard import fully_shard
+from fullshard.optim import outside
+
+FORMS = ["fully_shard", "wrapper"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def shard_blocks(model: Model, form: str) -> None:
+    for index, block in enumerate(model.blocks):
+        if form == "wrapper":
+            model.blocks[index] = fullshard.FullyShardedDataParallel(block, use_orig_params=True)
+        else:
+            fully_shard(block)
+
+
+def told_at_steps(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str]:
+    """What two steps warn of."""
+    with warnings.catch_warnings(record=True) as told, mock.patch.object(outside, "LOOKED", []):
+        warnings.simplefilter("always")
+        for step in range(2):
+            model(torch.tensor([dist.get_rank(), step])).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(one.message) for one in told if "code:      W032" in str(one.message)]
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def without_the_root(form: str, separately: bool) -> list[str]:
+    model = Model()
+    shard_blocks(model, form)
+    apart = [model.embedding.weight, model.head.weight]
+    if separately:
+        return told_at_steps(model, SGD(model.blocks.parameters()), SGD(apart))
+    return told_at_steps(model, SGD(model.parameters()))
+
+
+def test_a_root_that_was_forgotten_is_named_once(run_ranks):
+    for form, separately in itertools.product(FORMS, [False, True]):
+        for told in run_ranks(without_the_root, form, separately):
+            assert len(told) == 1, (form, separately)
+            assert "embedding.weight, head.weight" in told[0]
+            assert "call fully_shard(model) on the whole model" in told[0]
+
+
+def averaged(way: str) -> list[str]:
+    """Models of which everything is averaged, or said to be."""
+    model: Any = Model()
+    if way == "all in units":
+        shard_blocks(model, "fully_shard")
+        fully_shard(model)
+    elif way == "ignored":
+        shard_blocks(model, "fully_shard")
+        fully_shard(model, ignored_params={model.embedding.weight, model.head.weight})
+    elif way == "hooks of the user's":
+        shard_blocks(model, "fully_shard")
+        model.embedding.weight.register_hook(lambda gradient: gradient / 2)
+        model.head.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
+    elif way == "frozen":
+        shard_blocks(model, "fully_shard")
+        model.embedding.requires_grad_(False)
+        model.head.requires_grad_(False)
+    elif way == "under DDP":
+        shard_blocks(model, "fully_shard")
+        model.embedding = DistributedDataParallel(model.embedding)
+        model.head = DistributedDataParallel(model.head)
+    else:
+        assert way == "a model of its own"
+        fully_shard(model)
+        beside = nn.Linear(4, 4)
+        beside(torch.ones(1, 4)).sum().backward()
+        return told_at_steps(model, SGD(model.parameters()), SGD(beside.parameters()))
+    return told_at_steps(model, SGD(model.parameters()))
+
+
+def test_no_word_where_gradients_are_averaged(run_ranks):
+    for way in ("all in units", "ignored", "hooks of the user's", "frozen", "under DDP", "a model of its own"):
+        assert run_ranks(averaged, way) == [[], []], way
+
+
+def test_one_rank_drifts_from_nobody(fake_world):
+    fake_world(1)
+    model = Model()
+    shard_blocks(model, "fully_shard")
+    assert told_at_steps(model, SGD(model.parameters())) == []
