@@ -332,39 +332,38 @@ def threads_of_gloo() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are seen in /proc")
 def test_the_end_waits_for_a_thread_of_gloos_that_still_runs() -> None:
     """Else it would be ended while it holds a collective's tensors, and the process with it."""
-    begun, over = threading.Event(), threading.Event()
+    begun, enough = threading.Event(), threading.Event()
 
     def busy() -> None:
         Path("/proc/thread-self/comm").write_text(GLOO_THREAD)
         begun.set()
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
+        while not enough.is_set():
             hashlib.sha256(bytes(1 << 22))  # without the interpreter's lock
-        over.set()
 
     thread = threading.Thread(target=busy)
     thread.start()
     begun.wait()
     assert not wait_for_rest(0.05)
+    enough.set()
     assert wait_for_rest(10.0)
-    assert over.is_set()
     thread.join()
 
 
-def test_a_wait_that_is_over_can_be_gone_on_with(run_ranks) -> None:
+def test_a_wait_that_is_over_can_be_gone_on_with(run_ranks, tmp_path) -> None:
     """`Work.wait(timeout)` leaves the collective as it is: `comm/watched.py` looks up in between."""
-    assert run_ranks(wait_twice) == [True, True]
+    assert run_ranks(wait_twice, tmp_path / "waited") == [True, True]
 
 
-def wait_twice() -> bool:
+def wait_twice(waited: Path) -> bool:
     rank, tensor, early = dist.get_rank(), torch.ones(1), False
-    if rank:
-        time.sleep(0.5)
+    while rank and not waited.exists():
+        time.sleep(0.01)
     work = dist.all_reduce(tensor, async_op=True)
     try:
         work.wait(timedelta(seconds=0.1 if rank == 0 else 30))
     except RuntimeError:
         early = not work.is_completed()
+        waited.touch()
         work.wait()
     return tensor.item() == 2.0 and early == (rank == 0)
 

@@ -89,7 +89,7 @@ def test_silent_rank_is_named_with_its_stack(own_pools):
     with pytest.raises(RankFailure, match="rank 1 of 2 did not answer within 4 s") as caught:
         own_pools.run(sleep_on, 1, timeout=1)
     assert "in sleep_on" in str(caught.value)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert len(own_pools.run(process_id)) == 2
 
 

@@ -338,7 +338,7 @@ def broadcast_memory(way: str) -> None:
     def counted(self: Any) -> Tensor:
         made = make(self)
         live.append(torch.multiprocessing.reductions.StorageWeakRef(made.untyped_storage()))
-        deadline = time.monotonic() + 2  # gloo's own thread lets go of a tensor a moment after it is done
+        deadline = time.monotonic() + 20  # gloo's own thread lets go of a tensor a moment after it is done
         while alive() > 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         peak[0] = max(peak[0], alive())

@@ -109,9 +109,9 @@ def layer(width: int, hidden: int, kv: int) -> list[ParameterSpec]:
 @pytest.mark.parametrize("granule", ["row", 32, 128 * 128])
 def test_real_layers_are_planned_at_once(world, granule):
     specs, blocks = layer(4096, 14336, 1024), Blocks(granule)
-    start = time.perf_counter()
+    start = time.process_time()
     layout = plan_blocks(specs, [blocks.of(s.shape, s.order) for s in specs], world, 8, 1 << 20, "blocks")
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert layout.gathered_numel < 1.1 * layout.parameter_numel
 
 

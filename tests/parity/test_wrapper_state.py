@@ -251,7 +251,7 @@ def memory_bound(orig: bool) -> list[str]:
     def counted(bucket: Any, comm: Any, local: torch.Tensor) -> torch.Tensor:
         made = gather(bucket, comm, local)
         alive.append(weakref.ref(made.untyped_storage()))
-        deadline = time.monotonic() + 2  # gloo's own thread lets go of a gather a moment after it is done
+        deadline = time.monotonic() + 20  # gloo's own thread lets go of a gather a moment after it is done
         while elements() > max(sizes) and time.monotonic() < deadline:
             time.sleep(0.001)
         peak[0] = max(peak[0], elements())
