@@ -74,7 +74,7 @@ def write(folder: Path, *ranks: dict[str, Any], time: float = NOW + 21, name: st
     return folder
 
 
-ENDED = {"gone": "it ended in good order", "state": "gone"}
+ENDED = {"gone": "it ended by itself", "state": "gone"}
 CAUSES = {
     "raised": (
         behind(2, raised="Traceback ...\nValueError: bad sample\n", **ENDED),
@@ -85,7 +85,7 @@ CAUSES = {
     "killed": (behind(2, gone="killed by signal 9 (SIGKILL)", state="gone"), "gone", ("SIGKILL", "dmesg", "oom_kill")),
     "aborted": (behind(2, gone="killed by signal 6 (SIGABRT)", state="gone"), "gone", ("SIGABRT", "stderr")),
     "exits": (behind(2, gone="exit code 7", state="gone"), "gone", ("exit code 7", "sys.exit")),
-    "data": (behind(2, **ENDED), "data", ("good order", "fewer batches", "DistributedSampler")),
+    "data": (behind(2, **ENDED), "data", ("by itself", "fewer batches", "DistributedSampler")),
     "stopped": (behind(2, state="T", stack=""), "stopped", ("stopped", "kill -CONT 102` on host1")),
     "unreachable": (lost(2), "unreachable", ("cannot be reached", "Is that machine up")),
     "departed": (status(2, record(9, "compare", "blocks.3")), "departed", ("left the order", "blocks.3", "an `if`")),

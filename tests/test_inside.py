@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import free, keep_gathered, owner_of, record_events
+from fullshard.insight.facts import size
 from fullshard.runtime import runners_in
 from training import assert_same
 from ways import (
@@ -96,7 +97,7 @@ def owners(way: str) -> list[str]:
         check(seen[0], "0", block, 4)  # as it is computed with
     facts = owner_of(model, block).buckets[0]
     table = fullshard.describe(model)
-    for fact in (facts.layout, f"{facts.elements:,}", f"{facts.gathered_bytes / 2**20:.2f}", facts.mesh):
+    for fact in (facts.layout, f"{facts.elements:,}", size(facts.gathered_bytes), facts.mesh):
         if fact not in table:
             problems.append(f"{fact!r} is not in the table of describe()")
     return problems

@@ -51,6 +51,15 @@ def test_describe_says_how_the_mesh_was_read(fake_world, shape, settings, line) 
         assert first_lines(wrapped) == [line]
 
 
+def test_sizes_are_told_in_the_unit_that_fits_them(fake_world) -> None:
+    fake_world(4)
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(4, 4, bias=False))
+    for block in [*model, model]:
+        fully_shard(block)
+    table = [line.split() for line in describe(model).splitlines()[2:]]
+    assert [" ".join(line[4:8]) for line in table] == ["4.0 MiB 1.0 MiB", "1.0 KiB 256 B", "64 B 16 B"]
+
+
 def test_describe_names_the_units_that_differ(fake_world) -> None:
     fake_world(4)
     model = blocks()

@@ -455,6 +455,8 @@ def test_nothing_is_left_behind_and_bad_input_is_refused():
     after = torch.get_rng_state(), random.getstate(), torch.are_deterministic_algorithms_enabled()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
     assert verify_tied(optimizer_fn=lambda m: torch.optim.SGD([], lr=0.1)).first.kind == "error"
+    told = str(verify_tied(shard_fn=lambda m: fully_shard(fully_shard(m))))
+    assert "raised ConfigError" in told and "applied to this Tied already" in told
     for wrong, text in (
         ({"steps": 0}, "steps"),
         ({"optimizer_fn": lambda m: 3}, "optimizer_fn"),
@@ -567,4 +569,4 @@ def test_without_the_extra_it_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
     monkeypatch.delitem(sys.modules, "fullshard.cli.verify", raising=False)
     assert main(["verify", "program.py:right"]) == 2
-    assert "pip install fullshard[cli]" in capsys.readouterr().err
+    assert "pip install tyro rich" in capsys.readouterr().err

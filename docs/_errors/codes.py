@@ -176,7 +176,7 @@ def brief(node: ast.expr) -> str:
 
 
 def _is_type(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and name_of(node.func) == "type" and len(node.args) == 1
+    return isinstance(node, ast.Call) and name_of(node.func) in ("type", "plain_class") and len(node.args) == 1
 
 
 def faults() -> list[str]:

@@ -125,3 +125,10 @@ class UnevenError(LayoutError, NotImplementedError):
 
 class NonfiniteError(FullshardError, RuntimeError):
     """Gradients whose norm is not finite, where the caller asked for an error."""
+
+
+def class_to_catch(error: BaseException) -> str:
+    """The name of an error's class as a user catches it: of the tree above, that of the branch (`ConfigError`), because
+    the classes below the branches are for code that catches PyTorch's errors and are not exported."""
+    branches = [kind for kind in type(error).__mro__ if FullshardError in kind.__bases__]
+    return (branches[0] if branches else type(error)).__name__

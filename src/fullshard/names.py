@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 WRAPPED = "_fsdp_wrapped_module"
 """The name under which a `FullyShardedDataParallel` instance holds the module it wraps."""
 _INSERTED = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
+
+PLAIN = "_fullshard_plain"
+"""On a class that `fully_shard` made of a module's: the class that it was."""
+
+
+def plain_class(value: Any) -> type:
+    """A value's class as its user wrote it: `Linear`, also of a module that `fully_shard` made an `FSDPLinear`."""
+    kind = type(value)
+    plain: type = vars(kind).get(PLAIN, kind)  # not inherited: a subclass of it is the user's own
+    return plain
 
 
 def clean_name(name: str) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from raising import Programs, assert_raised, outcome, raises, two_layers
 
-pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
 
 
 def fabric() -> Any:

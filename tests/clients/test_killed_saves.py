@@ -111,7 +111,7 @@ def resumed(folder: str) -> list[float]:
 
 
 def test_a_checkpoint_of_fabrics(run_clients, tmp_path):
-    pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+    pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
     killed(run_clients, fabric_saved, str(tmp_path))
     assert all(run_clients(fabric_loaded, str(tmp_path)))
 

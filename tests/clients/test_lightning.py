@@ -13,7 +13,7 @@ from torch import nn
 
 import fullshard
 
-pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
 
 
 DATA = {"count": 2 * BATCH * STEPS}

@@ -17,7 +17,7 @@ from torch import nn
 
 import fullshard
 
-pytest.importorskip("lightning", reason="needs the extra lightning: pip install fullshard[lightning]")
+pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
 
 
 def task(by_hand: bool = False, meta: bool = False) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from small import BATCH, Block, Net, rows
-from test_trl import tokenizer
-from tiny import Sentences, llama
 
 import fullshard
 
@@ -46,18 +44,9 @@ def test_programs_run(run_adopted, run_clients, tmp_path, page, title):
 
 
 def program(page: str, title: str, number: int, folder: str) -> bool:
-    names: dict[str, Any] = {
-        "__name__": "__main__",
-        "Block": Block,
-        "Model": Net,
-        "data": rows(8 * BATCH),
-        "folder": folder,
-        "language_model": llama,
-        "sentences": Sentences(32),
-        "tokenizer": tokenizer,
-    }
+    names: dict[str, Any] = runpy.run_path(str(FOLDER / "at_hand.py")) | {"__name__": "__main__", "folder": folder}
     if page == "peft" and dist.get_rank() == 0:
-        llama().save_pretrained(f"{folder}/base")
+        names["language_model"]().save_pretrained(f"{folder}/base")
     dist.barrier()
     exec(compile(programs()[page, title][number], f"{page}: {title}", "exec"), names)
     kinds = (fullshard.FSDPModule, fullshard.FullyShardedDataParallel)

@@ -15,7 +15,7 @@ from fullshard.integrations import hf
 from fullshard.integrations.quantised import QuantisedRows, by_rows
 
 pytest.importorskip("torchao", reason="needs the extra torchao: pip install --no-deps torchao (it asks for no torch)")
-pytest.importorskip("peft", reason="needs the extra hf: pip install fullshard[hf]")
+pytest.importorskip("peft", reason="needs the extra hf: pip install -e '.[hf]'")
 
 STEPS = 3
 KINDS = ["int8", "int8 by groups", "int8 by tensor", "int4", "nf4"]

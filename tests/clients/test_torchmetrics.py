@@ -12,9 +12,7 @@ from torch import nn
 
 import fullshard
 
-pytest.importorskip(
-    "torchmetrics", reason="needs torchmetrics, of the extra lightning: pip install fullshard[lightning]"
-)
+pytest.importorskip("torchmetrics", reason="needs torchmetrics, of the extra lightning: pip install -e '.[lightning]'")
 
 
 class Scored(nn.Module):

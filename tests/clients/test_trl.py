@@ -12,7 +12,7 @@ from tiny import VOCABULARY, Sentences, llama
 
 import fullshard
 
-pytest.importorskip("trl", reason="needs the extra trl: pip install fullshard[trl]")
+pytest.importorskip("trl", reason="needs the extra trl: pip install -e '.[trl]'")
 
 
 def tokenizer() -> Any:

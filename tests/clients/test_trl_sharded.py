@@ -12,7 +12,7 @@ from tiny import llama
 import fullshard
 from fullshard.integrations import hf
 
-pytest.importorskip("trl", reason="needs the extra trl: pip install fullshard[trl]")
+pytest.importorskip("trl", reason="needs the extra trl: pip install -e '.[trl]'")
 
 
 def test_fine_tunes_as_ddp(run_clients, tmp_path):

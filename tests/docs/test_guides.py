@@ -87,6 +87,8 @@ def test_files_that_pages_show_are_used_by_their_commands() -> None:
         told = "\n".join(block.text for block in blocks(page) if block.language == "console")
         for name in pages.files_of(page):
             assert name in told, f"{name_of(page)}: no command uses {name}"
+            before = page.read_text().partition(f"<!-- file: {name} -->")[0].rstrip()
+            assert before.endswith(f"`{name}`:"), f"{name_of(page)}: a reader does not see that the block is {name}"
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=name_of)

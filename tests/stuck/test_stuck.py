@@ -65,7 +65,7 @@ FAULTS = {
     "is killed": Fault((LAST, "gone"), (-9,)),
     "is stopped": Fault((LAST, "stopped"), (-9,)),
     "is stopped in an exchange": Fault((LAST, "stopped", "optimizers' state"), (-9,)),
-    "a batch fewer": Fault((LAST, "gone", "good order"), (0,)),
+    "a batch fewer": Fault((LAST, "gone", "by itself"), (0,)),
     # These two never come back to the engine: their watchers end them.
     "holds the GIL": Fault((LAST, "elsewhere", "hold_the_gil"), (-15, -9)),
     "sleeps": Fault((LAST, "elsewhere", "go_wrong"), (-15, -9)),

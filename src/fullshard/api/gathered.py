@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, PhaseError
+from ..names import plain_class
 from ..runtime import Phase, Runner, runner_of, runners_in
 from ..shard import is_parked
 
@@ -170,7 +171,7 @@ def _units_in(module: nn.Module, what: str) -> list[Runner]:
     if not found:
         inside = runner_of(module) is None and any(True for _ in module.parameters())
         raise ConfigError(
-            f"There is no unit in this {type(module).__name__}.",
+            f"There is no unit in this {plain_class(module).__name__}.",
             expected="a unit, or a module that contains units",
             got="a part of one, or a model that is not sharded" if inside else "a module without parameters",
             remedy="owner_of(model, module).module is the unit that runs it",

@@ -11,6 +11,7 @@ import tyro
 
 from ..errors import FullshardError
 from ..exchange.convert import Conversion, convert
+from ..insight.facts import size
 from . import terminal
 from .main import refuse
 from .target import function_at
@@ -73,7 +74,7 @@ def run(arguments: list[str]) -> int:
 def text_of(done: Conversion) -> str:
     """What was done, in lines."""
     lines = [
-        f"wrote {done.target} ({done.target_kind}): {done.tensors:,} tensors, {terminal.size(done.nbytes)}, "
+        f"wrote {done.target} ({done.target_kind}): {done.tensors:,} tensors, {size(done.nbytes)}, "
         f"from {done.source} ({done.source_kind})",
         *(f"left out: {one}" for one in done.left_out),
         *(f"note: {one}" for one in done.notes),

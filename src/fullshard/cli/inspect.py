@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..errors import FullshardError
 from ..exchange.inspect import Found, Inspection, inspect
+from ..insight.facts import size
 from . import terminal
 from .main import refuse
 from .target import function_at
@@ -79,17 +80,17 @@ def sums(found: Inspection) -> list[str]:
         by_dtype: dict[str, int] = {}
         for one in own:
             by_dtype[_dtype(one)] = by_dtype.get(_dtype(one), 0) + one.nbytes
-        dtypes = ", ".join(f"{dtype} {terminal.size(nbytes)}" for dtype, nbytes in by_dtype.items())
+        dtypes = ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in by_dtype.items())
         elements = sum(one.nbytes // one.dtype.itemsize for one in own)
         lines.append(f"{title}: {len(own):,} tensors, {elements:,} elements ({dtypes})")
-    lines.append(f"in all: {len(found.tensors):,} tensors, {terminal.size(sum(one.nbytes for one in found.tensors))}")
+    lines.append(f"in all: {len(found.tensors):,} tensors, {size(sum(one.nbytes for one in found.tensors))}")
     lines += [f"tied: {name} is {known}" for name, known in found.ties.items()]
     if found.values:
         lines.append(f"values: {', '.join(sorted(names_of(found.values)))}")
     if found.checked is None:
         lines.append("hashes: none compared")
     elif not found.damage:
-        lines.append(f"hashes: all right ({terminal.size(found.checked)} of files)")
+        lines.append(f"hashes: all right ({size(found.checked)} of files)")
     return [*lines, *(f"damaged: {one}" for one in found.damage)]
 
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise
-        return refuse(f"{error.name} is not installed, which the command line needs: pip install fullshard[cli]")
+        return refuse(f"{error.name} is not installed, which the command line needs: pip install tyro rich")
     code: int = command.run(rest)
     return code
 

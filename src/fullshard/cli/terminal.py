@@ -55,13 +55,3 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=printable(f"{title} {name}".strip()), completed=done, total=total)
 
         yield advance
-
-
-def size(nbytes: int) -> str:
-    """Bytes as people read them: `3.0 KiB`."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from ..errors import ConfigError
+from ..errors import ConfigError, class_to_catch
 from ..insight.verify import Report, verify
 from . import terminal
 from .main import refuse
@@ -84,7 +84,7 @@ def _verified(given: Arguments) -> Report:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{given.target} raised {type(error).__name__}: {error}", code="C081") from error
+        raise ConfigError(f"{given.target} raised {class_to_catch(error)}: {error}", code="C081") from error
     if isinstance(found, Report):
         return found
     if not isinstance(found, Mapping):

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..names import clean_path
 from ..runtime import runner_of
-from .facts import bucket_facts
+from .facts import bucket_facts, size
 
 
 def describe(model: nn.Module) -> str:
@@ -43,14 +43,14 @@ def describe(model: nn.Module) -> str:
                     facts.layout,
                     f"{len(facts.parameters)}",
                     f"{facts.elements:,}",
-                    f"{facts.gathered_bytes / 2**20:.2f}",
-                    f"{facts.rank_bytes / 2**20:.2f}",
+                    size(facts.gathered_bytes),
+                    size(facts.rank_bytes),
                     f"{100 * facts.padding / max(facts.elements, 1):.1f}%",
                 )
             )
     if not rows:
         return "no units: neither fully_shard nor FullyShardedDataParallel was applied to this model"
-    header = ("unit", "layout", "tensors", "elements", "MiB gathered", "MiB per rank", "padding")
+    header = ("unit", "layout", "tensors", "elements", "gathered", "per rank", "padding")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     table = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))

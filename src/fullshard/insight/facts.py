@@ -78,3 +78,13 @@ def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxe
     if reduce.divide_factor is not None and reduce.divide_factor != axes.world:
         return f"sum over {axes.world}, divided by {reduce.divide_factor:g}"
     return f"mean over {axes.world}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: `3.0 KiB`."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

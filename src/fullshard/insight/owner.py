@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..forms import owner_of as unit_of_parameter
 from ..forms import successor_of
-from ..names import clean_name, clean_path
+from ..names import clean_name, clean_path, plain_class
 from ..runtime import Runner, left_alone, runner_of, runners_in
 from ..shard import walk
 from .facts import BucketFacts, bucket_facts
@@ -82,7 +82,9 @@ def _runs(model: nn.Module, module: nn.Module) -> Runner:
             )
         known: Runner = runner
         return known
-    raise ConfigError(f"This {type(module).__name__} is no module of the model that owner_of was given.", code="C111")
+    raise ConfigError(
+        f"This {plain_class(module).__name__} is no module of the model that owner_of was given.", code="C111"
+    )
 
 
 def _holds(model: nn.Module, parameter: torch.Tensor) -> Runner:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PhaseError
+from ..names import plain_class
 from ..shard import Unit, clone_unit, place_clone
 from .module_call import FORWARD_METHODS_KEY, run_method
 from .runner import Runner
@@ -37,7 +38,7 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
             root.recover_if_broken()
             if root.pass_top is not None or root.in_backward:
                 raise PhaseError(
-                    f"{type(module).__name__} was deep-copied while a forward or backward through it runs.",
+                    f"{plain_class(module).__name__} was deep-copied while a forward or backward through it runs.",
                     remedy="copy it between steps",
                     code="P034",
                 )
@@ -69,7 +70,7 @@ def _set_up(runners: Sequence[Runner], units: dict[int, Unit], memo: dict[Any, A
         missing = [module for module in modules if id(module) not in memo]
         if missing:
             raise PhaseError(
-                f"{type(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
+                f"{plain_class(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
                 remedy="deep-copy a module that contains all modules of the unit",
                 code="P035",
             )

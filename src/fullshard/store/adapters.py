@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint.names import Table
 from ..errors import CheckpointError, ConfigError
-from ..names import clean_name
+from ..names import clean_name, plain_class
 from .lora import is_peft_model
 
 STEM = "adapter_model"
@@ -49,7 +49,7 @@ class Adapter:
             raise ConfigError(
                 "Adapters are saved and loaded in PEFT's format, by PEFT.",
                 got=str(error),
-                remedy="pip install fullshard[hf]",
+                remedy="pip install peft",
                 code="C181",
             ) from error
         self._names_of = peft.get_peft_model_state_dict
@@ -153,8 +153,3 @@ class Adapter:
 def table_name(name: str) -> str:
     """A parameter's name without what wrapping and compiling put in."""
     return clean_name(name).replace("_orig_mod.", "")
-
-
-def plain_class(module: nn.Module) -> type:
-    """A module's class, without what sharding mixed in."""
-    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))

@@ -53,8 +53,7 @@ def new_hash(kind: str, file: str) -> Any:
             "A checkpoint's files cannot be checked here: the package that makes their hashes is not installed.",
             expected=f"hashes of kind {kind}, of {file}",
             got="no package xxhash",
-            remedy="pip install xxhash (or 'fullshard[fast]'), or leave hashes out: load(check=False), "
-            "fullshard inspect --no-hashes",
+            remedy="pip install xxhash, or leave hashes out: load(check=False), fullshard inspect --no-hashes",
             code="K112",
         )
     return made()

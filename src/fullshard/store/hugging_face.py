@@ -15,7 +15,8 @@ from torch import nn
 
 from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
-from .adapters import STEM, Adapter, plain_class, table_name
+from ..names import plain_class
+from .adapters import STEM, Adapter, table_name
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model

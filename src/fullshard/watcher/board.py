@@ -144,7 +144,7 @@ class Board:
         _u64.pack_into(self._memory, _NOTE_AT, self.number + 1)
 
     def end(self) -> None:
-        """The interpreter ends in good order."""
+        """The interpreter ends by itself: it was not killed."""
         _u64.pack_into(self._memory, _ENDED, 1)
 
     @property

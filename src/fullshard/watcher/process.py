@@ -169,9 +169,9 @@ class Watcher:
         if pidfd is not None:
             asyncio.get_running_loop().remove_reader(pidfd)
         if how is None:
-            how = "it ended in good order" if self.board.ended else "killed, or ended by os._exit"
+            how = "it ended by itself" if self.board.ended else "killed, or ended by os._exit"
         elif how == "exit code 0":
-            how = "it ended in good order (exit code 0)" if self.board.ended else "os._exit(0)"
+            how = "it ended by itself (exit code 0)" if self.board.ended else "os._exit(0)"
         self.gone = how
         ended.set()
 
@@ -208,7 +208,7 @@ class Watcher:
             "host": socket.gethostname(),
             "pid": self.options.pid,
             "time": time.time(),
-            "gone": self.gone or ("it ended in good order" if self.board.ended else None),
+            "gone": self.gone or ("it ended by itself" if self.board.ended else None),
             "state": proc.state(self.options.pid) if alive else "gone",
             "raised": self.board.raised,
             "idle": self.options.idle,

@@ -18,6 +18,7 @@ from ...errors import ArgumentTypeError, AssertedError, ConfigError, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
+from ...names import PLAIN, plain_class
 from ...optim import guard as optimizer_guard
 from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import (
@@ -263,7 +264,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
             )
         if is_unit(module):
             raise AssertedError(
-                f"fully_shard was applied to this {type(module).__name__} already.",
+                f"fully_shard was applied to this {plain_class(module).__name__} already.",
                 remedy="apply it once to each module, innermost first",
                 code="C012",
             )
@@ -283,8 +284,8 @@ def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
         return
     for item in find_shared(modules, unit_of, ignored)[:1]:
         raise ConfigError(
-            f"fully_shard was applied to a {type(modules[0]).__name__} after the module around it, which has taken its "
-            "parameters: the inner call would change nothing.",
+            f"fully_shard was applied to a {plain_class(modules[0]).__name__} after the module around it, which has "
+            "taken its parameters: the inner call would change nothing.",
             parameter=item.name,
             expected="inner modules first, the model last",
             got="the model first",
@@ -371,7 +372,7 @@ def _make_unit(
 
 def _unit_class(cls: type) -> type:
     if cls not in _classes:
-        added = {"__module__": cls.__module__, **saving_methods(cls)}
+        added = {"__module__": cls.__module__, PLAIN: cls, **saving_methods(cls)}
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), added)
     return _classes[cls]
 

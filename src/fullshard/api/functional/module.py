@@ -11,6 +11,7 @@ from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
+from ...names import plain_class
 from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run, run_method, runner_of, runners_in
 from ..gradients import refuse_divisor
 from .state import UnitState
@@ -37,9 +38,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An unsharded instance of the class that was sharded: what a slice of a container makes, or `type(self)(...)`.
-
-        An instance of `cls` without a unit could not run.
-        """
+        An instance of `cls` without a unit could not run."""
         plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return plain(*args, **kwargs)
 
@@ -53,7 +52,7 @@ class FSDPModule:
     def _runner(self) -> Runner:
         found = runner_of(self)  # type: ignore[arg-type]
         if found is None:
-            raise PhaseError(f"{type(self).__name__} has lost its unit; apply fully_shard to it again", code="P002")
+            raise PhaseError(f"{plain_class(self).__name__} has lost its unit; apply fully_shard again", code="P002")
         return found
 
     def _get_fsdp_state(self) -> UnitState:
@@ -365,7 +364,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if one.root is not None and not one.is_top:
             raise ConfigError(
                 "share_comm_ctx takes roots, whose forward is called from outside.",
-                got=f"{type(module).__name__}, unit {one.unit.name!r} of another root",
+                got=f"{plain_class(module).__name__}, unit {one.unit.name!r} of another root",
                 remedy="pass the root modules alone: what is below them comes along",
                 code="C028",
             )
@@ -395,6 +394,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not callable(getattr(module, method_name, None)):
         raise ConfigError(
-            f"{type(module).__name__} has no method {method_name!r} to register as a forward", code="C029"
+            f"{plain_class(module).__name__} has no method {method_name!r} to register as a forward", code="C029"
         )
     run_method(module, module._runner(), method_name)

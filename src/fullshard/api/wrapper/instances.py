@@ -14,7 +14,7 @@ from torch import nn
 from ...comm import Comm, make_comm
 from ...errors import ArgumentTypeError, ConfigError, message
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
-from ...names import clean_name
+from ...names import clean_name, plain_class
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import PrefetchSettings, ReduceSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
@@ -171,7 +171,7 @@ def plan_blocks(
         if is_unit(child):
             raise ConfigError(
                 "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
-                got=f"{name or 'the module itself'}, a {type(child).__name__}",
+                got=f"{name or 'the module itself'}, a {plain_class(child).__name__}",
                 remedy="wrap by the policy or by hand, not both",
                 code="C049",
             )

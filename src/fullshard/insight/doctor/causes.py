@@ -35,7 +35,7 @@ class Cause:
 
 def cause_of(incident: Incident) -> Cause:
     """The first of these that holds: an exception, an end, a stop, a network that was cut, an order that was left."""
-    killed, ended = partial(_gone, good_order=False), partial(_gone, good_order=True)
+    killed, ended = partial(_gone, by_itself=False), partial(_gone, by_itself=True)
     for find in (_raised, killed, _stopped, _cut, _unreachable, ended, _departed, _elsewhere, _apart):
         if (cause := find(incident)) is not None:
             return cause
@@ -103,8 +103,8 @@ def _raised(incident: Incident) -> Cause | None:
     )
 
 
-def _gone(incident: Incident, good_order: bool) -> Cause | None:
-    found = [s for s in incident.statuses if s["gone"] is not None and ("good order" in s["gone"]) == good_order]
+def _gone(incident: Incident, by_itself: bool) -> Cause | None:
+    found = [s for s in incident.statuses if s["gone"] is not None and ("by itself" in s["gone"]) == by_itself]
     consequences = [status for status in found if "DivergenceError" in line_of_error(status)]
     found = [status for status in found if status not in consequences] or found
     if not found:
@@ -114,13 +114,13 @@ def _gone(incident: Incident, good_order: bool) -> Cause | None:
     same = [status for status in chosen if status["gone"] == chosen[0]["gone"]]
     how, who = same[0]["gone"], ranks_of(_who(same))
     because = [f"its watcher, which outlived it, saw how it ended: {how}", *_waiters(incident, same)]
-    if "good order" in how:
+    if "by itself" in how:
         because.append(f"it raised nothing: its program came to its end after {same[0]['steps']} steps")
     others = [status for status in found if status not in same]
     because += [f"rank {s['rank']} is gone, too ({s['gone']}), which may follow from it" for s in others]
     verb = "are" if len(same) > 1 else "is"
-    if good_order:
-        what = f"{who} ended in good order while others went on: out of data? (after {place(same[0])})"
+    if by_itself:
+        what = f"{who} ended by itself while others went on: out of data? (after {place(same[0])})"
         return Cause("data", _who(same), what, tuple(because), remedies.of_end(how))
     what = f"{who} {verb} gone: {how} (after {place(same[0])})."
     return Cause("gone", _who(same), what, tuple(because), remedies.of_end(how))

@@ -80,7 +80,7 @@ def of_end(gone: str) -> tuple[str, ...]:
     for name, told in _SIGNALS.items():
         if name in gone:
             return told
-    if "good order" in gone:
+    if "by itself" in gone:
         return DATA_EXHAUSTED
     if "os._exit" in gone:
         return (

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm import object_from, objects_of_all, objects_to_first
 from ...dtypes import as_moved
-from ...errors import ConfigError, FullshardError
+from ...errors import ConfigError, FullshardError, class_to_catch
 from ...mesh import device_type_of
 from . import generators
 
@@ -95,7 +95,7 @@ class Session:
             result = fn()
         except Exception as error:
             facts = (error.parameter, error.remedy) if isinstance(error, FullshardError) else ()
-            mine = Raised(type(error).__name__, str(error), *facts)
+            mine = Raised(class_to_catch(error), str(error), *facts)
         return result, {rank: told for rank, told in enumerate(self.all(mine)) if told is not None}
 
     def required(self, what: str, fn: Callable[[], T]) -> T:
