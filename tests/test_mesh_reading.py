@@ -133,3 +133,21 @@ def test_names_without_a_clear_meaning_are_not(fake_world, names) -> None:
     fake_world(8)
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=names)
     assert first_lines(fully_shard(blocks(), mesh=mesh)) == [CASES[1][2]]
+
+
+def last_lines(model: nn.Module) -> list[str]:
+    """What comes after the table, of units in three places at most."""
+    return [line for line in describe(model).splitlines() if "elements)" in line]
+
+
+def test_describe_tells_what_no_unit_holds(fake_world) -> None:
+    fake_world(2)
+    model = blocks()
+    fully_shard(model[0])
+    model[1].bias.requires_grad_(False)
+    assert last_lines(model) == ["in no unit, so each rank trains its own: 1.weight, 2.weight, 2.bias (136 elements)"]
+    fully_shard(model, ignored_params={model[1].weight, model[1].bias})
+    assert last_lines(model) == ["ignored: 1.weight, 1.bias (72 elements)"]
+    for originals in (False, True):
+        wrapped = FSDP(blocks(), ignored_states=[], use_orig_params=originals)
+        assert last_lines(wrapped) == []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..names import clean_path
-from ..runtime import runner_of
+from ..forms import owner_of
+from ..names import clean_name, clean_path
+from ..runtime import left_alone, runner_of, runners_in
 from .facts import bucket_facts, size
 
 
@@ -18,10 +19,12 @@ def describe(model: nn.Module) -> str:
         8 ranks: sharded 2 ways x 4 replicas; gradients: mean over 8
 
     One such line for all units that are alike in this, with their names if there are several. Then the table: name,
-    layout, parameters, bytes when gathered and per rank, padding.
+    layout, parameters, bytes when gathered and per rank, padding. Then what no unit holds: what was ignored on purpose,
+    and what each rank would train by itself (`fully_shard(model)` was forgotten).
 
     Returns:
-        Lines about meshes, a header, and one line per bucket; a sentence if the model has no units.
+        Lines about meshes, a header, one line per bucket, and one for each kind of parameters that no unit holds; a
+        sentence if the model has no units.
     """
     rows: list[tuple[str, ...]] = []
     meshes: dict[str, list[str]] = {}
@@ -57,9 +60,23 @@ def describe(model: nn.Module) -> str:
         for r in [header, *rows]
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
-    return "\n".join([*lines, *table])
+    return "\n".join([*lines, *table, *_outside(model)])
 
 
-def _some(names: list[str]) -> str:
+def _outside(model: nn.Module) -> list[str]:
+    """A line for parameters that were ignored, and one for trainable ones that no unit took."""
+    ignored = left_alone(runners_in(model))
+    kinds: dict[str, list[tuple[str, int]]] = {}
+    for path, parameter in model.named_parameters():
+        if owner_of(parameter) is None and (id(parameter) in ignored or parameter.requires_grad):
+            kind = "ignored" if id(parameter) in ignored else "in no unit, so each rank trains its own"
+            kinds.setdefault(kind, []).append((clean_name(path), parameter.numel()))
+    return [
+        f"{kind}: {_some([name for name, _ in found], 'more')} ({sum(numel for _, numel in found):,} elements)"
+        for kind, found in kinds.items()
+    ]
+
+
+def _some(names: list[str], more: str = "more units") -> str:
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more units"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} {more}"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ArgumentTypeError, ConfigError, message
+from ...names import plain_class
 from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")
@@ -149,13 +150,13 @@ def _warn_of_none(model: nn.Module, policy: Any) -> None:
     sizes: Counter[str] = Counter()
     for module in model.modules():
         if module is not model and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList):
-            sizes[type(module).__name__] += _numel(module)
+            sizes[plain_class(module).__name__] += _numel(module)
     largest = ", ".join(name for name, _ in sizes.most_common(8)) or "none that hold other modules"
     warnings.warn(
         message(
             "auto_wrap_policy chose no module: the model becomes one unit, gathered whole.",
             expected="modules of the classes that it names" if policy != "auto" else "blocks that the model repeats",
-            got=f"a {type(model).__name__}, in which the largest classes are: {largest}",
+            got=f"a {plain_class(model).__name__}, in which the largest classes are: {largest}",
             remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
             code="W034",
         ),
