@@ -220,11 +220,15 @@ class Watcher:
             "ticks": self.board.ticks,
             "cpu": proc.cpu_seconds(self.options.pid) if alive else 0.0,
             "children": proc.children_seconds(self.options.pid) if alive else 0.0,
-            "io": proc.moved_bytes(self.options.pid) if alive else 0,
+            "io": self._moved_bytes() if alive else 0,
             "records": [self._told(record) for record in records[-_TOLD:]] if full else [],
             "stack": samples[-1] if samples else "",
             "samples": samples,
         }
+
+    def _moved_bytes(self) -> int:
+        """Bytes that the rank has read and written of its own accord: the stacks that it was asked for left out."""
+        return proc.moved_bytes(self.options.pid) - os.fstat(self.options.stacks).st_size
 
     def _told(self, record: Record) -> dict[str, Any]:
         return told(record, self.names, self.nbytes)

@@ -74,7 +74,7 @@ def _moved(now: Status, before: Status | None) -> bool:
 
     One that says that it reads or writes files is believed. In its first step whatever a rank does counts (it may
     compile, or read); later it has to leave the line it was at, its children have to compute, or it has to read or
-    write more than stacks take.
+    write a quarter of a megabyte.
     """
     if before is None or now["count"] != before["count"] or now["state"] == "absent":
         return True
