@@ -41,9 +41,9 @@ class Chosen(nn.Module):
 EXAMPLE = example_of(Chosen, *[f"units.{index}" for index in range(UNITS)])
 
 
-def loss_of(model: nn.Module, rank: int, order: tuple[int, ...] = ALIKE) -> Tensor:
+def loss_of(model: nn.Module, rank: int, order: tuple[int, ...] = ALIKE, dtype: torch.dtype = torch.float64) -> Tensor:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return model(x, order).square().mean()
+    return model(x.to(dtype), order).square().mean()
 
 
 def assert_step_is_right(model: nn.Module) -> None:
@@ -82,6 +82,25 @@ def differ(way: str, how: str) -> str:
     return str(error.value)
 
 
+def cast(way: str, how: str) -> str:
+    """Returns what the ranks were told."""
+    rank, model = dist.get_rank(), sharded(EXAMPLE, way, dtype=torch.float32)
+    for _ in range(1 if how == "soon" else 3):
+        loss_of(model, rank, dtype=torch.float32).backward()
+        model.zero_grad()
+    if how == "both":
+        model.double()
+        assert_step_is_right(model)
+        return "right"
+    if rank == (how != "first"):
+        model.double()  # twice the bytes of what the other rank gathers
+    with pytest.raises(DivergenceError) as error:
+        loss_of(model, rank, dtype=next(model.parameters()).dtype).backward()
+    make_groups_anew()
+    assert_step_is_right(sharded(EXAMPLE, way))
+    return str(error.value)
+
+
 def make_groups_anew() -> None:
     """What the watcher ended has cut the ranks' connections: only new process groups have others."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -97,6 +116,26 @@ def make_groups_anew() -> None:
 def test_an_order_of_one_rank_s_own(run_ranks, way, how):
     for rank, told in enumerate(run_ranks(differ, way, how, timeout=SECONDS)):
         assert "left the order that all ranks share" in told and "rank 1" in told and f"rank {rank}" in told
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("first", "rank 0 left the order that all ranks share"),
+        ("second", "rank 1 left the order that all ranks share"),
+        ("soon", "rank 1: has replaced parameters by ones of another dtype"),
+    ],
+)
+def test_another_dtype_on_one_rank_between_steps(run_ranks, way, how, words):
+    """Gathers of unequal sizes would end the process in native code."""
+    for told in run_ranks(cast, way, how, timeout=SECONDS):
+        assert words in told
+
+
+@every_way
+def test_another_dtype_on_all_ranks_between_steps(run_ranks, way):
+    assert set(run_ranks(cast, way, "both", timeout=SECONDS)) == {"right"}
 
 
 def run_one_more(way: str) -> str:

@@ -28,7 +28,8 @@ from .course import NOTHING, Course
 _MOST_TURNS = (1 << 31) * TURN
 _MOST = 1 << 20
 """More units than a root has."""
-
+_SIZES = -1
+"""In the place of a verb: what units gather has changed."""
 
 _ALIKE = (
     "let every rank run the same units in the same order, with the same number of forwards and backwards, and the same "
@@ -78,6 +79,7 @@ class Position:
         self._mixed = 0  # see `fingerprint`, as far as it was worked out
         self._axes = _compared([one.unit for one in units], comm)
         self._place = RANK.new_root(names, [one.unit.gathered_bytes for one in units])
+        self._gathers = (0, self._gathered())  # after so many moves of storage, a checksum
         self._first = self._turn = word(0, self._place)  # `_turn`: what is recorded next, but for its token and `TURN`
 
     def begin(self, verb: int, index: int) -> None:
@@ -100,6 +102,25 @@ class Position:
             self._course.running.leaves()
         if not known or self.check != "first":
             self._compare(verb, index)
+
+    def moved(self, moves: int) -> None:
+        """Units have changed their storage so often, on this rank: if they gather other sizes now, ranks compare.
+
+        Raises:
+            DivergenceError: other ranks gather other sizes, or begin a pass.
+        """
+        before, sizes = self._gathers
+        if moves != before:
+            self._gathers = (moves, found := self._gathered())
+            if found != sizes:
+                self._compare(_SIZES, found)
+
+    def _gathered(self) -> int:
+        """A checksum of what units gather, in bytes and dtypes."""
+        facts = [
+            (str(bucket.storage_dtype), one.unit.gathered_bytes) for one in self.units for bucket in one.unit.buckets
+        ]
+        return zlib.crc32(repr(facts).encode())
 
     def issue(self, verb: int, index: int) -> None:
         """A unit's gather or reduction is about to be issued.
@@ -190,7 +211,7 @@ class Position:
         axes = self._axes
         if axes is None:
             return
-        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP) else 0)
+        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP, _SIZES) else 0)
         for axis in axes.all:
             if axis.size > 1:
                 self._compare_over(axis, verb, index, axes.device)
@@ -221,6 +242,8 @@ class Position:
             return f"begins a backward {'with' if index else 'without'} gradient sync"
         if verb == KEEP:
             return f"begins keep_gathered of {index % _MOST} units from {self._name(index // _MOST)} on"
+        if verb == _SIZES:
+            return f"has replaced parameters by ones of another dtype (checksum of all sizes {index:08x})"
         return f"{VERBS[verb]} of {self._name(index)}"
 
     def _name(self, index: int) -> str:

@@ -39,12 +39,19 @@ class Touched:
             optimizers that are stepped in backward are stepped as gradients arrive.
         count: how many there were.
         by: in words, what the last one was.
+        moves: how often it has put other storage in their place, perhaps of another dtype.
     """
 
     changes: int = 0
     steps: int = 0
     count: int = 0
     by: str = "no optimizer"
+    moves: int = 0
+
+    def move(self, changes: int) -> None:
+        """Other storage takes the shards' place; it counts for so many changes."""
+        self.changes += changes
+        self.moves += 1
 
     def step(self, settings: int, by: str) -> None:
         """An optimizer steps.

@@ -182,9 +182,12 @@ class Root:
         if self._lent:
             self.take_units()
         top.before_pass()
+        moves = 0
         with plain_access():
             for one in self.units:
                 one.unit.refresh()
+                moves += one.unit.touched.moves
+        self.position.moved(moves)
         self.additions.check()
         refuse_parked(units := [one.unit for one in self.units])
         refuse_meta(units)

@@ -295,7 +295,7 @@ class Unit:
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 gradients.forget()
                 self.showing.forget()
-                self.touched.changes += 1 + before - self.version()  # the new shard counts from zero
+                self.touched.move(1 + before - self.version())  # the new shard counts from zero
             if self.showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
@@ -340,8 +340,8 @@ class Unit:
                         member.sharded.__dict__.update(identities[id(member.sharded)])
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
-            self.showing.forget()
-            self.touched.changes += 1 + before - self.version()
+                self.showing.forget()
+            self.touched.move(1 + before - self.version())
 
         return applied, finish
 
