@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import DivergenceError
+from fullshard import DivergenceError, fully_shard
 from ways import assert_equal, every_way, example_of, sharded, whole_gradients
 
 WIDTH = 8
@@ -136,6 +136,65 @@ def test_another_dtype_on_one_rank_between_steps(run_ranks, way, how, words):
 @every_way
 def test_another_dtype_on_all_ranks_between_steps(run_ranks, way):
     assert set(run_ranks(cast, way, "both", timeout=SECONDS)) == {"right"}
+
+
+def cast_between(layout: str) -> str:
+    rank, model = dist.get_rank(), fully_shard(EXAMPLE.make(torch.float32), auto_wrap_policy={nn.Linear}, layout=layout)
+    for _ in range(3):
+        loss_of(model, rank, dtype=torch.float32).backward()
+        model.zero_grad()
+    loss = loss_of(model, rank, dtype=torch.float32)
+    if rank == 1:
+        model.units[2].double()
+    with pytest.raises(DivergenceError) as error:
+        loss.backward()
+    make_groups_anew()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_another_dtype_on_one_rank_between_forward_and_backward(run_ranks, layout):
+    for told in run_ranks(cast_between, layout, timeout=SECONDS):
+        assert "rank 1 left the order that all ranks share" in told
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter = fully_shard(nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def unit_of_its_own(when: str) -> str:
+    rank, model = dist.get_rank(), fully_shard(EXAMPLE.make(torch.float64), auto_wrap_policy={nn.Linear})
+    for _ in range(3):
+        loss_of(model, rank).backward()
+        model.zero_grad()
+    loss = loss_of(model, rank)
+    with pytest.raises(DivergenceError) as error:
+        if rank == 1:
+            model.units[2] = Adapted(model.units[2])
+        if when == "after a backward":
+            loss.backward()
+        loss_of(model, rank).backward()
+    make_groups_anew()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("after a backward", "rank 1 left the order that all ranks share"),
+        ("after a forward", "rank 1: uses a model, or a part that was sharded since, for the first time"),
+    ],
+)
+def test_a_unit_that_one_rank_alone_adds(run_ranks, when, words):
+    """Its first use compares weights: with whatever the others do, and in native code, if nothing was said before."""
+    for told in run_ranks(unit_of_its_own, when, timeout=SECONDS):
+        assert words in told
 
 
 def run_one_more(way: str) -> str:

@@ -8,6 +8,7 @@ so do we; what is not needed by that backward may change. And `backward(inputs=.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,28 @@ def refused(change: str, keep: bool, way: str) -> list[str]:
         each.zero_grad()
         loss_of(each, inputs_of(each, reference, 2)).backward()
     return value_problems("after it", model, reference) + gradient_problems("after it", model, reference)
+
+
+def test_data_assigned_between_forward_and_backward_is_refused(run_ranks):
+    """Plain PyTorch says nothing, and computes with the new values; what is gathered may be of the old ones."""
+    for way, keep in itertools.product(WAYS, (False, True)):
+        problems = run_ranks(assigned, way, keep)
+        assert problems == [[], []], (way, keep, problems)
+
+
+def assigned(way: str, keep: bool) -> list[str]:
+    model, reference = shard(layers(), way, but_last, keep=keep), layers()
+    problems: list[str] = []
+    for each in (model, reference):
+        loss_of(each, inputs_of(each, reference, 0)).backward()
+        late = loss_of(each, inputs_of(each, reference, 1))
+        for parameter in inner(each)[1].parameters():
+            parameter.data = parameter.data * 0.5
+        if each is model:
+            problems = named_error(error_of(late.backward), "weight", kinds=RuntimeError)
+        each.zero_grad()
+        loss_of(each, inputs_of(each, reference, 2)).backward()
+    return problems + value_problems("after it", model, reference) + gradient_problems("after it", model, reference)
 
 
 @every_way

@@ -28,8 +28,8 @@ from .course import NOTHING, Course
 _MOST_TURNS = (1 << 31) * TURN
 _MOST = 1 << 20
 """More units than a root has."""
-_SIZES = -1
-"""In the place of a verb: what units gather has changed."""
+_SIZES, _MODEL = -1, -2
+"""In the place of a verb: what units gather has changed; a model is used for the first time."""
 
 _ALIKE = (
     "let every rank run the same units in the same order, with the same number of forwards and backwards, and the same "
@@ -102,6 +102,15 @@ class Position:
             self._course.running.leaves()
         if not known or self.check != "first":
             self._compare(verb, index)
+
+    def begin_model(self) -> None:
+        """This model is used for the first time. Ranks that have met say so before anything else: others may gather.
+
+        Raises:
+            DivergenceError: other ranks do something else.
+        """
+        if self._axes is not None and all(axis.lines.is_open for axis in self._axes.all if axis.size > 1):
+            self._compare(_MODEL, 0)
 
     def moved(self, moves: int) -> None:
         """Units have changed their storage so often, on this rank: if they gather other sizes now, ranks compare.
@@ -211,7 +220,7 @@ class Position:
         axes = self._axes
         if axes is None:
             return
-        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP, _SIZES) else 0)
+        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP, _SIZES, _MODEL) else 0)
         for axis in axes.all:
             if axis.size > 1:
                 self._compare_over(axis, verb, index, axes.device)
@@ -242,6 +251,8 @@ class Position:
             return f"begins a backward {'with' if index else 'without'} gradient sync"
         if verb == KEEP:
             return f"begins keep_gathered of {index % _MOST} units from {self._name(index // _MOST)} on"
+        if verb == _MODEL:
+            return "uses a model, or a part that was sharded since, for the first time"
         if verb == _SIZES:
             return f"has replaced parameters by ones of another dtype (checksum of all sizes {index:08x})"
         return f"{VERBS[verb]} of {self._name(index)}"

@@ -101,7 +101,7 @@ class FlatParameterForm(LocalForm):
 
     def version(self, members: Sequence[Member]) -> int:
         version: int = self.flat._version
-        return version
+        return version + self.flat.data_ptr()  # which tells that `.data` was assigned
 
     def _covered(self, members: Sequence[Member]) -> Member | None:
         """The first member in whose place on a module the user put something."""

@@ -102,7 +102,9 @@ class LocalForm:
         return False
 
     def version(self, members: Sequence[Member]) -> int:
-        return sum([member.sharded._version for member in members])
+        # Plain Parameters tell nobody that `.data` was assigned, but by their address.
+        sharded = [member.sharded for member in members]
+        return sum([one._version for one in sharded]) + hash(tuple([one.data_ptr() for one in sharded]))
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:

@@ -172,6 +172,7 @@ class Root:
 
     def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Check once that all ranks hold the same units; see `check_alike`."""
+        self.position.begin_model()
         check_alike(self.units, self.top.settings, ignored, self.comm)
 
     # Forward.
@@ -182,12 +183,10 @@ class Root:
         if self._lent:
             self.take_units()
         top.before_pass()
-        moves = 0
         with plain_access():
             for one in self.units:
                 one.unit.refresh()
-                moves += one.unit.touched.moves
-        self.position.moved(moves)
+        self.position.moved(sum([one.unit.touched.moves for one in self.units]))
         self.additions.check()
         refuse_parked(units := [one.unit for one in self.units])
         refuse_meta(units)
@@ -286,6 +285,7 @@ class Root:
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
+        self.position.moved(sum([one.unit.touched.moves for one in self.units]))
         self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
         self.position.begin(BACKWARD, self.top.settings.reduce.sync)
 
