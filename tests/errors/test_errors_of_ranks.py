@@ -140,6 +140,22 @@ def other_steps(rank: int, folder: Path) -> None:
     fullshard.save(folder, sharded(), step=100 + rank)
 
 
+@PROGRAMS.raise_("D017")
+def folders_of_two_checkpoints(rank: int, folder: Path) -> None:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    torch.manual_seed(rank)
+    fullshard.save(folder / f"disk-{rank}", nn.Linear(2, 2), process_group=alone)  # of one name, and other values
+    fullshard.load(folder / f"disk-{rank}", nn.Linear(2, 2))
+
+
+@PROGRAMS.raise_("D018")
+def loading_other_steps(rank: int, folder: Path) -> None:
+    model = sharded()
+    for step in (1, 2):
+        fullshard.save(folder, model, step=step)
+    fullshard.load(folder, model, step=1 + rank)
+
+
 @PROGRAMS.raise_("D013")
 def models_of_other_shapes(rank: int, folder: Path) -> None:
     fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False)))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
-from ..forms import FlatShard, LocalForm, owner_of
+from ..forms import PART_KEY, FlatShard, LocalForm, owner_of
 
 
 def clip_grad_norm_(
@@ -29,7 +29,8 @@ def clip_grad_norm_(
     ranks. Collective: one all-reduce of a scalar per mesh axis in use.
 
     Args:
-        parameters: sharded parameters, plain ones (whole on every rank), or both; not `optimizer_view`'s tensors.
+        parameters: sharded parameters, `optimizer_view`'s tensors over them, plain ones (whole on every rank), or any
+            of these; a parameter that is given with a view over it counts once.
         max_norm: the largest total norm allowed.
         norm_type: 1, 2, ..., or `math.inf`.
         error_if_nonfinite: raise if the total norm is not finite.
@@ -45,8 +46,11 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C154")
     given = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
+    viewed = {id(p): _under_view(p) for p in given if PART_KEY in p.__dict__ and p.grad is not None}
+    under = {id(member) for members in viewed.values() for member in members}
+    given = [p for p in given if p.grad is not None and id(p) not in under]
     grads = [p.grad for p in given if p.grad is not None]
-    total = _norm_of([(p.grad, _groups_of(p)) for p in given if p.grad is not None], norm_type)
+    total = _norm_of([part for p in given for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonfiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite", code="N001"
@@ -127,6 +131,30 @@ def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     return grad._local_tensor if isinstance(grad, (DTensor, FlatShard)) else grad
+
+
+def _under_view(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The sharded parameters that `parameter` is an optimizer view over; none if it is no view."""
+    unit = owner_of(parameter)
+    for gradients in unit.gradients if unit is not None else ():
+        for view in gradients.delivery.views:
+            if view.tensor is parameter and not view.alone:
+                return [gradients.bucket.members[index].sharded for index in view.members]
+    return []
+
+
+def _parts_of(
+    parameter: torch.Tensor, under: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, list[torch.distributed.ProcessGroup]]]:
+    """A parameter's gradient in parts, each split over groups of its own: of a view, if its members differ in that."""
+    assert parameter.grad is not None
+    if not under:
+        return [(parameter.grad, _groups_of(parameter))]
+    _groups_of(parameter)  # refused, if it is the wrapper's
+    groups = [shard_groups(one) for one in under]
+    if all([list(map(id, one)) == list(map(id, groups[0])) for one in groups]):
+        return [(parameter.grad, groups[0])]
+    return [(one.grad, group) for one, group in zip(under, groups, strict=True) if one.grad is not None]
 
 
 def _groups_of(parameter: torch.Tensor) -> list[torch.distributed.ProcessGroup]:

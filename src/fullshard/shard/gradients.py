@@ -285,10 +285,11 @@ class Gradients:
             self.state = GradState.NONE
 
     def give_up_parameters(self, parameters: set[int]) -> int:
-        """`give_up` for these sharded parameters, by id; returns how many bytes are no longer held."""
+        """`give_up` for these sharded parameters, or views over them, by id; how many bytes are no longer held."""
         bucket, live = self.bucket, self.live_bytes
         whole = id(bucket.flat_parameter) in parameters
-        self.give_up([m for m in bucket.members if whole or id(m.sharded) in parameters])
+        viewed = {i for view in self.delivery.views if id(view.tensor) in parameters for i in view.members}
+        self.give_up([m for i, m in enumerate(bucket.members) if whole or i in viewed or id(m.sharded) in parameters])
         return live - self.live_bytes
 
     def give_up(self, members: Sequence[Member]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..forms import NAME_KEY, PART_KEY
+from ..forms import NAME_KEY, PART_KEY, mark_view
 from ..torch_private.local_tensor import read_grad
 from .delivery import Delivery
 from .optimizer_view import OptimizerView
@@ -40,6 +40,7 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
     tensors = []
     for offset, length, indices in runs:
         tensor = nn.Parameter(delivery.bucket.shard.narrow(0, offset, length))
+        mark_view(tensor, delivery.bucket.members[indices[0]].sharded)
         tensor.__dict__[PART_KEY] = "an optimizer_view"
         tensor.__dict__[NAME_KEY] = ", ".join(delivery.bucket.members[i].name for i in indices)
         delivery.views.append(OptimizerView(tensor, offset, length, indices))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.names import settle
-from ..errors import CheckpointError, DamagedCheckpointError, message
+from ..errors import CheckpointError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
 from .contents import Contents, contents_of
 from .entries import RNG, STATE, Generators, Stateful, of_rank
@@ -76,6 +76,7 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
             files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
             made.append((files, *_planned(wanted, files, folder, name, ranks)))
         files, reader, loaded = made[0]
+        _compare_checkpoints(files, loaded, ranks)
         with ranks.step("checking a checkpoint's files", files=True):
             files.check(reader.copies)
         reading = "reading a checkpoint's files, of which the model may hold a part now,"
@@ -85,6 +86,26 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
             for action in reader.after:
                 action()
     return loaded
+
+
+def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
+    """All ranks read the same checkpoint, each from wherever it sees it. Collective.
+
+    Raises:
+        DivergenceError: they do not: each would fill its part of the model from another one.
+    """
+    told = ranks.all((files.digest, str(loaded.path)))
+    other = next((rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]), None)
+    if other is not None:
+        raise DivergenceError(
+            "Ranks read different checkpoints; nothing was loaded.",
+            rank=other,
+            expected=f"what rank 0 reads: {told[0][1]}",
+            got=f"another one: {told[other][1]}",
+            remedy="give all ranks a folder in a file system that all of them see, or a whole copy of the same "
+            "checkpoint each",
+            code="D017",
+        )
 
 
 def _planned(wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks) -> tuple[Reader, Loaded]:
@@ -265,7 +286,7 @@ def load(
     Raises:
         DamagedCheckpointError: files are missing, truncated, or not what was written: says which.
         CheckpointError: there is no checkpoint, or it does not fit: names the first tensor.
-        DivergenceError: a rank did not come.
+        DivergenceError: a rank did not come, asked for another step, or reads another checkpoint.
     """
     ranks = Ranks(process_group)
     wanted: Wanted | None = None
@@ -280,6 +301,17 @@ def load(
     with ranks.step("looking for a checkpoint", files=True):
         if ranks.is_first:
             candidates = _candidates(where, step, fall_back)
+    steps = ranks.all(step)
+    if other := next((rank for rank, one in enumerate(steps) if one != steps[0]), 0):
+        raise DivergenceError(
+            "Ranks ask for different steps; nothing was loaded.",
+            rank=other,
+            expected=f"step={steps[0]}, as on rank 0",
+            got=f"step={steps[other]}",
+            remedy="let one rank choose, and tell the others (torch.distributed.broadcast_object_list); or leave step= "
+            "out for the newest",
+            code="D018",
+        )
     candidates = ranks.share(candidates)
     for number, name in enumerate(candidates):
         try:

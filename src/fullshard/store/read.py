@@ -5,6 +5,7 @@ Elements are read straight into the memory that they are for. `record.py` tells 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ class Files:
     Attributes:
         manifest: Fullshard's; None in a folder that another program wrote.
         index: what is stored where.
+        digest: of what tells what is stored: manifest (with hashes of all other files) and metadata.
 
     Raises:
         DamagedCheckpointError: a file is missing, truncated or not what was written.
@@ -117,10 +119,13 @@ class Files:
         self.manifest: Manifest | None = None
         sizes = storage.sizes
         try:
+            told = b""
             if manifests.NAME in sizes:
-                self.manifest = manifests.parse(self._small(manifests.NAME), storage.called(manifests.NAME))
+                told = self._small(manifests.NAME)
+                self.manifest = manifests.parse(told, storage.called(manifests.NAME))
             self._check_sizes()
             metadata = self._small(METADATA)
+            self.digest = hashlib.sha256(told + metadata).hexdigest()
             self.verify(METADATA, 0, sizes[METADATA])
             self.index: Index = read_index(metadata, sizes, storage.called(METADATA))
             self._check_same()

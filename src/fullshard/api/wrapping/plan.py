@@ -160,7 +160,7 @@ def _warn_of_none(model: nn.Module, policy: Any) -> None:
             remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
             code="W034",
         ),
-        stacklevel=2,
+        stacklevel=5,
     )
 
 

@@ -1,0 +1,112 @@
+"""Optimizer views stand for the parameters under them wherever a parameter can be named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import DivergenceError, fully_shard, optimizer_view
+from fullshard.runtime import runner_of
+
+LAYOUTS = ["rows", "flat", "owner"]
+
+
+def three() -> nn.Sequential:
+    """Layers whose rows two ranks cannot share evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def sharded(layout: str) -> nn.Module:
+    return fully_shard(three(), layout=layout, auto_wrap_policy={nn.Linear})
+
+
+def backward(model: nn.Module, *seeds: int) -> None:
+    for seed in seeds:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        (20 * model(x).square().mean() / len(seeds)).backward()
+
+
+def clipped(layout: str, how: str) -> list[str]:
+    """Problems: of the norm that is returned, and of gradients."""
+    plain, model = three(), sharded(layout)
+    views = optimizer_view(model)
+    backward(plain, 0, 1)
+    backward(model, dist.get_rank())
+    given = {
+        "views": views,
+        "and parameters": [*views, *model.parameters()],
+        "some": [views[0], *model[2].parameters()],
+    }
+    some = {"some": [*plain[0].parameters(), *plain[2].parameters()]}
+    for order in (2.0, 1.0, float("inf")):
+        wanted = torch.nn.utils.clip_grad_norm_(some.get(how, list(plain.parameters())), 0.5, order)
+        total = fullshard.clip_grad_norm_(given[how], 0.5, order)
+        if not torch.allclose(total, wanted):
+            return [f"norm {order}: {total.item()} where {wanted.item()} is right"]
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return [f"{n}: {found[n]}" for n, p in plain.named_parameters() if not torch.allclose(found[n], p.grad)]
+
+
+@pytest.mark.further  # the next test runs one of each
+@pytest.mark.parametrize("how", ["views", "and parameters", "some"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_is_by_the_norm_of_all_ranks_each(run_ranks, layout, how):
+    assert run_ranks(clipped, layout, how) == [[], []]
+
+
+def test_clipping_is_by_the_norm_of_all_ranks(run_ranks):
+    for layout, how in zip(LAYOUTS, ["views", "and parameters", "some"], strict=True):
+        assert run_ranks(clipped, layout, how) == [[], []], (layout, how)
+
+
+def given_up() -> list[bool]:
+    """Whether anything was accumulated before and after `optimizer.zero_grad()`."""
+    found = []
+    for layout in LAYOUTS:
+        model = sharded(layout)
+        optimizer = torch.optim.SGD(optimizer_view(model), lr=0.1)
+        model.set_requires_gradient_sync(False)
+        for clear in (lambda: None, optimizer.zero_grad):
+            backward(model, dist.get_rank())
+            clear()
+            units = [runner_of(module).unit for module in model.modules() if runner_of(module) is not None]
+            found.append(any(gradients.accumulates for unit in units for gradients in unit.gradients))
+    return found
+
+
+def test_zero_grad_of_an_optimizer_gives_up_what_was_accumulated(run_ranks):
+    assert run_ranks(given_up) == [[True, False] * len(LAYOUTS)] * 2
+
+
+def other_settings() -> str:
+    model = sharded("rows")
+    optimizer = torch.optim.SGD(optimizer_view(model), lr=0.1 * (1 + dist.get_rank()))
+    with pytest.raises(DivergenceError) as error:
+        for _ in range(2):
+            backward(model, dist.get_rank())
+            optimizer.step()
+    return str(error.value)
+
+
+def test_other_settings_on_one_rank_are_named(run_ranks):
+    for told in run_ranks(other_settings):
+        assert "optimizers did not step alike" in told and "lr=0.1," in told and "lr=0.2," in told
+
+
+def parked() -> bool:
+    model = sharded("rows")
+    optimizer = torch.optim.AdamW(optimizer_view(model))
+    backward(model, dist.get_rank())
+    optimizer.step()
+    before = [view.clone() for view in optimizer.param_groups[0]["params"]]
+    fullshard.park(model, optimizer)
+    fullshard.resume(model, optimizer)
+    return all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+def test_a_model_is_parked_with_an_optimizer_over_views(run_ranks):
+    assert run_ranks(parked) == [True, True]
