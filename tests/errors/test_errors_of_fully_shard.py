@@ -77,6 +77,11 @@ def test_a_module_that_is_a_unit_already():
         fully_shard(model)
 
 
+def test_ignored_parameters_by_name():
+    with raises("C276"):
+        fully_shard(nn.Linear(4, 4), ignored_params={"weight"})
+
+
 def test_a_setting_of_the_root_below_it():
     model = nn.Sequential(fully_shard(nn.Linear(4, 4), unused="zeros"), nn.Linear(4, 4))
     fully_shard(model)

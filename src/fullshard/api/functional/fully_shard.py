@@ -162,6 +162,7 @@ def fully_shard(
     )
     keep = _check_reshard(reshard_after_forward, axes)
     below = [runner for one in modules for runner in runners_in(one)]
+    _check_ignored(ignored_params)
     ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
     _refuse_inside(modules, ignored)
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
@@ -276,6 +277,18 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
         raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}", code="C014")
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}", code="C015")
+
+
+def _check_ignored(given: Any) -> None:
+    wrong = next((one for one in given or () if not isinstance(one, torch.Tensor)), None)
+    if wrong is not None:
+        raise ArgumentTypeError(
+            "ignored_params takes Parameters.",
+            expected="a set of objects, such as {model.head.weight}",
+            got=f"{type(wrong).__name__} {wrong!r}"[:80],
+            remedy="look names up: {p for name, p in model.named_parameters() if name in names}",
+            code="C276",
+        )
 
 
 def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
