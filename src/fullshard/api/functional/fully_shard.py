@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...agreement import broadcast_states, checked
@@ -280,7 +280,7 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
 
 
 def _check_ignored(given: Any) -> None:
-    wrong = next((one for one in given or () if not isinstance(one, torch.Tensor)), None)
+    wrong = next((one for one in given or () if not isinstance(one, Tensor)), None)
     if wrong is not None:
         raise ArgumentTypeError(
             "ignored_params takes Parameters.",
