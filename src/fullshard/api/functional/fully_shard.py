@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import ArgumentTypeError, AssertedError, ConfigError, message
+from ...errors import ArgumentTypeError, AssertedError, ConfigError, class_and_value, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -149,7 +149,13 @@ def fully_shard(
     if not isinstance(sync_module_states, bool):
         raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80], code="C003")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}", code="C004")
+        raise ConfigError(
+            "mp_policy is of another class.",
+            expected="a fullshard.MixedPrecisionPolicy",
+            got=class_and_value(mp_policy),
+            remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
+            code="C004",
+        )
     spmd = None
     if dp_mesh_dims is None:
         refuse_misread(mesh)
@@ -270,12 +276,28 @@ def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layo
             )
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(
-            f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}", code="C013"
+            "offload_policy is of another class.",
+            expected="a fullshard.OffloadPolicy or CPUOffloadPolicy",
+            got=class_and_value(offload_policy),
+            remedy="from fullshard import CPUOffloadPolicy, and pass CPUOffloadPolicy()",
+            code="C013",
         )
     if not isinstance(layout, Blocks) and layout not in LAYOUTS:
-        raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}", code="C014")
+        raise ConfigError(
+            "fully_shard(layout=) is unknown.",
+            expected=f"one of {LAYOUTS}, or Blocks(granule)",
+            got=repr(layout),
+            remedy='leave layout out, or take "rows" for optimizers that look at whole tensors',
+            code="C014",
+        )
     if not isinstance(prefetch, int) or prefetch < 0:
-        raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}", code="C015")
+        raise ConfigError(
+            "fully_shard(prefetch=) is a count.",
+            expected="an int of at least 0",
+            got=repr(prefetch),
+            remedy="leave prefetch out, or pass how many units are gathered ahead; 0: none",
+            code="C015",
+        )
 
 
 def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
@@ -316,7 +338,13 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if not isinstance(reshard, int):
-        raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}", code="C017")
+        raise ConfigError(
+            "fully_shard(reshard_after_forward=) is of another type.",
+            expected="a bool, an int or None",
+            got=repr(reshard),
+            remedy="leave it out; True frees parameters after forward, False keeps them for backward",
+            code="C017",
+        )
     if reshard == 1:
         warnings.warn(
             message(
