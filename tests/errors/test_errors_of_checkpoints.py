@@ -68,7 +68,7 @@ def test_an_argument_of_another_type_is_named(tmp_path, call, given):
 
 
 def test_a_step_to_load_that_is_text(tmp_path):
-    with raises("C276"):
+    with raises("C278"):
         fullshard.load(tmp_path, two_layers(), step="1")
 
 

@@ -282,7 +282,7 @@ def load(
                 expected="an int of at least 0",
                 got=repr(step),
                 remedy="pass an int, as in step=1, or leave it out",
-                code="C276",
+                code="C278",
             )
         wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
     assert where is not None and wanted is not None
