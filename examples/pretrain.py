@@ -177,14 +177,7 @@ def train(
             recent.append(time.perf_counter() - started)
             record.add_step(mean, tokens, recent[-1])
 
-            if progress.due(record.step):
-                use = memory_use(model, optimizer)
-                held_out = f"held-out {record.validation[-1][1]:.3f}  " if record.validation else ""
-                progress.update(
-                    record.step,
-                    f"loss {mean:.3f}  {held_out}{tokens * len(recent) / sum(recent):,.0f} tokens/s  "
-                    f"{human_bytes(use.total)} a rank, {human_bytes(use.single_process)} unsharded",
-                )
+            use = memory_use(model, optimizer) if progress.due(record.step) else None  # with gradients
             last = record.step == options.steps
             save_now = last or interrupted or record.step % options.save_every == 0
             if save_now:
@@ -194,6 +187,13 @@ def train(
             if record.step % options.validate_every == 0 and not last:
                 held_out_loss = validate(model, corpus, rounds=4, options=options, device=device)
                 record.validation.append((record.step, held_out_loss))
+            if use is not None:  # after the evaluation, whose loss the line tells
+                held_out = "held-out {1:.3f} at {0}  ".format(*record.validation[-1]) if record.validation else ""
+                progress.update(
+                    record.step,
+                    f"loss {mean:.3f}  {held_out}{tokens * len(recent) / sum(recent):,.0f} tokens/s  "
+                    f"{human_bytes(use.total)} a rank, {human_bytes(use.single_process)} unsharded",
+                )
             if save_now:
                 save(options.out, model, optimizer, record)
             if interrupted:

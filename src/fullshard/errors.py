@@ -127,6 +127,12 @@ class NonfiniteError(FullshardError, RuntimeError):
     """Gradients whose norm is not finite, where the caller asked for an error."""
 
 
+def class_and_value(value: object) -> str:
+    """What was given, with its class's module: PyTorch has classes of the same names, whose reprs look like ours."""
+    kind = type(value)
+    return repr(value) if kind.__module__ == "builtins" else f"{value!r}, a {kind.__module__}.{kind.__qualname__}"
+
+
 def class_to_catch(error: BaseException) -> str:
     """The name of an error's class as a user catches it: of the tree above, that of the branch (`ConfigError`), because
     the classes below the branches are for code that catches PyTorch's errors and are not exported."""

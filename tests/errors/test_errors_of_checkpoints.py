@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,30 @@ def test_what_to_do_while_saving(tmp_path):
 def test_a_state_dict_in_place_of_the_model(tmp_path):
     with raises("C199"):
         fullshard.save(tmp_path, two_layers().state_dict())
+
+
+@pytest.mark.parametrize("given", [{"optimizers": 3}, {"state": [1]}])
+@pytest.mark.parametrize("call", [fullshard.save, fullshard.load])
+def test_an_argument_of_another_type_is_named(tmp_path, call, given):
+    with raises("C199"):
+        try:
+            call(tmp_path, two_layers(), **given)
+        except fullshard.FullshardError as error:
+            assert str(error).startswith(f"{call.__name__}({next(iter(given))}=)"), f"{error}"
+            raise
+
+
+def test_a_step_to_load_that_is_text(tmp_path):
+    with raises("C278"):
+        fullshard.load(tmp_path, two_layers(), step="1")
+
+
+@pytest.mark.parametrize("below", ["", "runs/mine"])
+@pytest.mark.parametrize("call", [fullshard.save, fullshard.load])
+def test_a_file_where_the_folder_would_be(tmp_path, call, below):
+    (tmp_path / "file").write_text("in the way")
+    with raises("K191"):
+        call(tmp_path / "file" / below, two_layers())
 
 
 def test_a_name_of_state_that_is_the_models(tmp_path):

@@ -328,3 +328,8 @@ def test_an_optimizer_that_looks_at_whole_tensors():
     model(ONE).sum().backward()
     with raises("C160"):
         optimizer.step()
+
+
+def test_a_view_of_parameters_in_place_of_the_model():
+    with raises("C277"):
+        fullshard.optimizer_view(two_layers().parameters())

@@ -169,7 +169,13 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
         ConfigError: there is none of that name; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}", code="C038")
+        raise ConfigError(
+            "reduction= is unknown.",
+            expected=f"one of {REDUCTIONS}",
+            got=repr(reduction),
+            remedy='leave it out for "mean"',
+            code="C038",
+        )
     if reduction != "mean" and getattr(comm, "scales_itself", False):
         raise ConfigError(
             f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",

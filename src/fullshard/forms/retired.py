@@ -14,6 +14,12 @@ from ..torch_private.local_tensor import set_local
 from .member import NAME_KEY, SUCCESSOR_KEY
 
 
+def _called(func: Any) -> str:
+    """The name of a method; of an attribute's getter, the attribute's."""
+    name = str(getattr(func, "__name__", func))
+    return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__") else name
+
+
 class OriginalParameter(nn.Parameter):
     """What a parameter object becomes once its values have moved into a shard: any use raises.
 
@@ -32,7 +38,7 @@ class OriginalParameter(nn.Parameter):
         raise ConfigError(
             "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
             parameter=name or "?",
-            got=f"{getattr(func, '__name__', func)} on the object from before fully_shard",
+            got=f"{_called(func)} on the object from before fully_shard",
             remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
             "modules inside one module that fully_shard is applied to",
             code="C092",

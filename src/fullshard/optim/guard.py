@@ -139,10 +139,14 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
         raise ConfigError(
             f"{name} looks at whole tensors, and was given runs of elements in one dim: it would train something else.",
             parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or "?",
-            expected="an element-wise optimizer (SGD, Adam, AdamW, ...), or parameters of fully_shard",
+            expected="an element-wise optimizer (SGD, Adam, AdamW, ...)"
+            + ("" if "Adafactor" in bases else ", or parameters of fully_shard"),
             got=f"{name} with {part}",
-            remedy=f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters() '
-            "(Muon and LBFGS of torch.optim step those, Adafactor does not); or take an element-wise optimizer",
+            remedy="take an element-wise optimizer (SGD, Adam, AdamW, ...): torch.optim.Adafactor steps sharded "
+            "parameters of no layout"
+            if "Adafactor" in bases
+            else f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters(); or take '
+            "an element-wise optimizer",
             code="C160",
         )
     if not bases & ELEMENT_WISE and name not in _warned:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ArgumentTypeError, ConfigError
 from ..shard import Bucket, add_views, members_of, units_of
 
 
@@ -35,8 +35,17 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
         last, as they are. The list has the same length on every rank; a tensor may be empty.
 
     Raises:
+        ArgumentTypeError: `model` is no module.
         ConfigError: the model has no units, a given tensor is not one of its parameters, or one has a view already.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            "optimizer_view takes the model.",
+            expected="an nn.Module",
+            got=type(model).__name__,
+            remedy="give the model itself: optimizer_view(model); params= takes parameters",
+            code="C277",
+        )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
     units = units_of(model)
     if not units:

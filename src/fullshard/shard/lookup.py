@@ -65,7 +65,8 @@ def refuse_meta(units: Iterable[Unit]) -> None:
         raise PhaseError(
             "A forward was called while parameters are on the meta device and hold no values.",
             parameter=", ".join(names),
-            remedy="call model.to_empty(device=...) and then initialise every module "
-            "(reset_parameters() or a state dict load)",
+            remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
+            "owns: with one seed all would draw the same), and initialise every module (reset_parameters()); or load a "
+            "state dict",
             code="P050",
         )

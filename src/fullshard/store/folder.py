@@ -188,6 +188,22 @@ class Folder:
         (self.path / name).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
+    def refuse_file(self) -> None:
+        """Raise where a file is in the way.
+
+        Raises:
+            CheckpointError: the folder's path, or one above it, is a file.
+        """
+        for path in (self.path, *self.path.parents) if self.on_disk else ():
+            if path.exists() and not path.is_dir():
+                raise CheckpointError(
+                    "A file is where the folder of checkpoints would be.",
+                    expected=f"a folder, or nothing yet, at {self.path}",
+                    got=f"the file {path}",
+                    remedy="give the folder, not a file in it; or another path",
+                    code="K191",
+                )
+
     @contextlib.contextmanager
     def locked(self, patience: float) -> Iterator[int]:
         """Hold the lock that excludes other saves into this folder; gives its file descriptor.
@@ -202,6 +218,7 @@ class Folder:
         """
         import fcntl
 
+        self.refuse_file()
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in missing:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.names import settle
-from ..errors import CheckpointError, DamagedCheckpointError, DivergenceError, message
+from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
 from .contents import Contents, contents_of
 from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
+from .given import check_given
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
@@ -287,6 +288,7 @@ def load(
         DamagedCheckpointError: files are missing, truncated, or not what was written: says which.
         CheckpointError: there is no checkpoint, or it does not fit: names the first tensor.
         DivergenceError: a rank did not come, asked for another step, or reads another checkpoint.
+        ConfigError: an argument is of another type.
     """
     ranks = Ranks(process_group)
     wanted: Wanted | None = None
@@ -294,7 +296,15 @@ def load(
     candidates: list[str] = []
     with ranks.step("looking at the arguments"):
         where = folder_at(folder)
-        given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        given = check_given("load", model, optimizers, state)
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise ConfigError(
+                "load(step=) is a count, or None for the newest.",
+                expected="an int of at least 0",
+                got=repr(step),
+                remedy="pass an int, as in step=1, or leave it out",
+                code="C278",
+            )
         wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
     assert where is not None and wanted is not None
     settle_background(ranks)
@@ -333,6 +343,7 @@ def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
     Raises:
         CheckpointError: there is none.
     """
+    where.refuse_file()
     if where.is_checkpoint and step is None:
         return [""]
     names = where.names()
@@ -343,6 +354,7 @@ def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
                 "There is no checkpoint of this step.",
                 expected=f"step {step} in {where}",
                 got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
+                remedy="leave step out to load the newest, or take one of those that are there",
                 code="K121",
             )
         return found[::-1] if fall_back else found[-1:]

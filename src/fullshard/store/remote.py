@@ -146,6 +146,10 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
         return path
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(
-            "Checkpoints are kept in a folder.", expected="a path or an address", got=repr(path), code="C195"
+            "Checkpoints are kept in a folder.",
+            expected="a path or an address",
+            got=repr(path),
+            remedy='pass the folder first: save("runs/mine", model, ...)',
+            code="C195",
         )
     return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(path)

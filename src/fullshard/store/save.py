@@ -15,6 +15,7 @@ from ..errors import CheckpointError, ConfigError
 from .background import WRITER, Saving, settle_background, started
 from .entries import RNG, Generators
 from .folder import Folder
+from .given import check_given
 from .job import Written, end, write
 from .planning import Planned, Request, planned
 from .ranks import Ranks
@@ -144,18 +145,17 @@ def _request(
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
         if not is_count and not (value is None and what != "step"):
             raise ConfigError(
-                f"save({what}=) is a count.", expected=f"an int of at least {least}", got=repr(value), code="C197"
+                f"save({what}=) is a count.",
+                expected=f"an int of at least {least}",
+                got=repr(value),
+                remedy=f"pass an int, as in {what}={max(least, 1)}",
+                code="C197",
             )
     if if_saving not in ("wait", "refuse"):
         raise ConfigError(
             "save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
         )
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    for what, value, kind in (("model", model, nn.Module), *(("optimizers", o, torch.optim.Optimizer) for o in given)):
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"save({what}=) is of another type.", expected=kind.__name__, got=type(value).__name__, code="C199"
-            )
+    given = check_given("save", model, optimizers, state)
     kept = dict(state or {})
     for name in kept:
         if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):

@@ -200,8 +200,9 @@ class Rank:
         report = self.board.verdict or ""
         return DivergenceError(
             report,
-            remedy="let every rank make the same calls in the same order, and end all ranks when one fails; the time "
-            "allowed is set by fullshard.watch(limit=...)",
+            remedy="let every rank make the same calls in the same order; with unequal numbers of batches, train in "
+            "fullshard.join(model, loader); end all ranks when one fails; the time allowed is set by "
+            "fullshard.watch(limit=...)",
             code="D016",
         )
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import ArgumentTypeError, AssertedError, ConfigError, message
+from ...errors import ConfigError, class_and_value, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -52,12 +52,12 @@ from ...shard import (
 from ..gradients import check_reduction
 from ..whole import saving_methods
 from ..wrapping import plan_wrapping
+from .arguments import LAYOUTS, check_arguments, check_ignored, has_forward
 from .module import FSDPModule
 from .state import state_of
 
 logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
-LAYOUTS = ("rows", "flat", "owner")
 PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")  # a CustomPolicy may give
 
 _classes: dict[type, type] = {}  # a module class -> the class it becomes
@@ -144,12 +144,18 @@ def fully_shard(
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    _check_arguments(modules, offload_policy, layout, prefetch)
+    check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
         raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80], code="C003")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(f"mp_policy must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}", code="C004")
+        raise ConfigError(
+            "mp_policy is of another class.",
+            expected="a fullshard.MixedPrecisionPolicy",
+            got=class_and_value(mp_policy),
+            remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
+            code="C004",
+        )
     spmd = None
     if dp_mesh_dims is None:
         refuse_misread(mesh)
@@ -162,7 +168,7 @@ def fully_shard(
     )
     keep = _check_reshard(reshard_after_forward, axes)
     below = [runner for one in modules for runner in runners_in(one)]
-    _check_ignored(ignored_params)
+    check_ignored(ignored_params)
     ignored = {id(parameter) for parameter in ignored_params or ()} | left_alone(below)
     _refuse_inside(modules, ignored)
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
@@ -213,15 +219,15 @@ def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[t
             raise ConfigError(
                 f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}", code="C007"
             )
-        if not is_unit(block) and _has_forward(block):
+        if not is_unit(block) and has_forward(block):
             layout, prefetch = own.get("layout", LAYOUTS[0]), own.get("prefetch", 0)
-            _check_arguments([block], OffloadPolicy(), layout, prefetch)
+            check_arguments([block], OffloadPolicy(), layout, prefetch)
             reshard = own.get("reshard_after_forward")
             if reshard is not None and not isinstance(reshard, bool):
                 raise ConfigError(
                     f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}", code="C008"
                 )
-    return [(block, own) for _, block, own in planned if not is_unit(block) and _has_forward(block)]
+    return [(block, own) for _, block, own in planned if not is_unit(block) and has_forward(block)]
 
 
 def _override(
@@ -241,54 +247,6 @@ def _override(
         ignored,
         own.get("prefetch", prefetch),
     )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    without = type(module).forward is nn.Module.forward and "forward" not in module.__dict__
-    return not without and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def _check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
-    if not modules:
-        raise ConfigError("fully_shard was given an empty list of modules", code="C009")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(
-                f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}", code="C010"
-            )
-        if not _has_forward(module):
-            raise ConfigError(
-                f"{type(module).__name__} has no forward of its own, so it cannot be a unit: "
-                "nothing would tell when to gather its parameters.",
-                remedy="apply fully_shard to each module in it, or to the list of them as one unit",
-                code="C011",
-            )
-        if is_unit(module):
-            raise AssertedError(
-                f"fully_shard was applied to this {plain_class(module).__name__} already.",
-                remedy="apply it once to each module, innermost first",
-                code="C012",
-            )
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise ConfigError(
-            f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {offload_policy!r}", code="C013"
-        )
-    if not isinstance(layout, Blocks) and layout not in LAYOUTS:
-        raise ConfigError(f"layout must be one of {LAYOUTS} or Blocks(granule), got {layout!r}", code="C014")
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise ConfigError(f"prefetch must be an int of at least 0, got {prefetch!r}", code="C015")
-
-
-def _check_ignored(given: Any) -> None:
-    wrong = next((one for one in given or () if not isinstance(one, Tensor)), None)
-    if wrong is not None:
-        raise ArgumentTypeError(
-            "ignored_params takes Parameters.",
-            expected="a set of objects, such as {model.head.weight}",
-            got=f"{type(wrong).__name__} {wrong!r}"[:80],
-            remedy="look names up: {p for name, p in model.named_parameters() if name in names}",
-            code="C276",
-        )
 
 
 def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
@@ -329,7 +287,13 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if not isinstance(reshard, int):
-        raise ConfigError(f"reshard_after_forward must be a bool, an int or None, got {reshard!r}", code="C017")
+        raise ConfigError(
+            "fully_shard(reshard_after_forward=) is of another type.",
+            expected="a bool, an int or None",
+            got=repr(reshard),
+            remedy="leave it out; True frees parameters after forward, False keeps them for backward",
+            code="C017",
+        )
     if reshard == 1:
         warnings.warn(
             message(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...errors import ConfigError
+from ...errors import ConfigError, class_and_value
 
 T = TypeVar("T")
 
@@ -84,6 +84,18 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""Dtypes as text, which configurations hold, and their names in torch."""
+
+
 class _Checked:
     """A field is checked whenever it is assigned to, which includes construction."""
 
@@ -99,7 +111,11 @@ class _Checked:
             raise ConfigError(f"{type(self).__name__} has no field {name!r}", code="C052")
         if not fits:
             raise ConfigError(
-                f"{type(self).__name__}.{name} does not fit.", expected=expected, got=repr(value), code="C053"
+                f"{type(self).__name__}.{name} does not fit.",
+                expected=expected,
+                got=class_and_value(value),
+                remedy=f"pass torch.{_DTYPES[value]}" if isinstance(value, str) and value in _DTYPES else "",
+                code="C053",
             )
         return value
 
@@ -333,6 +349,14 @@ def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = 
     raise error(
         f"{argument} does not fit.",
         expected=f"fullshard.{kind.__name__}",
-        got=repr(value),
+        got=class_and_value(value),
+        remedy=_remedy(kind, value),
         code="C054",
     )
+
+
+def _remedy(kind: type[Any], value: Any) -> str:
+    if not issubclass(kind, Enum):
+        return f"from fullshard import {kind.__name__}, and build it from that class"
+    name = value.upper() if isinstance(value, str) else ""
+    return f"pass {kind.__name__}.{name if name in kind.__members__ else next(iter(kind.__members__))}"
