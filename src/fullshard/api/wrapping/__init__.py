@@ -1,6 +1,6 @@
 """Which modules become units: policies, and the plan they give."""
 
-from .plan import plan_wrapping, post_order
+from .plan import plan_wrapping, post_order, repeated_blocks
 from .policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -22,6 +22,7 @@ __all__ = [
     "or_policy",
     "plan_wrapping",
     "post_order",
+    "repeated_blocks",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...api.functional.fully_shard import fully_shard
+from ...api.wrapping import repeated_blocks
 from ...errors import ConfigError
 from .parts import run_parts
 from .report import Report
@@ -102,7 +103,7 @@ def verify(
 
 
 def _by_blocks(model: nn.Module) -> nn.Module:
-    return fully_shard(model, auto_wrap_policy="auto")
+    return fully_shard(model, auto_wrap_policy="auto" if repeated_blocks(model) else None)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
