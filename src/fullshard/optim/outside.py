@@ -43,11 +43,12 @@ def warn_of_outside(parameters: Sequence[torch.Tensor]) -> None:
     names = _names_of([one for one in outside if id(one) not in ignored], beside)
     LOOKED.append(bool(names))
     if names:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
         warnings.warn(
             message(
                 "An optimizer steps parameters that no unit holds, beside sharded ones: their gradients are this "
                 "rank's own, and ranks drift apart.",
-                parameter=", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""),
+                parameter=shown,
                 expected="every trained parameter in a unit",
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
                 "no block took. Where you average these gradients yourself, name them in ignored_params= "
