@@ -108,7 +108,10 @@ def drop_empty_globs(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "index":
         docs = Path(app.srcdir)
         lines = source[0].split("\n")
-        source[0] = "\n".join(one for one in lines if not one.endswith("*") or list(docs.glob(f"{one}.md")))
+        source[0] = "\n".join(one for one in lines if not _GLOB.fullmatch(one) or list(docs.glob(f"{one}.md")))
+
+
+_GLOB = re.compile(r"[\w/.-]*\*")  # a line of a toctree; prose may end in bold
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
