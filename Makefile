@@ -8,11 +8,14 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-all test-clients bench lint docs docs-markdown clean help
+.PHONY: demo test test-all test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
+	@echo "make test-torch TORCH=2.15.0  the tests on another version of torch, in an environment of its own"
+	@echo "make test-torch-short TORCH=2.15.0  a part of them that takes minutes"
 	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"
+	@echo "make test-clients-short  a part of them that takes minutes"
 	@echo "make bench  side-by-side benchmark table"
 	@echo "make docs   the site: docs/_build/html/index.html    make docs-markdown  the reference as Markdown"
 	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
@@ -32,6 +35,26 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --all-ways $(ARGS)
 
+# Other versions of torch, each in an environment of its own. On PyPI every version but the default brings CUDA (5 GB).
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|torchao|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt torch==$(TORCH) numpy setuptools
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint $(OTHER)/constraints.txt --editable ".[dev]"
+	@touch $@
+
+# What depends on torch most: its interface, private names, precision, growth, the newest behaviour.
+SHORT_TORCH := test_surface test_private_api test_engine test_agreement parity/test_methods parity/test_gradient_dtypes \
+	corners/test_reductions_asked_for corners/test_growth corners/test_mutable_arguments corners/test_average_swapped_in
+
+test-torch-short: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n 2 $(SHORT_TORCH:%=tests/%.py) $(ARGS)
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
 CLIENTS := $(VENV)/.clients
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable ".[dev,hf,lightning,trl,torchao]"
@@ -39,6 +62,11 @@ $(CLIENTS): $(STAMP)
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m pytest -n 0 --timeout 900 tests/clients $(ARGS)
+
+# One file for each library and way to use it; a few minutes, most of them spent on importing the libraries.
+SHORT_CLIENTS := accelerate peft torchtitan
+test-clients-short: $(CLIENTS)
+	$(BIN)/python -m pytest -n 0 --timeout 900 $(SHORT_CLIENTS:%=tests/clients/test_%.py) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
@@ -56,4 +84,4 @@ docs-markdown: $(STAMP)
 	$(BIN)/fullshard docs src/fullshard --markdown --out docs/_build/markdown $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs docs/_build docs/project
+	rm -rf $(VENV) .venv-torch-* runs docs/_build docs/project

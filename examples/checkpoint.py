@@ -57,12 +57,12 @@ def resume(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, new: R
     Raises:
         CheckpointUnusable: it cannot be read, or is not of `new`'s model, seed and text.
     """
-    if not fullshard.Folder(out / "checkpoints").names():
-        return None
     try:
-        loaded = fullshard.load(out / "checkpoints", model, optimizer, fall_back=True)
+        loaded = fullshard.load(out / "checkpoints", model, optimizer, fall_back=True, missing_ok=True)
     except fullshard.CheckpointError as error:
         raise CheckpointUnusable(" ".join(str(error).split())) from error
+    if loaded.path is None:
+        return None
     record = Record(**loaded.state["record"])
     check_same_run(loaded.path, record, new)
     return record

@@ -56,9 +56,7 @@ def train(out: Path, lost: tuple[int, int] | None) -> None:
             fullshard.fully_shard(layer)
     fullshard.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    done = 0
-    if fullshard.Folder(out).names():
-        done = fullshard.load(out, model, optimizer, fall_back=True).step
+    done = fullshard.load(out, model, optimizer, fall_back=True, missing_ok=True).step
     for step in range(done + 1, STEPS + 1):
         loss = share_of_loss(model, step, rank, world)
         loss.backward()

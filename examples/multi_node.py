@@ -79,9 +79,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if dist.get_rank() == 0:
         print(fullshard.describe(model).partition("\n")[0], flush=True)
 
-    done, losses = 0, []
-    if fullshard.Folder(options.out).names():  # after a restart, of as many machines or others
-        done = fullshard.load(options.out, model, optimizer, fall_back=True, rng=False).step
+    losses = []  # after a restart, of as many machines or others, training goes on from the newest checkpoint
+    done = fullshard.load(options.out, model, optimizer, fall_back=True, rng=False, missing_ok=True).step
     for step in range(done, options.steps):
         inputs = batch(step, options.width, device)
         loss = (model(inputs) - inputs.roll(1, 1)).square().mean()

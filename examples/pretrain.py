@@ -269,7 +269,7 @@ def main() -> None:
         say(f"Resuming from {checkpoints}, after step {record.step:,} of {max(options.steps, record.step):,}")
 
     if record.step >= options.steps:
-        say("This run was finished before: validating and generating again, without training.")
+        say(f"Already finished at step {record.step:,}: validating and generating again, without training.")
     elif not train(model, optimizer, corpus, record, options=options, device=device):
         say(f"Interrupted after step {record.step:,} of {options.steps:,}, and saved in {checkpoints}.")
         say("The same command goes on from there. (torchrun may follow with a traceback of its own; all is well.)")
@@ -285,7 +285,7 @@ def main() -> None:
     draw(options, record)
     say(f"checkpoints     {checkpoints}\n")
     summarize(record, loss)
-    say(f"To go on: --steps {2 * record.step}. To start over: --fresh.")
+    say(f'To train on: make demo ARGS="--steps {2 * record.step}". To start over: make demo ARGS=--fresh')
     dist.destroy_process_group()
 
 

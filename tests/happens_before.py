@@ -17,8 +17,8 @@ value of the device's that the host computes with was copied by a `.to()` that w
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,7 +36,10 @@ from fullshard.comm import lanes
 from fullshard.comm.protocol import DONE
 from fullshard.shard.offload import Home
 
-API, WRAPPER = sys.modules["fullshard.api.functional.fully_shard"], sys.modules["fullshard.api.wrapper.instances"]
+API, WRAPPER = (
+    importlib.import_module("fullshard.api.functional.fully_shard"),
+    importlib.import_module("fullshard.api.wrapper.instances"),
+)
 CPU = torch.device("cpu")
 
 

@@ -53,12 +53,6 @@ def refuses(error: type[Exception], words: list[str], model: nn.Module, call: Ca
     assert look_at(model) == before
 
 
-def test_no_process_group_and_no_mesh():
-    assert not dist.is_initialized()
-    model = OddMLP()
-    refuses(ConfigError, ["init_process_group", "mesh"], model, lambda: fully_shard(model))
-
-
 def test_mesh_of_three_dimensions(fake_world):
     fake_world(8)
     model, mesh = OddMLP(), init_device_mesh("cpu", (2, 2, 2))

@@ -238,8 +238,12 @@ def with_memory_of_the_group() -> bool:
     return backend.allocated > 4
 
 
-def test_symmetric_memory_is_refused_by_name(fake_world):
+def test_symmetric_memory_changes_nothing_and_says_so_once(fake_world, caplog, monkeypatch):
+    """torchtitan asks for it always; PyTorch's takes it on any backend."""
+    monkeypatch.setattr("fullshard.api.functional.module._logged_symm_mem", [])
     fake_world(2)
     model = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(fullshard.ConfigError, match="fake"):
-        model.set_symm_mem_for_comm()
+    with caplog.at_level("INFO", logger="fullshard"):
+        for _ in range(2):
+            model.set_symm_mem_for_comm()
+    assert sum("symm_mem" in record.getMessage() for record in caplog.records) == 1

@@ -224,6 +224,11 @@ class Attack:
         return os.mkdir, (str(self.target),)
 
 
+def one_hash() -> bytes:
+    """A dictionary whose keys Python hashes alike, so that each is compared with all others."""
+    return pickle.dumps({"entries": dict.fromkeys(n * (2**61 - 1) for n in range(2, 20_000))}, protocol=2)
+
+
 def bad_files(folder: Path) -> dict[str, tuple[bytes, str]]:
     """By case: what is in the file, and what is said of it."""
     good = json.loads((write(folder, status(0), status(1)) / "stuck-1-rank0.json").read_text())
@@ -248,6 +253,9 @@ def bad_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "persistent": (b"\x80\x02X\x01\x00\x00\x00aQ.", "refers to something outside"),
         "truncated pickle": (attack[:12], "broken or truncated pickle"),
         "huge memo": (b"\x80\x02Nr\xff\xff\xff\xff.", "broken or truncated pickle"),
+        "a memo of 2 GiB": (b"\x80\x02Nr\xff\xff\xff\x0f.", "broken or truncated pickle"),
+        "bytes of 2 GiB": (b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".", "broken or truncated pickle"),
+        "keys of one hash": (one_hash(), "broken or truncated pickle"),
         "a set": (pickle.dumps({"entries": {1}}, protocol=4), "'entries' of a flight recorder's dump is set"),
     }
 
@@ -265,10 +273,12 @@ def test_bad_files_are_told_of_in_one_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_bad_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([str(tmp_path / "nowhere")], [str(tmp_path)], [], ["a", "b"]):
-        assert main(["doctor", *arguments]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and told.startswith("fullshard: "), told
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert main(["doctor", str(path)]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and printed.startswith("fullshard: "), printed
+    for arguments in ([], ["a", "b"]):  # tyro's own words
+        assert main(["doctor", *arguments]) == 2 and capsys.readouterr().err
     with pytest.raises(ConfigError, match="neither a watcher's report"):
         doctor(tmp_path)
 

@@ -147,7 +147,7 @@ def test_a_pass_that_was_broken_off_counts_as_it_does_where_nothing_was_raised()
 
 def status(rank: int, **facts: Any) -> dict[str, Any]:
     known = {"gone": None, "state": "S", "raised": None, "waited": None, "waits_for": None, "last": None, "idle": False,
-             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "children": 0.0, "records": [], "stack": "here",
+             "count": 5, "steps": 1, "cpu": 0.0, "io": 0, "children": 0.0, "records": [], "stack": "here", "time": 0.0,
              "samples": ["here"]}  # fmt: skip
     return {"rank": rank, **known, **facts}
 
@@ -165,7 +165,8 @@ BEHIND = status(1, **{**WAITS, "last": record(4, GATHER, "b"), "count": 4})
     [
         ([status(1, gone="killed")], [], True),
         ([status(1, state="T")], [], True),
-        ([status(1, state="unreachable")], [], True),
+        ([status(1, state="unreachable")], [], False),  # no answer is no proof
+        ([status(1, state="unreachable")], [status(1, state="unreachable")], True),
         ([status(1, raised="ValueError: x")], [], True),
         ([status(1)], [], False),  # busy, and seen for the first time
         ([status(1)], [status(1)], True),

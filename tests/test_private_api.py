@@ -17,16 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.store.metadata import read_index
 from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import dcp_files, foreach, graph_nodes, store, tensor_hooks, transforms, versions
+from fullshard.torch_private.assigning import is_assigning
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group
 from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range
+from fullshard.torch_private.step_hooks import without_step_hooks
 
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
@@ -97,7 +100,7 @@ def test_backward_end_is_called_once_and_knows_when_it_is_over() -> None:
     ends: list[BackwardEnd] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), lambda: calls.append("broken"))))
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), 0)))
     x.register_hook(lambda grad: calls.append(f"running={ends[0].running()}"))
     y.sum().backward()
     assert calls == ["running=True", "end"]
@@ -113,12 +116,12 @@ def test_backward_end_dies_with_a_backward_that_raises() -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("broken off")
 
-    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), lambda: calls.append("broken"))))
+    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), 0)))
     x.register_hook(fail)
     with pytest.raises(ValueError, match="broken off"):
         y.sum().backward()
     gc.collect()
-    assert calls == ["broken"] and not ends[0].running()
+    assert not calls and not ends[0].running() and ends[0].is_over()
 
 
 def test_a_view_through_data_has_a_version_of_its_own() -> None:
@@ -178,11 +181,35 @@ def test_hooks_on_tensors_join_those_of_the_user() -> None:
     assert seen[-3:] == ["first, [3.0, 3.0]", "of what it was", "leaf"]
 
 
+def test_hooks_that_come_first_and_can_be_taken_back() -> None:
+    seen: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+    for users in (0, 2):
+        tensor = leaf * 3
+        for index in range(users):
+            tensor.register_hook(lambda grad, index=index: seen.append(f"user's {index}"))  # type: ignore[misc]
+        take_back = tensor_hooks.on_gradient_first(tensor, lambda grad: seen.append("first"))
+        tensor.register_hook(lambda grad: seen.append("later"))
+        total = tensor.sum()
+        total.backward(retain_graph=True)
+        of_the_user = [f"user's {index}" for index in range(users)]
+        assert seen == ["first", *of_the_user, "later"]
+        seen.clear()
+        take_back()
+        take_back()
+        total.backward()
+        assert seen == [*of_the_user, "later"]
+        seen.clear()
+
+
 def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     leaf = torch.ones(2, requires_grad=True)
     before, since = leaf * 2, graph_nodes.next_node()
     assert since > 0 and graph_nodes.made_since(leaf * 3, since)
     assert not graph_nodes.made_since(before, since) and not graph_nodes.made_since(leaf, since)
+    after = leaf * 3
+    assert graph_nodes.number_of(before) < since <= graph_nodes.number_of(after)
+    assert max((after, before), key=graph_nodes.number_of) is after
 
 
 def test_versions_go_up_and_back() -> None:
@@ -217,6 +244,7 @@ def test_meshes_tell_their_root_and_strided_shards_exist() -> None:
     from fullshard.torch_private import root_mesh
 
     assert root_mesh.HAS_ROOT, "comm/root_mesh.py refuses tensor-parallel parameters"
+    assert root_mesh.HAS_CONCATENATE, "comm/root_mesh.py refuses torchtitan's meshes"
     assert hasattr(DeviceMesh, "_get_root_mesh")
     assert _StridedShard(0, split_factor=2).dim == 0, "shard/tensor_parallel.py cannot say how rows are split twice"
 
@@ -379,3 +407,30 @@ def test_dcps_files_name_only_what_is_known(tmp_path: Path) -> None:
     assert dcp_files.StorageInfo("file", 1, 2).relative_path == "file"
     assert dcp_files.StoragePrefix("__0_").prefix == "__0_"
     assert hasattr(dcp_files.fsspec_writer(), "write_data")
+
+
+def test_a_step_can_run_without_the_hooks_that_programs_registered() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append("all"))
+    try:
+        with without_step_hooks(optimizer):
+            optimizer.step()
+        assert not calls
+        optimizer.step()
+        assert calls == ["before", "after", "all"]
+    finally:
+        handle.remove()
+
+
+def test_a_load_pre_hook_can_tell_whether_tensors_are_assigned() -> None:
+    found: list[bool] = []
+    module = torch.nn.Linear(2, 2)
+    module.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, metadata, *rest: found.append(is_assigning(metadata))
+    )
+    for assign in (False, True):
+        module.load_state_dict(module.state_dict(), assign=assign)
+    assert found == [False, True]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,3 +161,31 @@ def test_what_cannot_share(fake_world):
     with pytest.raises(fullshard.ConfigError, match="takes roots"):
         share_comm_ctx([model[0], model])
     share_comm_ctx([])
+
+
+def test_roots_that_another_thread_makes_meanwhile():
+    """What looks at all roots of the process (`zero_grad`, `backward`) goes on beside a thread that makes one."""
+    from fullshard.runtime import root
+
+    class Light:
+        """Counts as a root."""
+
+    with mock.patch.object(root, "ROOTS", type(root.ROOTS)()):
+        before = [Light() for _ in range(1000)]
+        for one in before:
+            root.ROOTS[id(one)] = one
+        over = threading.Event()
+
+        def make() -> None:
+            while not over.is_set():
+                one = Light()
+                root.ROOTS[id(one)] = one
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        try:
+            for _ in range(300):
+                assert len(root.all_roots()) >= 1000
+        finally:
+            over.set()
+            thread.join()

@@ -11,13 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 import fullshard
 
-NEWER = {  # than torch 2.13, whose surface is promised
-    "finalize_backward",
-    "param_dtype_override_fn",
-    "set_keep_unsharded_storage",
-    "set_manual_backward_finalization",
-}
-METHODS = sorted({name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_")} - NEWER)
+METHODS = sorted(name for name in dir(torch_fsdp.FSDPModule) if not name.startswith("_"))
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"]
 
 
@@ -27,8 +21,7 @@ def parameters(function: object) -> list[tuple[str, object, object]]:
     for parameter in inspect.signature(function).parameters.values():
         default = parameter.default
         plain = default is inspect.Parameter.empty or isinstance(default, (bool, int, str, type(None), torch.dtype))
-        if parameter.name not in NEWER:
-            found.append((parameter.name, parameter.kind, default if plain else type(default).__name__))
+        found.append((parameter.name, parameter.kind, default if plain else type(default).__name__))
     return found
 
 

@@ -384,3 +384,62 @@ def spmd_refused(dims: dict[str, str], words: str) -> bool:
         fullshard.fully_shard(model, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="dp"))
     assert type(model[0].weight) is DTensor
     return True
+
+
+class Scaled(nn.Module):
+    """Multiplies rows, of which each tensor-parallel rank has some: the weight's gradient is partial."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (DTensor.from_local(x, self.mesh, [Shard(0)]) * self.weight).to_local()
+
+
+def test_partial_gradients_are_summed_in_the_dtype_of_the_reduction(run_ranks):
+    """1 and 2**-9 on two tensor-parallel ranks, of whose sum bf16 would lose the second."""
+    for got in run_ranks(partial_gradients):
+        assert got == [1.0 + 2.0**-9, 1.0 + 2.0**-9, 1.0]
+
+
+def partial_gradients() -> list[float]:
+    dp, tp = meshes((1, 2))
+    x = torch.full((1, 4), 2.0 ** (-9 * tp.get_local_rank()), dtype=torch.bfloat16)
+    results = []
+    for reduce_dtype in (torch.float32, None, torch.bfloat16):
+        policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = fullshard.fully_shard(Scaled(tp), mesh=dp, mp_policy=policy)
+        model(x).sum().backward()
+        results.append(whole(model.weight.grad)[0].item())
+    return results
+
+
+def test_meshes_unflattened_apart_from_one_root(run_ranks):
+    """torchtitan's: `fsdp` is a dim of one mesh, `tp` of another, and neither is one of their root's."""
+    for ours, theirs, reference in run_ranks(unflattened, world=4):
+        close(ours, reference)
+        close(theirs, reference)
+
+
+def no_clip(parameters: object, norm: float) -> Tensor:
+    """torch's own cannot add norms over different meshes."""
+    return torch.zeros(())
+
+
+def unflattened() -> tuple[dict[str, Tensor], ...]:
+    results = []
+    for library in (fullshard, torch_fsdp):
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        data = world._unflatten(0, (1, 2, 1, 2), ("pp", "batch", "cp", "tp"))
+        dense = world._unflatten(0, (1, 1, 2, 2), ("pp", "dp_replicate", "fsdp", "tp"))
+        for mesh in (dense["fsdp"], dense["dp_replicate", "fsdp"]):
+            model = tensor_parallel(Model(), data["tp"], sequence=False)
+            for unit in [*model.blocks, model]:
+                library.fully_shard(unit, mesh=mesh)
+            _, parameters = train(model, lambda step: batch(step, dist.get_rank() // 2), no_clip)
+        results.append(parameters)
+    single = Model()
+    _, reference = train(single, lambda step: torch.cat([batch(step, rank) for rank in range(2)]), no_clip)
+    return *results, reference

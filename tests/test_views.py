@@ -110,3 +110,81 @@ def parked() -> bool:
 
 def test_a_model_is_parked_with_an_optimizer_over_views(run_ranks):
     assert run_ranks(parked) == [True, True]
+
+
+def test_views_say_to_dcp_which_part_they_are(run_ranks, tmp_path):
+    """`CheckpointableTensor` of torch 2.15: with it DCP saves and loads views as they are."""
+    assert all(run_ranks(described, str(tmp_path)))
+
+
+def described(path: str) -> bool:
+    import torch.distributed.checkpoint as dcp
+
+    for layout in LAYOUTS:
+        model = sharded(layout)
+        for name in ("all", "some"):  # runs of different lengths
+            views = optimizer_view(model, [model[0].weight, *model[2].parameters()] if name == "some" else None)
+            for view in views:
+                start, length = (view.global_offsets[0][0], view.local_sizes[0][0]) if view.numel() else (0, 0)
+                assert length == view.numel() and view.local_offsets == (((0,),) if length else ())
+                parts: list = [None] * dist.get_world_size()
+                dist.all_gather_object(parts, (start, length, view.global_shape))
+                held = sorted(part[:2] for part in parts if part[1])
+                assert [at for at, _ in held] == [sum(n for _, n in held[:i]) for i in range(len(held))]
+                assert {part[2] for part in parts} == {(sum(n for _, n in held),)}
+            if hasattr(dcp, "CheckpointableTensor"):
+                state = {f"{index}": view for index, view in enumerate(views)}
+                before = {key: value.detach().clone() for key, value in state.items()}
+                dcp.save(state, checkpoint_id=f"{path}/{layout}-{name}")
+                for value in state.values():
+                    value.data.zero_()
+                dcp.load(state, checkpoint_id=f"{path}/{layout}-{name}")
+                assert all(torch.equal(value, before[key]) for key, value in state.items()), (layout, name)
+                del state
+            del views, view
+    return True
+
+
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def without_one_layer(model: nn.Module) -> None:
+    for parameter in model[2].parameters():
+        parameter.grad = None
+
+
+def without_any(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def without_a_weight(model: nn.Module) -> None:
+    model[0].weight.grad = None
+
+
+def changed_gradients() -> list[str]:
+    """Which changes of parameters' gradients train otherwise than in one process."""
+    wrong = []
+    for layout in LAYOUTS:
+        for change in (halve, without_one_layer, without_any, without_a_weight):
+            plain, model = three(), sharded(layout)
+            models = [(plain, plain.parameters(), (0, 1)), (model, optimizer_view(model), (dist.get_rank(),))]
+            for one, parameters, seeds in models:
+                momentum = 0.0 if change is without_a_weight else 0.9  # to a view its gradient is zero
+                optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    backward(one, *seeds)
+                    if step:
+                        change(one)
+                    optimizer.step()
+            ours = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+            wrong += [f"{layout} {change.__name__} {n}" for n, p in plain.named_parameters() if not ours[n].allclose(p)]
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:A parameter got no gradient")
+def test_what_is_assigned_to_gradients_of_parameters_is_stepped(run_ranks):
+    """The optimizer stepped by what the backward had given, and said nothing."""
+    assert run_ranks(changed_gradients) == [[], []]

@@ -48,10 +48,8 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    done = 0
-    if fullshard.Folder(options.out).names():
-        loaded = fullshard.load(options.out, model, optimizer, state={"average": average}, rng=False)
-        done = loaded.step
+    loaded = fullshard.load(options.out, model, optimizer, state={"average": average}, rng=False, missing_ok=True)
+    done = loaded.step
     for step in range(done, options.steps):
         inputs, targets = rows(step, device)
         (model(inputs) - targets).square().mean().backward()

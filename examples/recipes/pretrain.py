@@ -45,9 +45,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    done, losses = 0, []
-    if fullshard.Folder(options.out / "checkpoints").names():
-        done = fullshard.load(options.out / "checkpoints", model, optimizer, rng=False).step
+    losses = []
+    done = fullshard.load(options.out / "checkpoints", model, optimizer, rng=False, missing_ok=True).step
     source = b"\n".join(text.sources())
     for step in range(done, options.steps):
         tokens = text.batch(source, step, options.rows, options.length)[rank::world].to(device)

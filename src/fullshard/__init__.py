@@ -8,67 +8,140 @@
 From then on `model` trains as before: parameters, gradients and optimizer state are split over the ranks.
 """
 
-from . import wrap
-from .api.functional.fully_shard import fully_shard
-from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from .api.gathered import free, keep_gathered
-from .api.gradients import set_check_nonfinite, set_token_count
-from .api.join import join
-from .api.parking import Moved, park, resume
-from .api.wrapper.fsdp import FullyShardedDataParallel
-from .api.wrapper.settings import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
-from .comm.protocol import Comm, NullComm, RecordingComm
-from .comm.torch_comm import TorchComm
-from .errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    DivergenceError,
-    FullshardError,
-    LayoutError,
-    PhaseError,
-    PrivateNameError,
-)
-from .events import Event, record_events
-from .exchange.convert import convert
-from .forms import FlatParameter, FlatShard, RowShard
-from .insight.describe import describe
-from .insight.memory import MemoryUse, memory_use
-from .insight.owner import Owned, owner_of
-from .insight.verify import verify
-from .integrations.adopt import adopt
-from .layout import Blocks
-from .mesh.axes import ShardPlacementResult
-from .mesh.data_parallel import DataParallelMeshDims
-from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .store.background import Saving
-from .store.folder import Folder
-from .store.full_parameters import full_parameters
-from .store.hugging_face import load_safetensors, save_safetensors
-from .store.load import Loaded, load
-from .store.save import save
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import VERSION
-from .watcher import watch
 
 __version__ = VERSION
+
+if TYPE_CHECKING:
+    from . import wrap
+    from .api.functional.fully_shard import fully_shard
+    from .api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+    from .api.gathered import free, keep_gathered
+    from .api.gradients import set_check_nonfinite, set_token_count
+    from .api.join import join
+    from .api.parking import Moved, park, resume
+    from .api.wrapper.fsdp import FullyShardedDataParallel
+    from .api.wrapper.settings import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+    from .checkpoint import load_optimizer_state_dict, optimizer_state_dict
+    from .comm.protocol import Comm, NullComm, RecordingComm
+    from .comm.torch_comm import TorchComm
+    from .errors import (
+        CheckpointError,
+        ConfigError,
+        DamagedCheckpointError,
+        DivergenceError,
+        FullshardError,
+        LayoutError,
+        PhaseError,
+        PrivateNameError,
+    )
+    from .events import Event, record_events
+    from .exchange.convert import convert
+    from .forms import FlatParameter, FlatShard, RowShard
+    from .insight.describe import describe
+    from .insight.memory import MemoryUse, memory_use
+    from .insight.owner import Owned, owner_of
+    from .insight.verify import verify
+    from .integrations.adopt import adopt
+    from .layout import Blocks
+    from .mesh.axes import ShardPlacementResult
+    from .mesh.data_parallel import DataParallelMeshDims
+    from .optim import NonfiniteGradient, ShardedGradScaler, clip_grad_norm_, nonfinite_gradients, optimizer_view
+    from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from .runtime.reduce_kept import GradientReductionHandle
+    from .store.background import Saving
+    from .store.folder import Folder
+    from .store.full_parameters import full_parameters
+    from .store.hugging_face import load_safetensors, save_safetensors
+    from .store.load import Loaded, load
+    from .store.save import save
+    from .watcher import watch
+
+_HOMES = {
+    name: f".{module}"
+    for module, names in {
+        "api.functional.fully_shard": "fully_shard",
+        "api.functional.module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
+        "api.gathered": "free keep_gathered",
+        "api.gradients": "set_check_nonfinite set_token_count",
+        "api.join": "join",
+        "api.parking": "Moved park resume",
+        "api.wrapper.fsdp": "FullyShardedDataParallel",
+        "api.wrapper.settings": (
+            "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
+            "LocalStateDictConfig MixedPrecision OptimStateDictConfig OptimStateKeyType "
+            "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictConfig "
+            "StateDictSettings StateDictType"
+        ),
+        "checkpoint": "load_optimizer_state_dict optimizer_state_dict",
+        "comm.protocol": "Comm NullComm RecordingComm",
+        "comm.torch_comm": "TorchComm",
+        "errors": (
+            "CheckpointError ConfigError DamagedCheckpointError DivergenceError FullshardError LayoutError "
+            "PhaseError PrivateNameError"
+        ),
+        "events": "Event record_events",
+        "exchange.convert": "convert",
+        "forms": "FlatParameter FlatShard RowShard",
+        "insight.describe": "describe",
+        "insight.memory": "MemoryUse memory_use",
+        "insight.owner": "Owned owner_of",
+        "insight.verify": "verify",
+        "integrations.adopt": "adopt",
+        "layout": "Blocks",
+        "mesh.axes": "ShardPlacementResult",
+        "mesh.data_parallel": "DataParallelMeshDims",
+        "optim": "NonfiniteGradient ShardedGradScaler clip_grad_norm_ nonfinite_gradients optimizer_view",
+        "policies": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
+        "runtime.reduce_kept": "GradientReductionHandle",
+        "store.background": "Saving",
+        "store.folder": "Folder",
+        "store.full_parameters": "full_parameters",
+        "store.hugging_face": "load_safetensors save_safetensors",
+        "store.load": "Loaded load",
+        "store.save": "save",
+        "watcher": "watch",
+    }.items()
+    for name in names.split()
+}
+"""Where each public name is defined. It is imported on first use, so that `import fullshard` alone imports no torch."""
+
+_MODULES = ("comm_hooks", "errors", "events", "policies", "state_dict", "wrap")
+"""Modules that are attributes of the package without being imported by name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+        return value
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
 
 __all__ = [
     "BackwardPrefetch",
@@ -90,6 +163,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LayoutError",
     "Loaded",
     "LocalOptimStateDictConfig",

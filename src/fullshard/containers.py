@@ -2,13 +2,17 @@
 
 Rebuilds a container only where a tensor in it changed, and then keeps its type: named tuples, dict subclasses
 (such as the outputs of Hugging Face models) and frozen dataclasses included. Objects of other types are leaves.
+
+Lists, dicts and dataclasses that a user passes to a call are never rebuilt, because the call may put something into
+them: see `Borrowed`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +21,12 @@ import torch
 
 def leaves_in(value: Any) -> Iterator[Any]:
     """Whatever in `value` is not a container, in order of appearance: tensors, and objects of other types."""
-    if isinstance(value, torch.Tensor):
+    items = _items(value)
+    if items is None:
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves_in(getattr(value, field.name, None))
     else:
-        yield value
+        for _, item in items:
+            yield from leaves_in(item)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -39,66 +36,181 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, borrowed: Borrowed | None = None) -> Any:
     """`value` with `fn` applied to every tensor in it; the same object where `fn` changed nothing.
 
-    The original containers are never written to.
+    No container is written to, except those in `borrowed`.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, dict):
-        return _map_dict(fn, value)
-    if isinstance(value, (tuple, list)):
-        return _map_sequence(fn, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(fn, value)
-    return value
-
-
-def _map_dict(fn: Callable[[torch.Tensor], torch.Tensor], value: dict[Any, Any]) -> Any:
-    changed = {}
-    for key, item in value.items():
-        new = map_tensors(fn, item)
+    items = _items(value)
+    if items is None:
+        return value
+    changes = {}
+    for key, item in items:
+        new = map_tensors(fn, item, borrowed)
         if new is not item:
-            changed[key] = new
-    if not changed:
+            changes[key] = new
+    if not changes or (borrowed is not None and borrowed.write(value, changes)):
         return value
+    return _rebuilt(value, changes)
+
+
+def map_own(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """As `map_tensors`, of an argument as it is passed: tensors, and those in tuples; the rest is the user's."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if not isinstance(value, tuple):
+        return value
+    items = [map_own(fn, item) for item in value]
+    changes = {index: new for index, (new, item) in enumerate(zip(items, value, strict=True)) if new is not item}
+    return _rebuilt(value, changes) if changes else value
+
+
+def _rebuilt(value: Any, changes: dict[Any, Any]) -> Any:
+    """A copy of a container with some of its items replaced."""
     if type(value) is dict:
-        return {**value, **changed}
+        return {**value, **changes}
+    if isinstance(value, (tuple, list)):
+        items = [changes.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     result = copy.copy(value)
-    for key, item in changed.items():
-        result[key] = item
+    for key, item in changes.items():
+        _put(result, key, item)
     return result
 
 
-def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    items = [map_tensors(fn, item) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items)
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and items of a container; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return None
 
 
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            old = getattr(value, field.name)
-            new = map_tensors(fn, old)
-            if new is not old:
-                changed[field.name] = new
-    if not changed:
-        return value
-    result = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(result, name, item)
-    return result
+def _put(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, (dict, list)):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)
 
 
-def cast_floating(dtype: torch.dtype, value: Any) -> Any:
+_SIMPLE = frozenset(
+    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+)
+
+
+def borrowed_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Borrowed | None:
+    """Everything among a call's arguments that the call can put something into; None if there is nothing."""
+    values: list[Any] = []
+    ahead = [*args, *kwargs.values()] if kwargs else list(args)
+    for value in ahead:  # grows
+        if type(value) not in _SIMPLE:
+            if isinstance(value, tuple):
+                ahead += value
+            elif not isinstance(value, torch.Tensor):
+                values.append(value)
+    return Borrowed(values) if values else None
+
+
+class Borrowed:
+    """What a call was passed and can put something into: lists, dicts, dataclasses, and objects of other types.
+
+    Whoever passed it holds it, too, and looks into it after the call: it is never replaced by a copy. Where a tensor in
+    a list, dict or dataclass has to be another during the call (a cast, a copy on the device), it is replaced in place,
+    and `give_back` puts the original where the replacement still is, with what the call changed in it. Lives as long as
+    the call: it holds tensors.
+
+    Attributes:
+        values: the outermost ones.
+    """
+
+    __slots__ = ("_containers", "_originals", "_versions", "values")
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self._containers: dict[int, Any] = {}  # by id, at any depth
+        for value in values:
+            self._add(value)
+        self._originals: dict[int, tuple[Any, Any]] = {}  # by id of a replacement: that, and what it replaced
+        self._versions: dict[int, int] = {}  # of tensors in replacements, by id, where torch counts them
+
+    def _add(self, value: Any) -> None:
+        items = _items(value)
+        if items is not None and id(value) not in self._containers:
+            if not isinstance(value, tuple):
+                self._containers[id(value)] = value
+            for _, item in items:
+                self._add(item)
+
+    def write(self, container: Any, changes: dict[Any, Any]) -> bool:
+        """Replace items of a container in place; False if it is none of these, or cannot be changed."""
+        if id(container) not in self._containers:
+            return False
+        for key, new in changes.items():
+            old = container[key] if isinstance(container, (dict, list)) else getattr(container, key)
+            try:
+                _put(container, key, new)
+            except TypeError:  # an immutable class of lists or dicts: nobody puts anything into it
+                return False
+            self._originals[id(new)] = (new, old)
+            self._versions |= {id(t): t._version for t in tensors_in(new) if not t.is_inference()}
+        return True
+
+    def give_back(self) -> None:
+        """Put originals back in place of what `write` put there, with what was changed in place since."""
+        if not self._originals:
+            return
+        originals, self._originals = self._originals, {}
+        back = {key: self._original(new, old) for key, (new, old) in originals.items()}
+        for container in self._containers.values():
+            for key, item in list(_items(container) or ()):
+                if id(item) in back:
+                    _put(container, key, back[id(item)])
+
+    def _original(self, new: Any, old: Any) -> Any:
+        """What goes back in place of `new`, which replaced `old`."""
+        if new is old:
+            return old
+        if isinstance(new, torch.Tensor):
+            return _with_changes(new, old) if self._may_have_changed(new, old) else old
+        changes = {}
+        for (key, mine), (_, original) in zip(_items(new) or (), _items(old) or (), strict=False):
+            item = self._original(mine, original)
+            if item is not original:
+                changes[key] = item
+        return _rebuilt(old, changes) if changes else old
+
+    def _may_have_changed(self, new: torch.Tensor, old: torch.Tensor) -> bool:
+        if new.is_inference():  # of which torch counts no versions; between devices a comparison would be a wait
+            return new.device == old.device
+        return new._version != self._versions.get(id(new), new._version)
+
+
+def _with_changes(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`old`, with the elements in which its copy `new` (of another dtype or device) was changed in place.
+
+    A tensor of its own where `old` needs a gradient, as autograd may have saved it, or cannot be changed in place.
+    """
+    if new.shape != old.shape:
+        return new
+    same = (old.to(new.device, new.dtype) == new).to(old.device)
+    changed = torch.where(same, old, new.to(old.device, old.dtype))
+    if not (old.requires_grad and torch.is_grad_enabled()):
+        with contextlib.suppress(RuntimeError):
+            return old.copy_(changed)
+    return changed
+
+
+def cast_floating(dtype: torch.dtype, value: Any, borrowed: Borrowed | None = None) -> Any:
     """`value` with every floating-point tensor in it cast to `dtype`; integers and masks stay as they are."""
-    return map_tensors(partial(_cast, dtype), value)
+    return map_tensors(partial(_cast, dtype), value, borrowed)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

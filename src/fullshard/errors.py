@@ -9,9 +9,10 @@
         MissingStateError (ValueError too) optimizer state to load that lacks a part
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
         UsageError     (AssertionError, ValueError too) the same, of `FullyShardedDataParallel`'s methods
-      NotSupportedError (a ConfigError, NotImplementedError too) a combination of arguments that has no sense
+      NotSupportedError (a ConfigError, NotImplementedError too) an unsupported combination of arguments
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
       AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right
+      ReplacementError (a ConfigError, RuntimeError too) a parameter replaced by one that does not fit
       PrivateNameError (a ConfigError, ImportError too) a program's use of PyTorch's private FSDP names
       UnevenError      (a LayoutError, NotImplementedError too) a parameter that would have to be split unevenly
       NonfiniteError   (RuntimeError)  gradients that are not finite, where the caller asked for an error
@@ -67,6 +68,7 @@ class FullshardError(Exception):
         super().__init__(
             message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, code=code),
         )
+        self.what = what
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
         self.code = code
 
@@ -104,15 +106,19 @@ class UsageError(PhaseError, AssertionError, ValueError):
 
 
 class NotSupportedError(ConfigError, NotImplementedError):
-    """A combination of arguments that PyTorch refuses as not implemented, and that has no sense."""
+    """An unsupported combination of arguments; PyTorch raises `NotImplementedError` here."""
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument of a type that PyTorch's front-end stumbles over with a `TypeError`."""
+    """An argument of the wrong type; PyTorch raises `TypeError` here."""
 
 
 class AssertedError(ConfigError, AssertionError):
     """An argument that PyTorch asserts is right."""
+
+
+class ReplacementError(ConfigError, RuntimeError):
+    """A parameter that was replaced by one that does not fit: PyTorch's writeback raises `RuntimeError`."""
 
 
 class PrivateNameError(ConfigError, ImportError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import nn
 
 from .errors import ConfigError
 
@@ -23,20 +25,26 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: dtype of gathers and of forward and backward computation; None keeps each parameter's own.
             The sharded parameters, which the optimizer updates, keep their own dtype.
-        reduce_dtype: dtype in which gradients are reduced and, without gradient sync, accumulated; None means
-            the dtype of computation (as in PyTorch up to 2.14; from 2.15 on PyTorch's means the parameter's own).
+        reduce_dtype: dtype in which gradients are reduced and, without gradient sync, accumulated; None: the
+            parameter's `grad_dtype`, which is its own dtype if it was not set (PyTorch's rule from 2.15 on, and ours on
+            every version; before, it was `param_dtype`). `grad_dtype = None` is the dtype that the gradient comes in.
+            Parameters of one unit that differ in this are reduced in the promoted dtype.
         output_dtype: if given, floating-point outputs of the forward are cast to it.
         cast_forward_inputs: whether floating-point inputs of the forward (arguments, keyword arguments, nested
             containers) are cast to `param_dtype`.
+        param_dtype_override_fn: asked once for each parameter of a unit, with the parameter before it is sharded.
+            Returns the parameter's own dtype, in which it is then gathered and computed with, or `param_dtype` or None,
+            which both mean `param_dtype`. Must answer the same on every rank.
 
     Raises:
-        ConfigError: if a dtype is not a floating-point `torch.dtype`.
+        ConfigError: if a dtype is not a floating-point `torch.dtype`, or the override is not callable.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -47,6 +55,13 @@ class MixedPrecisionPolicy:
                     remedy="give torch.bfloat16, for example, or None to keep the parameters' own",
                     code="C164",
                 )
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ConfigError(
+                "MixedPrecisionPolicy.param_dtype_override_fn must be callable.",
+                expected="a function of a parameter that returns a dtype or None",
+                got=repr(self.param_dtype_override_fn),
+                code="C341",
+            )
 
 
 @dataclass(frozen=True)

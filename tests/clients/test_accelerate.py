@@ -113,3 +113,26 @@ def goes_on(accelerator: Any, model: Any, optimizer: Any, loader: Any, folder: s
     accelerator.load_state(folder)
     close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
     return True
+
+
+def test_resumes_from_a_model_on_meta(run_adopted, tmp_path):
+    """As TRL's fsdp2.yaml has it: only rank 0 has weights, and they are loaded before the model has run."""
+    assert all(run_adopted(resumed_from_meta, str(tmp_path)))
+
+
+def resumed_from_meta(folder: str) -> bool:
+    from accelerate.state import AcceleratorState
+
+    losses, _ = reference()
+    accelerator = accelerator_of(2, "FULL_STATE_DICT")
+    model, optimizer, loader = prepared(accelerator)
+    train(accelerator, model, optimizer, loader, 0, STEPS // 2)
+    accelerator.save_state(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerator_of(2, "FULL_STATE_DICT", cpu_ram_efficient_loading=True)
+    model, optimizer, loader = prepared(accelerator)
+    whole = accelerator.get_state_dict(model)
+    close(dict(whole), {name: value for name, value in net().state_dict().items() if name in whole})
+    accelerator.load_state(folder)
+    close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
+    return True

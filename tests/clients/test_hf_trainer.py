@@ -228,6 +228,7 @@ def saved_model(tied: bool, folder: str) -> bool:
         found = LlamaForCausalLM.from_pretrained(f"{folder}/{one}")
         with torch.no_grad():
             close(found(**batch()).loss, expected)
+        assert found.config.architectures == ["LlamaForCausalLM"]
     assert not list(Path(folder).glob(".fullshard*"))
     return True
 
@@ -309,7 +310,11 @@ def adapters(folder: str) -> bool:
     close(losses(again), losses(plain))
     sharded.save_model(f"{folder}/adapters")
     sharded.model.save_pretrained(f"{folder}/own")
+    plain.save_model(f"{folder}/plain")
     dist.barrier()
+    files = {where: {path.name for path in Path(folder, where).iterdir()} for where in ("adapters", "plain")}
+    assert files["adapters"] <= files["plain"], files  # from_pretrained takes a config.json for a whole model's
+    assert not Path(folder, f"checkpoint-{STEPS}", "config.json").exists()
     with torch.no_grad():
         expected = sharded.model(**batch()).loss
         for one in ("adapters", "own"):

@@ -90,3 +90,73 @@ def loaded(way: str, folder: str) -> bool:
     with torch.no_grad():
         close(again.model(**batch).loss, expected)
     return True
+
+
+def adapter_of(kind: str) -> Any:
+    import peft
+
+    common = {"task_type": "CAUSAL_LM"}
+    if kind == "modules_to_save":
+        return peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"], **common)
+    if kind == "prompt":
+        return peft.PromptTuningConfig(num_virtual_tokens=4, **common)
+    if kind == "prefix":
+        return peft.PrefixTuningConfig(num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16, **common)
+    lstm = {"encoder_reparameterization_type": "LSTM"} if kind == "p-tuning, LSTM" else {}
+    return peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, **lstm, **common)
+
+
+ADAPTERS = ("modules_to_save", "prompt", "prefix", "p-tuning", "p-tuning, LSTM")
+
+
+def test_save_pretrained_on_every_rank_writes_what_one_process_does(run_adopted, tmp_path):
+    """Copies of modules, in instances of their own too, and prompt encoders: the file of one process."""
+    for way in ("v1", "PEFT's policy", "v2"):
+        assert all(run_adopted(saved_on_every_rank, way, str(tmp_path)))
+
+
+def saved_on_every_rank(way: str, folder: str) -> bool:
+    from peft import PeftModel, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    for kind in ADAPTERS:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(9)
+            models.append(get_peft_model(llama(), adapter_of(kind)))
+        plain, model = models
+        if way == "v2":
+            for layer in [m for m in model.modules() if isinstance(m, LlamaDecoderLayer)]:
+                fully_shard(layer)
+            sharded = fully_shard(model)
+        else:
+            policy = ModuleWrapPolicy({LlamaDecoderLayer}) if way == "v1" else fsdp_auto_wrap_policy(model)
+            cpu = torch.device("cpu")
+            sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu)
+        batch = {name: value[None] for name, value in Sentences(1)[0].items()}
+        for one in (plain, sharded):
+            one(**batch).loss.backward()
+            torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1).step()
+        where = f"{folder}/{way}/{kind}"
+        model.save_pretrained(where)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options) if way == "v2" else None  # empty but on rank 0
+        if state is not None:
+            model.save_pretrained(f"{where}/given", state_dict=state, is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            plain.save_pretrained(f"{where}/plain")
+            expected = load_file(f"{where}/plain/adapter_model.safetensors")
+            for found in [where, *([f"{where}/given"] if state is not None else [])]:
+                torch.testing.assert_close(load_file(f"{found}/adapter_model.safetensors"), expected)
+            again = PeftModel.from_pretrained(llama(), where)
+            with torch.no_grad():
+                close(again.eval()(**batch).loss, plain.eval()(**batch).loss)
+        dist.barrier()
+        sharded(**batch).loss.backward()  # and nothing has changed
+    return True

@@ -59,6 +59,7 @@ def sharded(
     param_dtype: torch.dtype = torch.float32,
     apart: bool = False,
     experts_mesh: Any = None,
+    override: Callable[[nn.Parameter], torch.dtype | None] | None = None,
 ) -> Any:
     """`apart`: the head is a unit of its own; `experts_mesh`: of the experts, whose divisor is the data ranks'.
 
@@ -69,7 +70,7 @@ def sharded(
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype, torch.float32, param_dtype_override_fn=override)
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     reshard = policy != "never"
     fully_shard(model.tok_embeddings, **config, reshard_after_forward=reshard)
@@ -274,6 +275,32 @@ def in_bfloat16() -> bool:
     for rank in range(2):
         cast = plain_decoder().to(torch.bfloat16)
         cast.angles.data = plain.angles
+        loss_of(cast, tokens_of(0, rank)).backward()
+        for parameter, other in zip(plain.parameters(), cast.parameters(), strict=True):
+            added = other.grad.float() / 2
+            parameter.grad = added if parameter.grad is None else parameter.grad + added
+    same(model, plain, gradient, rtol=0, atol=0)
+    return True
+
+
+def test_norms_stay_in_float32(run_adopted):
+    """`param_dtype_override_fn`; and a request for symmetric memory, of which a CPU has none, changes nothing."""
+    assert all(run_adopted(in_two_dtypes))
+
+
+def in_two_dtypes() -> bool:
+    def override(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter.dim() == 1 else None
+
+    plain = plain_decoder()
+    model = sharded(plain_decoder(), param_dtype=torch.bfloat16, override=override)
+    model.set_symm_mem_for_comm()
+    loss_of(model, tokens_of(0, dist.get_rank())).backward()
+    for rank in range(2):
+        cast = plain_decoder().to(torch.bfloat16)
+        cast.angles.data = plain.angles
+        for norm in [module for module in cast.modules() if isinstance(module, nn.RMSNorm)]:
+            norm.float()
         loss_of(cast, tokens_of(0, rank)).backward()
         for parameter, other in zip(plain.parameters(), cast.parameters(), strict=True):
             added = other.grad.float() / 2

@@ -225,3 +225,19 @@ def pretrained_once(way: str, folder: str) -> bool:
     found = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in sharded.model.named_buffers()}
     close(found, expected)
     return True
+
+
+def test_label_smoothing(run_adopted, tmp_path):
+    """Trainer shifts labels of a causal model, which it knows by the name of its class."""
+    assert all(run_adopted(smoothed, str(tmp_path)))
+
+
+def smoothed(folder: str) -> bool:
+    found = {}
+    for way in ("ddp", "v1", "v2"):
+        trainer = trainer_of(way, folder, label_smoothing_factor=0.1)
+        trainer.train()
+        found[way] = losses(trainer)
+    close(found["v1"], found["ddp"])
+    close(found["v2"], found["ddp"])
+    return True

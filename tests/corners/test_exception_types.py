@@ -61,6 +61,11 @@ def summon(library: Any, model: Any, inside: Callable[[], Any], **keywords: Any)
         inside()
 
 
+def replaced_and_run(model: Any) -> Any:
+    model.module.weight = nn.Parameter(torch.ones(3, 3))
+    return model(torch.ones(2, 4))
+
+
 X = torch.ones(2, 4, dtype=torch.float64)
 MISTAKES: dict[str, Callable[[Any], Any]] = {
     "fully_shard twice": lambda lib: lib.fully_shard(lib.fully_shard(nn.Linear(4, 4))),
@@ -141,6 +146,9 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     ),
     "rekeying to what is no key": lambda lib: lib.FullyShardedDataParallel.rekey_optim_state_dict(
         {"state": {}, "param_groups": []}, "x", wrap(layers(), lib)
+    ),
+    "a parameter replaced by one of another shape": lambda lib: replaced_and_run(
+        wrap(nn.Linear(4, 4), lib, use_orig_params=True)
     ),
     "indexing what has no items": lambda lib: wrap(nn.Linear(4, 4), lib)[0],
     "an attribute that is not there": lambda lib: wrap(nn.Linear(4, 4), lib).nope,

@@ -116,8 +116,7 @@ def generation_of_all(originals: bool) -> bool:
             for _ in range(1 + dist.get_rank()):  # nothing is gathered: ranks may call as often as they like
                 x = inputs(step, dist.get_rank())
                 torch.testing.assert_close(model.module.generate(x), reference.generate(x))
-                with torch.no_grad():
-                    torch.testing.assert_close(model(x), reference(x))
+                torch.testing.assert_close(model(x), reference(x))  # with gradients enabled, too
         step_both(model, reference, optimizers, step)
     torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
     with summon(model, writeback=False, rank0_only=True), torch.no_grad():
@@ -130,9 +129,13 @@ def generation_of_all(originals: bool) -> bool:
 
 
 @pytest.mark.parametrize("originals", WRAPPERS)
-def test_forwards_of_what_is_summoned_are_refused_by_name(run_ranks, originals):
-    """And of what is around it; the model trains on."""
+def test_backwards_through_what_is_summoned_are_refused_by_name(run_ranks, originals):
+    """And of what is around it; forwards are right, and the model trains on."""
     assert all(run_ranks(refused, originals))
+
+
+def reference_of(call: Any, model: Any, reference: Net) -> nn.Module:
+    return reference if call in (model, model.module) else reference.blocks[0]
 
 
 def refused(originals: bool) -> bool:
@@ -150,8 +153,11 @@ def refused(originals: bool) -> bool:
             (inner, True, inner),
             (inner, True, model) if step else (inner, True, inner),
         ):
-            with summon(what, recurse=recurse), pytest.raises(UsageError, match="summon_full_params"):
-                call(x)
+            with summon(what, recurse=recurse):
+                output = call(x)
+                torch.testing.assert_close(output, reference_of(call, model, reference)(x))
+                with pytest.raises(UsageError, match="summon_full_params"):
+                    output.sum().backward()
         with summon(model, recurse=False), pytest.raises(UsageError, match="summon_full_params"):
             model.module(x).sum().backward()
         with summon(model, recurse=False):

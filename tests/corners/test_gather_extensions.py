@@ -163,3 +163,41 @@ def replaced(first_form: str) -> bool:
     assert trains_as(model, reference)
     kind.fsdp_pre_all_gather = forms[1]
     return trains_as(model, reference)
+
+
+def test_what_is_sent_changes_its_dtype(run_ranks):
+    """Modules are shown the unsharded parameter of the last gather, whatever it was before."""
+    assert all(run_ranks(other_dtypes))
+
+
+def other_dtypes() -> bool:
+    for outputs in OUTPUTS:
+        for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
+            kind, dtypes = make_class(), [torch.float64]
+            pre, post = gather_methods(outputs)
+
+            def send(self: Any, *args: Any, pre: Any = pre, dtypes: Any = dtypes) -> Any:
+                (values,), rows = pre(self, *args)
+                return (values.to(dtypes[0]),), rows
+
+            def pre_of_five(
+                self: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any, send: Any = send
+            ) -> Any:
+                return send(self, mesh, size, stride, module, policy)
+
+            put_on(kind, (pre_of_five, post))
+            whole = torch.arange(24.0, dtype=torch.float64).view(6, 4)  # the same in each of these dtypes
+            model = nn.Linear(4, 6, bias=False)
+            model.weight = nn.Parameter(kind(whole))
+            fully_shard(model, layout=layout, reshard_after_forward=reshard)
+            for dtype in (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float64):
+                dtypes[0] = dtype
+                for grad in (False, True):
+                    x = torch.ones(2, 4, dtype=dtype, requires_grad=grad)
+                    with torch.set_grad_enabled(grad):
+                        output = model(x)
+                    assert torch.equal(output.detach(), x.detach() @ whole.to(dtype).T), (outputs, layout, dtype)
+                    if grad:
+                        output.sum().backward()
+                        assert x.grad is not None and torch.equal(x.grad, whole.to(dtype).sum(0).expand(2, 4))
+    return True

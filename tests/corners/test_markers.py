@@ -125,7 +125,7 @@ def said(originals: bool) -> bool:
         assert inner._state_dict_type is StateDictType.SHARDED_STATE_DICT
     assert model._state_dict_type is StateDictType.FULL_STATE_DICT
     mesh = init_device_mesh("cpu", (2,))
-    assert wrap(layers(), use_orig_params=originals, device_mesh=mesh)._device_mesh is mesh
+    assert wrap(layers(), use_orig_params=originals, device_mesh=mesh)._device_mesh == mesh
     return True
 
 

@@ -150,3 +150,39 @@ def twins(layout: str) -> list[str]:
 @layouts
 def test_an_instance_of_the_class_of_a_sharded_module_is_unsharded(run_ranks, layout):
     assert_same(run_ranks(twins, layout, timeout=20))
+
+
+class Experts(nn.Module):
+    """Experts [E, r, c], 15 rows of 4, which two ranks cannot share by experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 5, 4)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bc,erc->ber", x, self.weight) * self.scale
+
+
+class BlockShard:
+    """Stands for that of torch 2.16, which is taken by its name."""
+
+
+def test_experts_are_cut_between_rows_by_a_block_shard(run_ranks):
+    assert all(run_ranks(cut_by_rows))
+
+
+def cut_by_rows() -> bool:
+    model, reference = Experts(), Experts()
+    fullshard.fully_shard(model, shard_placement_fn=lambda p: BlockShard() if p.dim() == 3 else None)
+    assert isinstance(model.weight, fullshard.FlatShard) and not isinstance(model.scale, fullshard.FlatShard)
+    assert model.weight.to_local().numel() in (28, 32)
+    for rank in range(dist.get_world_size()):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        (reference(x).square().mean() / dist.get_world_size()).backward()
+        if rank == dist.get_rank():
+            model(x).square().mean().backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+        torch.testing.assert_close(mine.full_tensor(), other.detach())
+    return True

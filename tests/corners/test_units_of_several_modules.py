@@ -350,3 +350,17 @@ def penalty(way: str) -> bool:
     except fullshard.FullshardError as error:
         assert "head.weight" in str(error), error
     return True
+
+
+# A module that is listed twice.
+
+
+def test_a_module_listed_twice_is_refused_whole(fake_world):
+    """The error came as Python's own, about an MRO, and left the module a unit."""
+    fake_world(2)
+    layer, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    kinds = [type(layer), type(norm), type(layer.weight)]
+    with pytest.raises(fullshard.ConfigError, match="apply it once to each module"):
+        fullshard.fully_shard([layer, norm, layer])
+    assert [type(layer), type(norm), type(layer.weight)] == kinds
+    fullshard.fully_shard([layer, norm])

@@ -281,3 +281,22 @@ def wrap_or_shard(module: nn.Module, front_end: Any) -> nn.Module:
     if isinstance(front_end, bool):
         return wrap(module, use_orig_params=front_end)
     return fullshard.fully_shard(module, layout=front_end)
+
+
+def test_names_of_a_units_class(fake_world):
+    """As PyTorch's in `repr` and of the class; `_get_name` is that of the module's own class, for libraries."""
+
+    class Own(nn.Linear):
+        def _get_name(self) -> str:
+            return "mine"
+
+    fake_world(2)
+    shown = {}
+    for name, library in LIBRARIES.items():
+        model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), nn.ReLU())
+        for module in (*model[:2], model):
+            library.fully_shard(module)
+        shown[name] = repr(model), type(model).__name__, type(model[1]).__name__, model[1]._get_name()
+    assert len(set(shown.values())) == 1 and shown["ours"][0].startswith("FSDPSequential(\n  (0): FSDPLinear(")
+    ours = fullshard.fully_shard(nn.Linear(2, 2))
+    assert ours._get_name() == "Linear"

@@ -179,7 +179,9 @@ def broken_links(page: Path) -> list[str]:
         if path.endswith((".html", "llms.txt", "llms-full.txt")) and page.is_relative_to(ROOT / "docs"):
             continue  # what the site makes, and checks
         there = (page.parent / path).resolve() if path else page
-        if not there.exists():
+        if there.is_relative_to(ROOT / "docs" / "project"):
+            wrong.append(f"{name_of(page)}: {target}: is only there once the site was built")
+        elif not there.exists():
             wrong.append(f"{name_of(page)}: {target}: there is no such file")
         elif not there.is_relative_to(ROOT):
             wrong.append(f"{name_of(page)}: {target}: leads out of the repository")

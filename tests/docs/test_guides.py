@@ -1,7 +1,7 @@
 """The pages say what is so: their programs run, what they print is what they show, links lead somewhere.
 
-Pages of docs/ and README.md are programs on two ranks, whole (`WHOLE`); those whose sections are run one by one are in
-tests/test_migration.py; docs/adopt.md and docs/clients are run by tests/clients, docs/errors.md by tests/errors.
+Pages of docs/ and README.md are programs on two ranks (`WHOLE`); docs/adopt.md and docs/clients are run by
+tests/clients, docs/errors.md by tests/errors.
 docs/guides/run.py says how a page is read.
 """
 
@@ -20,13 +20,12 @@ import torch
 from pages import ROOT, blocks, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BY_SECTIONS = {"docs/migration.md", "docs/gradients.md", "docs/inside.md"}
 BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
 BY_ERRORS = {"docs/errors.md"}
 WHOLE = [
     page
     for page in pages.pages()
-    if name_of(page) not in BY_SECTIONS | BY_CLIENTS | BY_ERRORS and any(block.runs() for block in blocks(page))
+    if name_of(page) not in BY_CLIENTS | BY_ERRORS and any(block.runs() for block in blocks(page))
 ]
 CONSOLE = [
     pytest.param(page, every, id=page.stem + " further" * every, marks=[pytest.mark.further] * every)
@@ -64,11 +63,6 @@ def test_commands_run_and_print_what_is_shown(tmp_path: Path, page: Path, every:
 
 
 def test_every_block_is_run_by_some_test_or_says_why_not() -> None:
-    spec = importlib.util.spec_from_file_location("sections", ROOT / "tests" / "test_migration.py")
-    assert spec is not None and spec.loader is not None
-    sections = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sections)
-    assert {f"docs/{name}" for name in sections.PAGES} == BY_SECTIONS
     known = {"python", "console", "text", "yaml", ""}  # and directives of the site: {toctree}
     for page in pages.pages():
         for block in blocks(page):

@@ -157,11 +157,6 @@ def test_a_custom_gather_that_allocates_nothing():
         sharded().set_custom_all_gather(torch.distributed.all_gather_into_tensor)
 
 
-def test_symmetric_memory():
-    with raises("C022"):
-        sharded().set_symm_mem_for_comm()
-
-
 def test_something_else_than_an_event():
     with raises("C023"):
         sharded().set_post_optim_event(None)

@@ -17,16 +17,6 @@ def _ranks(fake_world):
     fake_world(4)
 
 
-def test_no_process_group():
-    with raises("C135"):
-        fully_shard(nn.Linear(4, 4))
-
-
-def test_no_process_group_for_the_wrapper():
-    with raises("C142"):
-        FullyShardedDataParallel(nn.Linear(4, 4))
-
-
 @pytest.mark.usefixtures("_ranks")
 def test_something_else_than_a_mesh():
     with raises("C136"):

@@ -32,9 +32,11 @@ def test_two_ranks(run_ranks, tmp_path, code):
 
 
 @PROGRAMS.raise_("D007")
-def other_random_numbers(rank: int, folder: Path) -> None:
-    torch.manual_seed(rank)
-    fully_shard(nn.Linear(4, 4))(ONE)
+def weights_that_one_rank_loaded(rank: int, folder: Path) -> None:
+    model = nn.Linear(4, 4)
+    if rank == 0:
+        model.load_state_dict(nn.Linear(4, 4).state_dict())
+    fully_shard(model)(ONE)
 
 
 @PROGRAMS.raise_("D006")
@@ -169,7 +171,7 @@ def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
         fullshard.save(folder, model, process_group=alone)
 
 
-@PROGRAMS.raise_("K165")
+@PROGRAMS.raise_("K041")
 def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     def sees(where: fullshard.Folder, name: str) -> bool:
         if rank == 1:

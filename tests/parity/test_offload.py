@@ -6,7 +6,7 @@ Both are the host here, with memory of their own and real copies between them; n
 from __future__ import annotations
 
 import copy
-import sys
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,7 +32,10 @@ from training import (
 )
 from wrapped import Wrapping, wrap_example
 
-API, WRAPPER = sys.modules["fullshard.api.functional.fully_shard"], sys.modules["fullshard.api.wrapper.instances"]
+API, WRAPPER = (
+    importlib.import_module("fullshard.api.functional.fully_shard"),
+    importlib.import_module("fullshard.api.wrapper.instances"),
+)
 layouts = pytest.mark.parametrize("layout", ["rows", "flat", Blocks("row")], ids=str)
 CASES = {
     "plain": {},

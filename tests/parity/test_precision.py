@@ -142,7 +142,7 @@ def normed_model(library: types.ModuleType, layout: str) -> nn.Module:
     keywords = {"layout": layout} if library is fullshard else {}
     low = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     full = library.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
-    reduced = None if library is fullshard else torch.bfloat16  # what None means here, and in torch up to 2.14
+    reduced = None if library is fullshard else torch.float32  # what None means here, and in torch from 2.15 on
     last = library.MixedPrecisionPolicy(torch.bfloat16, reduced, output_dtype=torch.float32)
     for block in model[:2]:
         library.fully_shard(block.norm, mp_policy=full, **keywords)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import random
@@ -106,7 +107,7 @@ class Plan:
         self.before(os, "fsync", "sync")
         self.before(os, "rename", "rename")
         self.before(os, "replace", "replace")
-        self.before(sys.modules["fullshard.store.save"], "end", "end")
+        self.before(importlib.import_module("fullshard.store.save"), "end", "end")
         self.before(writer_process, "end", "end")
         self.before(Folder, "prune", "finish")
         self.before(writer_process, "note_written", "note")

@@ -185,9 +185,9 @@ def test_state_and_random_numbers_that_do_not_fit_change_nothing(tmp_path: Path)
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    for folder in (tmp_path / "nothing", tmp_path):
+    for folder, words in ((tmp_path / "nothing", "no folder"), (tmp_path, "no checkpoint in")):
         error, unchanged, _ = outcome(folder)
-        assert isinstance(error, CheckpointError) and "no checkpoint in this folder" in str(error) and unchanged
+        assert isinstance(error, CheckpointError) and f"{words} {folder}" in str(error) and unchanged
     save_small(tmp_path)
     error, unchanged, _ = outcome(tmp_path, step=4)
     assert isinstance(error, CheckpointError) and "step 4" in str(error) and "steps 3" in str(error) and unchanged

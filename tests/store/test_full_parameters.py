@@ -135,10 +135,10 @@ def left_early(way: str, stops: list[int], how: str) -> str:
 def test_a_rank_that_stops_alone_is_told_to_the_others(run_ranks):
     first, second = run_ranks(left_early, "flat", [0], "break")
     assert first == "nothing"
-    assert second.startswith("CheckpointError") and "rank 0" in second and "left before its end" in second
+    assert second.startswith("PhaseError") and "rank:      0" in second and "left before its end" in second
     first, second = run_ranks(left_early, "rows", [1], "raise")
     assert second == "OSError: the engine that was fed is gone"
-    assert first.startswith("CheckpointError") and "rank 1" in first
+    assert first.startswith("PhaseError") and "rank:      1" in first
 
 
 def test_ranks_that_stop_together_are_not_told(run_ranks):

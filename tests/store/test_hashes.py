@@ -112,3 +112,23 @@ def test_records_that_look_alike_are_still_looked_at(tmp_path):
     found = [finder.find(place, Entry((64, 64), torch.float32)).elements for place in places]
     assert found[2] is None
     assert found[1] - places[1].begin == found[0] - places[0].begin
+
+
+def test_other_systems_import_it(monkeypatch):
+    """Where there is neither the C library under no name nor a fork."""
+    import ctypes
+    import importlib.util
+    import os
+    import sys
+
+    def no_library(name):
+        raise TypeError("no library of no name")
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.delattr(os, "register_at_fork")
+    for name in ("fullshard.store.hashed", "fullshard.store.background"):
+        spec = importlib.util.find_spec(name)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)

@@ -28,7 +28,7 @@ from fullshard.state_dict import get_optimizer_state_dict
 
 STEPS = 6
 WRONG = 3
-"""The step in which the last rank goes wrong."""
+"""The step in which the last rank goes wrong; in scenarios "... at first" it is the first one, before any forward."""
 
 
 class Block(nn.Module):
@@ -116,8 +116,10 @@ class Clock:
 
 def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) -> None:
     wrong = rank == world - 1
-    torch.manual_seed(rank if scenario == "weights" else 0)
+    torch.manual_seed(0)
     model = Model(5 if scenario == "depth" and wrong else 4)
+    if scenario == "weights" and wrong:
+        model.load_state_dict(Model(4).state_dict())
     if scenario == "dtype" and wrong:
         model.blocks[1].to(torch.float64)
     if scenario == "before the first forward" and wrong:
@@ -126,16 +128,20 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
     late = scenario == "learning rate" and wrong
     betas = (0.8, 0.99) if scenario == "betas" and wrong else (0.9, 0.99)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=2e-3 if late else 1e-3, betas=betas)
+    wrong_step = 0 if scenario.endswith(" at first") else WRONG
     for step in range(STEPS):
-        here = wrong and step == WRONG
-        if step == WRONG:
+        here = wrong and step == wrong_step
+        if step == wrong_step:
             clock.begin()
+            if not here and scenario.startswith("gathers where others reduce"):
+                dist.all_reduce(torch.ones(()))
         if here and scenario == "a batch fewer":
             return
         rows = 3 + rank if scenario == "input shapes" else 4
         batch = torch.randn(rows, 16, generator=torch.Generator().manual_seed(100 * step + rank))
         if here:
             go_wrong(scenario, model, sharded, batch)
+            call_alone(scenario.removesuffix(" at first"), sharded, optimizer)
         for micro in range(3 if here and scenario == "accumulation" else 2):
             last = micro == (2 if here and scenario == "accumulation" else 1)
             if front_end == "wrapper":
@@ -159,6 +165,25 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
         if not (here and scenario == "step skipped"):
             optimizer.step()
         optimizer.zero_grad()
+
+
+def call_alone(scenario: str, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What a program does for which somebody wrote `if rank == ...:` around a call that needs all ranks."""
+    if scenario == "saves alone":
+        fullshard.save("/nowhere", sharded, optimizer)
+    elif scenario == "loads alone":
+        fullshard.load("/nowhere", sharded, optimizer)
+    elif scenario in ("gathers alone", "gathers where others reduce"):
+        whole(sharded)
+    elif scenario == "reduces alone":
+        dist.all_reduce(torch.ones(()))
+
+
+def whole(sharded: nn.Module) -> object:
+    """One parameter, or all of them, by what each front-end has for it."""
+    if isinstance(sharded, FullyShardedDataParallel):
+        return sharded.state_dict()
+    return next(sharded.parameters()).full_tensor().norm()
 
 
 def loss_of(sharded: nn.Module, batch: torch.Tensor, scenario: str, here: bool) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -42,8 +43,8 @@ def watched() -> Iterator[Watcher]:
 
 
 def test_a_rank_that_sleeps_in_its_first_step_has_not_moved(watched: Watcher) -> None:
-    waits = {**watched.status(), "rank": 0, "waited": 5.0}  # for longer than four times the limit
-    first, second = watched.status(), watched.status()
+    first, second = asyncio.run(watched.status()), asyncio.run(watched.status())
+    waits = {**first, "rank": 0, "waited": 5.0}  # for longer than four times the limit
     assert first["stack"], "no stack was written: nothing is tested"
     assert second["io"] == first["io"]
     assert stuck([waits, second], [waits, first], 1.0, 100.0)

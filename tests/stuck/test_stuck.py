@@ -43,6 +43,14 @@ class Fault:
 
 
 LAST = "rank {last}"
+FORWARD = "ran the model's forward (program.py:"
+ALONE = {
+    "saves alone": "rank {last} called fullshard.save (program.py:",
+    "loads alone": "rank {last} called fullshard.load (program.py:",
+    "reduces alone": "rank {last} called torch.distributed.all_reduce (program.py:",
+    "gathers alone": "rank {last} called ",
+}
+"""What one rank calls; also before any forward ("... at first"), where the others may be in the wrapper's `no_sync`."""
 FAULTS = {
     "skips a layer": Fault((LAST, "blocks.2", "step 3"), its_own=(LAST, "blocks.2")),
     "extra forward": Fault((LAST, "step 3"), its_own=(LAST, "step 3")),
@@ -55,7 +63,9 @@ FAULTS = {
     "learning rate": Fault(("lr=0.001", "lr=0.002", LAST), its_own=("lr=0.002",)),
     "betas": Fault(("betas=(0.9, 0.99)", "betas=(0.8, 0.99)", LAST), its_own=("betas",)),
     "step skipped": Fault((LAST, "4 steps", "3 steps"), its_own=("3 steps",)),
-    "clips alone": Fault((LAST, "values of all ranks"), its_own=(LAST, "values of all ranks")),
+    "clips alone": Fault(
+        (LAST, "values of all ranks", "called ", "clip_grad_norm_ (program.py:"), its_own=(LAST, "values of all ranks")
+    ),
     "raises in forward": Fault((LAST, "ValueError: planted in forward"), its_own=("planted",)),
     "raises in backward": Fault((LAST, "ValueError: planted in backward"), its_own=("planted",)),
     "raises in the loader": Fault((LAST, "ValueError: planted in the loader"), its_own=("planted",)),
@@ -69,17 +79,25 @@ FAULTS = {
     # These two never come back to the engine: their watchers end them.
     "holds the GIL": Fault((LAST, "elsewhere", "hold_the_gil"), (-15, -9)),
     "sleeps": Fault((LAST, "elsewhere", "go_wrong"), (-15, -9)),
-    "collective of its own": Fault((LAST, "elsewhere", "go_wrong"), (1, -15, -9)),
+    "collective of its own": Fault((LAST, "elsewhere", "torch.distributed.all_reduce (program.py:"), (1, -15, -9)),
 }
+FAULTS |= {name: Fault((words, FORWARD), (1, -15, -9)) for name, words in ALONE.items()}
+FAULTS |= {f"{name} at first": Fault((words, "while rank"), (1, -15, -9)) for name, words in ALONE.items()}
 EXPLAINED = {
     **dict.fromkeys(("raises in forward", "raises in backward", "raises in the loader"), "raised"),
     **dict.fromkeys(("exits", "is killed"), "gone"),
-    **dict.fromkeys(("holds the GIL", "sleeps", "collective of its own"), "elsewhere"),
+    **dict.fromkeys(("holds the GIL", "sleeps"), "elsewhere"),
+    **dict.fromkeys(("collective of its own", "clips alone"), "calls"),
+    **{f"{name}{when}": "calls" for name in ALONE for when in ("", " at first")},
     "is stopped": "stopped",
     "a batch fewer": "data",
     "skips a layer": "departed",
 }
 """What `fullshard doctor` makes of the report, with the last rank to blame."""
+_FURTHER = (
+    *("saves alone", "loads alone", "loads alone at first", "reduces alone at first", "gathers alone at first"),
+    *("gathers where others reduce", "reduces alone"),
+)
 FINE = ("none", "input shapes")
 """What ranks may differ in."""
 
@@ -136,11 +154,15 @@ def zygote() -> Iterator[Zygote]:
 
 
 def cases(scenarios: tuple[str, ...]) -> list[object]:
-    """Both front-ends on 2 and on 4 ranks. All but one of the four of a scenario are "further" ones (`conftest.py`)."""
+    """Both front-ends on 2 and on 4 ranks. All but one of the four of a scenario are "further" ones (`conftest.py`).
+
+    Scenarios in `_FURTHER`, which differ from others in what is called only, are so as a whole.
+    """
     ways, found = list(itertools.product(("fully_shard", "wrapper"), (2, 4))), []
     for index, scenario in enumerate(scenarios):
         for at, (front_end, world) in enumerate(ways):
-            marks = [] if at == index % len(ways) else [pytest.mark.further]
+            runs = at == index % len(ways) and scenario not in _FURTHER
+            marks = [] if runs else [pytest.mark.further]
             found.append(pytest.param(front_end, scenario, world, marks=marks))
     return found
 
@@ -162,12 +184,43 @@ def test_every_rank_ends_with_the_name(zygote, tmp_path, front_end, scenario, wo
     if scenario in EXPLAINED:
         found = doctor(tmp_path / "reports")
         assert (found.kind, found.ranks) == (EXPLAINED[scenario], (last,)), found
+        assert found.what in run.error_of(0)[1], "the doctor says something else than the error"
+    assert "Exception ignored" not in told and "another exception occurred" not in told, told
+    assert "direct cause" not in told, told
     kind, text, _ = run.error_of(last)
     missing = [word for word in fault.its_own if word.format(last=last) not in text]
     assert not missing, (missing, kind, text, told)
+
+
+@pytest.mark.parametrize(
+    ("front_end", "scenario", "world"),
+    cases(("gathers where others reduce at first", "gathers where others reduce")),
+)
+def test_ranks_in_different_calls_that_are_not_the_engines(zygote, tmp_path, front_end, scenario, world):
+    """All of them wait in native code, so that their watchers report it, and end them."""
+    run, last = zygote.run(front_end, scenario, world, tmp_path), world - 1
+    told, found = run.printed(), doctor(tmp_path / "reports")
+    assert all(code in (1, -15, -9) for code in run.exits), (run.exits, told)
+    assert found.kind == "calls" and found.ranks in ((), (last,)), found
+    who = "rank 0" if world == 2 else f"ranks 0-{last - 1}"
+    assert (
+        f"rank {last} called " in found.what and f"{who} called torch.distributed.all_reduce (program.py:" in found.what
+    )
+    assert told.count(found.what) >= world, told
 
 
 @pytest.mark.parametrize(("front_end", "scenario", "world"), cases(FINE))
 def test_what_is_right_is_let_alone(zygote, tmp_path, front_end, scenario, world):
     run = zygote.run(front_end, scenario, world, tmp_path)
     assert run.exits == [0] * world, run.printed()
+
+
+def test_a_call_on_one_rank_before_any_forward_is_named(zygote, tmp_path):
+    """The commonest mistakes: a rank waits in the engine, or both wait outside of it. Run in any case."""
+    for scenario in ("saves alone at first", "gathers where others reduce at first"):
+        folder = tmp_path / scenario.replace(" ", "_")
+        folder.mkdir()
+        run = zygote.run("fully_shard", scenario, 2, folder)
+        found = doctor(folder / "reports")
+        assert found.kind == "calls" and found.what.count("(program.py:") == 2, (found, run.printed())
+        assert found.what in run.printed() and None not in run.exits, run.printed()

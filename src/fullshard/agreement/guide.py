@@ -19,6 +19,7 @@ from ..mesh import MeshAxes
 from ..policies import Unused
 from ..shard import Unit
 from ..watcher import RANK
+from .aside import rows_of_all
 from .first_pass import FirstPass, is_frozen, largest
 from .in_step import InStep
 from .shared_order import Merging, Shared, Step, completed, parents_of
@@ -185,11 +186,5 @@ class Guide:
 
 def wanted_by_all(step: Step, axes: MeshAxes, comm: Comm) -> list[Step]:
     """What every rank of the mesh is about to run. Collective over it."""
-    wanted = torch.tensor([[step[0], step[1]]], dtype=torch.int64, device=axes.device)
-    for axis in axes.all:
-        if axis.size > 1:
-            found = wanted.new_empty(axis.size * wanted.numel())
-            RANK.talks("shared order")
-            comm.gather(axis.aside, found, wanted.view(-1)).wait()
-            wanted = found.view(-1, 2)
-    return [(index, bool(ends)) for index, ends in wanted.tolist()]
+    RANK.talks("shared order")
+    return [(index, bool(ends)) for index, ends in rows_of_all([step], axes.all, comm, axes.device)]

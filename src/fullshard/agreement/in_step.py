@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from ..comm import Comm
 from ..mesh import MeshAxes
 from ..watcher import END, GATHER, RANK, REDUCE, REGATHER
+from .aside import rows_of_all
 from .shared_order import Step
 
 Wish = tuple[int, int]
@@ -83,11 +82,6 @@ class InStep:
         self._begun.clear()
 
     def _wishes(self, mine: Wish) -> list[Wish]:
-        wishes = torch.tensor([mine], dtype=torch.int64, device=self._axes.device)
-        for axis in self._axes.all:
-            if axis.size > 1:
-                found = wishes.new_empty(axis.size * wishes.numel())
-                RANK.talks("shared order")
-                self._comm.gather(axis.aside, found, wishes.view(-1)).wait()
-                wishes = found.view(-1, 2)
-        return [(verb, index) for verb, index in wishes.tolist()]
+        RANK.talks("shared order")
+        rows = rows_of_all([mine], self._axes.all, self._comm, self._axes.device)
+        return [(verb, index) for verb, index in rows]

@@ -23,6 +23,7 @@ from ..policies import Check, Unused
 from ..shard import Unit
 from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, TURN, VERBS, word
 from ..watcher.board import COUNT_WORD, LAST, RING_WORD, VERB_BITS, VERDICT_WORD
+from .aside import rows_of_all
 from .course import NOTHING, Course
 
 _MOST_TURNS = (1 << 31) * TURN
@@ -78,7 +79,7 @@ class Position:
         self._course = Course()
         self._mixed = 0  # see `fingerprint`, as far as it was worked out
         self._axes = _compared([one.unit for one in units], comm)
-        self._place = RANK.new_root(names, [one.unit.gathered_bytes for one in units])
+        self._place = RANK.new_root(self, names, [one.unit.gathered_bytes for one in units])
         self._gathers = (0, self._gathered())  # after so many moves of storage, a checksum
         self._first = self._turn = word(0, self._place)  # `_turn`: what is recorded next, but for its token and `TURN`
 
@@ -112,13 +113,14 @@ class Position:
         if self._axes is not None and all(axis.lines.is_open for axis in self._axes.all if axis.size > 1):
             self._compare(_MODEL, 0)
 
-    def moved(self, moves: int) -> None:
-        """Units have changed their storage so often, on this rank: if they gather other sizes now, ranks compare.
+    def compare_sizes(self) -> None:
+        """Compare with the other ranks if units have changed their storage on this one, and gather other sizes now.
 
         Raises:
             DivergenceError: other ranks gather other sizes, or begin a pass.
         """
         before, sizes = self._gathers
+        moves = sum([one.unit.touched.moves for one in self.units])
         if moves != before:
             self._gathers = (moves, found := self._gathered())
             if found != sizes:
@@ -226,10 +228,7 @@ class Position:
                 self._compare_over(axis, verb, index, axes.device)
 
     def _compare_over(self, axis: Axis, verb: int, index: int, device: torch.device) -> None:
-        mine = torch.tensor([verb, index], dtype=torch.int64, device=device)
-        found = torch.empty(2 * axis.size, dtype=torch.int64, device=device)
-        self.comm.gather(axis.aside, found, mine).wait()
-        rows = found.view(axis.size, 2).tolist()
+        rows = rows_of_all([[verb, index]], [axis], self.comm, device)
         other = next((i for i, row in enumerate(rows) if row != rows[0]), None)
         if other is None:
             return

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from ..comm import Comm
+from ..comm import Comm, begin_copy_to_host, has_streams, host_buffer
 from ..errors import DivergenceError, PhaseError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .position import Position
 from .texts import texts_of_all
+
+_LATE = 2
+"""Backwards after which the host reads what ranks of an accelerator compared: it has long arrived by then."""
+
+
+@dataclass
+class _Sent:
+    """What a backward compared over one mesh, on an accelerator. Owns three buffers, which a later backward reuses.
+
+    Attributes:
+        own: [n] int64, page-locked: this rank's numbers.
+        sums: [n] int64, on the device: those of all ranks.
+        result: [n] int64, page-locked: `sums`, once `arrived`.
+        arrived: after the copy into `result`.
+        fingerprint, steps: this rank's.
+    """
+
+    own: torch.Tensor
+    sums: torch.Tensor
+    result: torch.Tensor
+    arrived: torch.Event | None = None
+    fingerprint: int = 0
+    steps: int = 0
 
 
 class UseAgreement:
@@ -21,7 +47,7 @@ class UseAgreement:
     unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order of
     gathers and reductions since the last one: gathers of equal sizes would swap two units and say nothing. Only
     a rank that lacks gradients for some parameters has to read the answer at once; the rest is compared at once where
-    that costs nothing (on a CPU), else one backward later.
+    that costs nothing (on a CPU), else `_LATE` backwards later: on all ranks in the same one, and no host waits.
 
     Args:
         comm: collectives.
@@ -33,7 +59,7 @@ class UseAgreement:
         self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
         self._steps = 0  # of optimizers, before the backward that runs now
-        self._unread: list[tuple[torch.Tensor, int, int]] = []  # (on its way to the host, this rank's numbers)
+        self._sent: dict[tuple[dist.ProcessGroup, ...], deque[_Sent]] = {}  # by the mesh's groups, oldest first
 
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins. Steps that optimizers take within it come at other moments on other ranks.
@@ -59,7 +85,7 @@ class UseAgreement:
         """After an exception."""
         self._reduced.clear()
         self._changed.clear()
-        self._unread.clear()
+        self._sent.clear()  # the allocator waits for what is still being copied
 
     def agree(self, units: Sequence[Unit]) -> list[torch.Tensor]:
         """Settle which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
@@ -82,11 +108,11 @@ class UseAgreement:
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint = self.position.take_fingerprint()
         self._reduced.clear()
-        by_axes: dict[int, list[Delivery]] = {}
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
         for delivery in deliveries:
-            by_axes.setdefault(id(delivery.bucket.axes), []).append(delivery)
+            by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
         given: list[torch.Tensor] = []
-        for group in by_axes.values():
+        for group in by_groups.values():
             used = [flag for delivery in group for flag in delivery.used]
             asks = any([d.asks() for d in group])
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
@@ -112,21 +138,37 @@ class UseAgreement:
             return used
         steps = self._steps
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64)
-        on_cpu = axes.device.type == "cpu"
-        sums = vector if on_cpu else vector.to(axes.device, non_blocking=True)
+        if not has_streams(axes.device):
+            self._sum(vector, axes)
+            self._compare(vector[len(used) :], fingerprint, steps, axes, units)
+            return [bool(count) for count in vector[: len(used)].tolist()] if asks else used
+        sent = self._next_sent(axes, vector.numel(), units)
+        sent.own.copy_(vector)
+        sent.sums.copy_(sent.own, non_blocking=True)
+        self._sum(sent.sums, axes)
+        sent.arrived = begin_copy_to_host(sent.sums, sent.result)
+        sent.fingerprint, sent.steps = fingerprint, steps
+        return [bool(count) for count in sent.sums[: len(used)].tolist()] if asks else used
+
+    def _sum(self, vector: torch.Tensor, axes: MeshAxes) -> None:
         for axis in axes.all:
             if axis.size > 1:
-                self.comm.all_reduce(axis, sums, False).wait()
-        tail = sums[len(used) :]
-        if on_cpu:
-            self._compare(tail, fingerprint, steps, axes, units)
+                self.comm.all_reduce(axis, vector, False).wait()
+
+    def _next_sent(self, axes: MeshAxes, numel: int, units: Sequence[Unit]) -> _Sent:
+        """What this backward fills: the oldest, once it was compared."""
+        queue = self._sent.setdefault(axes.groups, deque())
+        if len(queue) < _LATE:
+            sent = _Sent(
+                host_buffer(numel), torch.empty(numel, dtype=torch.int64, device=axes.device), host_buffer(numel)
+            )
         else:
-            while len(self._unread) > 1:  # of earlier backwards, which have arrived long ago
-                self._compare(*self._unread.pop(0), axes, units)
-            self._unread.append((tail.to("cpu", non_blocking=True), fingerprint, steps))
-        if not asks:
-            return used
-        return [bool(count) for count in sums[: len(used)].tolist()]
+            sent = queue.popleft()
+            assert sent.arrived is not None
+            sent.arrived.synchronize()
+            self._compare(sent.result[-(len(units) + 2) :], sent.fingerprint, sent.steps, axes, units)
+        queue.append(sent)
+        return sent
 
     def _compare(self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
         *changed, total, stepped = tail.tolist()

@@ -4,37 +4,43 @@ When a unit is made every rank still has whole values, and notes a fingerprint o
 compared over the shard axis. A parameter whose slice was changed in between on any rank (a loaded checkpoint) is left
 out, as are those that had no values then (meta) and units whose shards lie on the host (offloading). Over the replicate
 axis, where ranks hold the same slices, the slices themselves are compared.
+
+Replicas that differ are an error: they would never be one model. Over the shard axis it depends on what the ranks did.
+A program that never seeds draws other random weights on every rank; each keeps its slice of a random draw, which is a
+random draw, and trains as well: a warning. Where a rank loaded weights that others did not, they are lost but for its
+slice: an error. What tells is how often each rank wrote to the parameter before it was sharded, which torch counts.
+That all ranks loaded, but different files, nothing tells: there it is the warning, too.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from ..comm import Comm
 from ..dtypes import fingerprint
-from ..errors import DivergenceError
+from ..errors import DivergenceError, message
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Bucket, Unit
 
 
 def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
-    """Raise on every rank if the ranks' models started from different weights. Collective over the units' meshes.
+    """Raise or warn on every rank if the ranks started from different weights. Collective over the units' meshes.
 
     Raises:
-        DivergenceError: names the first parameter, and two ranks.
+        DivergenceError: replicas differ, or some ranks loaded weights; names the first parameter, and two ranks.
     """
-    by_axes: dict[tuple[int, ...], tuple[MeshAxes, list[tuple[Bucket, Member]]]] = {}
+    by_axes: dict[MeshAxes, list[tuple[Bucket, Member]]] = {}
     for unit in units:
         for bucket in unit.buckets:
             at_home = bucket.home is not None and bucket.home.for_good  # is read there, in its own time
             if bucket.form.plain and not at_home:
-                _, found = by_axes.setdefault(tuple([id(axis.group) for axis in bucket.axes.all]), (bucket.axes, []))
-                found += [(bucket, member) for member in bucket.members]
+                by_axes.setdefault(bucket.axes, []).extend((bucket, member) for member in bucket.members)
     with torch.no_grad():
-        for axes, held in by_axes.values():
+        for axes, held in by_axes.items():
             now = [fingerprint(bucket.part(bucket.shard, member)) for bucket, member in held]
             births = [member.birth for _, member in held]
             zero = torch.zeros((), dtype=torch.int64, device=axes.device)
@@ -43,37 +49,68 @@ def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
             before = torch.stack([zero if birth is None else birth[1].to(axes.device) for birth in births])
             known = torch.tensor([birth is not None for birth in births], device=axes.device)
             as_made = (known & (part == before)).to(torch.int64)
+            writes = torch.tensor([0 if birth is None else birth[2] for birth in births], device=axes.device)
             members = [member for _, member in held]
-            _compare(axes.shard, whole, as_made, members, comm)
             if axes.replicate is not None:
-                _compare(axes.replicate, part, torch.ones_like(part), members, comm)
+                _compare(axes.replicate, part, torch.ones_like(part), None, members, comm)
+            _compare(axes.shard, whole, as_made, writes, members, comm)
     for unit in units:
         for member in unit.members:
             member.birth = None  # asked once
 
 
-def _compare(axis: Axis, values: torch.Tensor, counts: torch.Tensor, members: Sequence[Member], comm: Comm) -> None:
-    """Raise if values differ between ranks, of those that count on all of them."""
+def _compare(
+    axis: Axis,
+    values: torch.Tensor,
+    counts: torch.Tensor,
+    writes: torch.Tensor | None,
+    members: Sequence[Member],
+    comm: Comm,
+) -> None:
+    """Raise or warn if values differ between ranks, of those that count on all of them.
+
+    Args:
+        writes: how often each was written to; a difference in values is a warning where these are equal.
+    """
     if axis.size == 1 or not comm.communicates or axis.backend == "fake":
         return
-    mine = torch.cat([values, counts])
+    mine = torch.cat([values, counts, torch.zeros_like(values) if writes is None else writes])
     found = mine.new_empty(axis.size * mine.numel())
     comm.gather(axis, found, mine).wait()
-    rows = found.view(axis.size, 2, -1).cpu()
+    rows = found.view(axis.size, 3, -1).cpu()
     differs = (rows[:, 0] != rows[0, 0]) & (rows[:, 1].sum(0) == axis.size)
-    if not bool(differs.any()):
+    wrong = differs.any(0)
+    if not bool(wrong.any()):
         return
-    wrong = [index for index in range(len(members)) if bool(differs[:, index].any())]
-    other = int(differs[:, wrong[0]].nonzero()[0])
-    first = members[wrong[0]]
+    loaded = wrong & (rows[:, 2] != rows[0, 2]).any(0)
+    drawn = writes is not None and not bool(loaded.any())
+    first = int((wrong if drawn or writes is None else loaded).nonzero()[0])
+    other = int(differs[:, first].nonzero()[0])
+    more = int(wrong.sum()) - 1
+    got = f"different ones on ranks {axis.ranks[0]} and {axis.ranks[other]}, here and in {more} more of {len(members)}"
+    if drawn:
+        warnings.warn(
+            message(
+                "Ranks start from different weights (compared at the first forward), and each trains its slice of its "
+                "own: right for weights that every rank drew at random, wrong for weights that ranks loaded.",
+                parameter=members[first].name,
+                got=f"{got} parameters",
+                remedy="torch.manual_seed(0) on all ranks before the model is made, or sync_module_states=True in "
+                "every call that shards a part of it, makes them equal; nothing is to be done for random weights",
+                code="W382",
+            ),
+            stacklevel=2,
+        )
+        return
     raise DivergenceError(
         "ranks start from different weights (compared at the first forward): each would train its own slice of another "
         "model.",
-        parameter=first.name,
+        parameter=members[first].name,
         expected="the same values on all ranks",
-        got=f"different ones on ranks {axis.ranks[0]} and {axis.ranks[other]}, here and in {len(wrong) - 1} more of "
-        f"{len(members)} parameters",
+        got=f"{got} parameters"
+        + (", which some ranks wrote to more often, as a load does" if writes is not None else ""),
         remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
-        "give sync_module_states=True, which makes them rank 0's",
+        "give sync_module_states=True, which makes them rank 0's, to every call that shards a part of the model: a "
+        "call for the model cannot restore what earlier calls for its blocks have cut",
         code="D007",
     )

@@ -124,11 +124,14 @@ class Count:
     """
 
     def __init__(self, yes: bool, axes: MeshAxes, comm: Comm) -> None:
-        self._value = torch.tensor([int(yes)], dtype=torch.int64, device=axes.device)
-        self._axes, self._comm = [axis for axis in axes.all if axis.size > 1], comm
+        several = [axis for axis in axes.all if axis.size > 1]
+        asides = [axis.aside for axis in several]
+        on_host = not any([aside is axis for aside, axis in zip(asides, several, strict=True)])
+        self._value = torch.tensor([int(yes)], dtype=torch.int64, device="cpu" if on_host else axes.device)
+        self._axes, self._comm = asides if on_host else several, comm
         self._pending: list[Pending] = []
         if self._axes:
-            self._pending = [comm.all_reduce(self._axes[0].aside, self._value, False)]
+            self._pending = [comm.all_reduce(self._axes[0], self._value, False)]
 
     def read(self) -> int:
         """The number, which is 1 or 0 where there is one rank."""
@@ -136,7 +139,7 @@ class Count:
             self._pending.pop().wait()
             self._axes.pop(0)
             if self._axes:
-                self._pending = [self._comm.all_reduce(self._axes[0].aside, self._value, False)]
+                self._pending = [self._comm.all_reduce(self._axes[0], self._value, False)]
         return int(self._value)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ..checkpoint.functions import get_model_state_dict
+from ..checkpoint.model import in_form
+from ..checkpoint.values import Form
 from ..errors import PhaseError
+from ..names import WRAPPED, plain_class
 from ..runtime import runners_in
 from ..torch_private.store import default_store
 from .wrapper.markers import wrapper_of
@@ -36,7 +40,7 @@ def saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """A `save_pretrained` that gathers a sharded model's weights, which `original` would write in parts, or refuse.
 
     Every rank calls it; the first one writes, and holds the model in host memory. A `state_dict` that is given is
-    written as it is.
+    written as it is; ranks that were given an empty one have nothing to write.
 
     Args:
         original: of transformers' models, or of PEFT's; a function of the model.
@@ -47,17 +51,65 @@ def saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         sharded = sharded_around(self)
-        if sharded is None or given.arguments.get("state_dict", kwargs.get("state_dict")) is not None:
+        if sharded is None:
             return original(self, *args, **kwargs)
-        state = gathered(sharded, "save_pretrained")
-        if not state:
+        state = given.arguments.get("state_dict", kwargs.get("state_dict"))
+        if state is None:
+            state = gathered(sharded, "save_pretrained")
+        if not state and dist.get_rank():
             return None
-        if "state_dict" not in signature.parameters:  # PEFT's takes it among its further arguments
-            return original(self, *args, **{**kwargs, "state_dict": state})
-        given.arguments["state_dict"] = state
-        return original(*given.args, **given.kwargs)
+        with _without_collectives(self, state):
+            if "state_dict" not in signature.parameters:  # PEFT's takes it among its further arguments
+                return original(self, *args, **{**kwargs, "state_dict": state})
+            given.arguments["state_dict"] = state
+            return original(*given.args, **given.kwargs)
 
     return save_pretrained
+
+
+@contextmanager
+def _without_collectives(model: Any, state: Mapping[str, Any]) -> Iterator[None]:
+    """Let PEFT's `save_pretrained` of one rank alone find in `state` what it asks modules of the sharded model for.
+
+    It asks copied modules (`modules_to_save`) for the names in their state dicts, which instances of the wrapper would
+    gather; and it runs the encoders of prompt learning, whose weights are sharded.
+
+    Args:
+        model: transformers' or PEFT's; only the latter has prompt encoders.
+        state: whole weights, under the model's names.
+    """
+    encoders: Any = getattr(model, "prompt_encoder", None)
+    sharded = dict(encoders._modules) if isinstance(encoders, nn.ModuleDict) else {}
+    try:
+        for name, encoder in sharded.items():
+            encoders[name] = plain_copy(encoder, state, f"prompt_encoder.{name}.")
+        with in_form(Form("names")):
+            yield
+    finally:
+        for name, encoder in sharded.items():
+            encoders[name] = encoder
+
+
+def plain_copy(module: Any, state: Mapping[str, Any], prefix: str) -> Any:
+    """A copy of a sharded module, and of those in it, that is not sharded and computes with values of a state dict.
+
+    Args:
+        state: shares its tensors with the copy.
+        prefix: what the names of the module's parameters begin with there.
+    """
+    module = module._modules.get(WRAPPED, module)
+    copied: Any = object.__new__(plain_class(module))
+    copied.__dict__ = {name: value for name, value in module.__dict__.items() if not name.startswith("_fullshard")}
+    for registry in ("_parameters", "_buffers"):
+        own = getattr(module, registry)
+        copied.__dict__[registry] = {name: state.get(prefix + name, tensor) for name, tensor in own.items()}
+    copied.__dict__["_modules"] = {
+        name: child if child is None else plain_copy(child, state, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+    }
+    if isinstance(copied, nn.RNNBase):
+        copied._init_flat_weights()
+    return copied
 
 
 def saving_methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -7,7 +7,7 @@ those that were there when this was imported, as programs may put ours in their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 
 from ..errors import CheckpointError, ConfigError
 from ..names import clean_name, clean_path
+from ..runtime import take_over_replaced
 from . import values
 from .held import held_by
-from .model import cut_whole_values, in_form
+from .model import cut_whole_values, in_form, materialize
 from .names import Table, settle
-from .optimizer import collect, cut_states, named_state, state_to_load
+from .optimizer import blank_states, collect, cut_states, named_state, state_to_load
 from .values import Form
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -87,6 +88,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _of_fully_shard(model: nn.Module) -> Table:
+    take_over_replaced(model)
     table = Table(model, lambda name: name)
     wrapped = next((row for row in table.parameters if row.member is not None and not row.says_whole), None)
     if wrapped is not None:
@@ -227,6 +229,10 @@ def set_model_state_dict(
 ) -> Any:
     """Load what `get_model_state_dict` gave, on any number of ranks. Collective.
 
+    Parameters and buffers on the meta device for which there are values get memory first, in the model's dtype; all
+    parameters of a unit that require a gradient lie in one buffer, and so do the frozen ones: there must be values for
+    all of them or for none.
+
     Args:
         model: sharded by either front-end, or not; or a part of such a model.
         model_state_dict: sharded or whole values.
@@ -248,6 +254,7 @@ def set_model_state_dict(
     if options.broadcast_from_rank0:
         state = values.from_rank0(state, table.axes)
     cut_whole_values(table, state)
+    materialize(table, state, options.strict)
     return model.load_state_dict(state, strict=options.strict)
 
 
@@ -282,9 +289,20 @@ def set_optimizer_state_dict(
         return
     if options.broadcast_from_rank0:
         saved = state_from_rank0(saved, table)
-    loaded = [state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict) for optimizer in given]
+    loaded = [
+        state_to_load(table, optimizer.param_groups, saved, needs_all=options.strict and _lacks(saved, optimizer))
+        for optimizer in given
+    ]
     for optimizer, state in zip(given, loaded, strict=True):
         optimizer.load_state_dict(state)
+
+
+def _lacks(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters without state in `saved` may lack it: not if nothing has state, and a step makes none."""
+    if saved.get("state"):
+        return True
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    return any(blank_states(optimizer, tensors).values())
 
 
 def set_state_dict(
@@ -321,6 +339,7 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
 
 
 def _table(model: nn.Module, options: StateDictOptions) -> Table:
+    take_over_replaced(model)
     table = Table(model)
     around = [member for unit, runner in table.units if runner is None for member in unit.members]
     part = next((member for member in around if not values.says_whole(member)), None)

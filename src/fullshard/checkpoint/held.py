@@ -10,6 +10,7 @@ import torch
 
 from ..comm import objects_of_all
 from ..errors import CheckpointError, DivergenceError, FullshardError
+from ..forms import FlatShard
 from . import values
 from .names import Named, Table
 
@@ -99,7 +100,11 @@ def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
     for key, value in state.items():
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        what: str
+        detail: Any
+        if isinstance(value, FlatShard) and tuple(value.shape) == expected:  # of a parameter without dims, too
+            what, detail = "element", value.dtype
+        elif not isinstance(value, torch.Tensor) or value.dim() == 0:
             what, detail = "value", value.detach().cpu() if isinstance(value, torch.Tensor) else value
         elif tuple(value.shape) == expected:
             what, detail = "element", value.dtype

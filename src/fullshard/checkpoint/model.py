@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,8 +13,9 @@ from torch import nn
 from ..errors import CheckpointError
 from ..forms import ATTRIBUTE, Member
 from ..names import WRAPPED, clean_name
-from ..runtime import Phase, Runner, runner_of
-from ..shard import Bucket
+from ..runtime import Phase, Runner, runner_of, take_over_replaced
+from ..shard import Bucket, Unit
+from ..torch_private.assigning import is_assigning
 from . import values
 from .names import Named, Table
 from .values import Form
@@ -68,6 +69,9 @@ def save_instance(
     with _marked(runner):
         result = plain()
     result.pop(f"{prefix}{WRAPPED}.{ATTRIBUTE}", None)
+    if form.kind == "names":
+        strip(result, prefix)
+        return result
     keys: dict[int, list[str]] = {}
     for key, value in result.items():
         if isinstance(value, _Mark):
@@ -216,6 +220,43 @@ def _load_bucket(
                 values.part(bucket, bucket.shard, member).copy_(local)
 
 
+def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
+    """Give memory to what is on the meta device and has a value in `state`. The values themselves are loaded later.
+
+    Args:
+        strict: a name that `state` lacks is an error of `load_state_dict`, which names it: its buffer is left alone.
+
+    Raises:
+        CheckpointError: `state` has only some of the parameters of one buffer; nothing was loaded then.
+    """
+    with_values: list[tuple[Unit, Bucket]] = []
+    on_meta = [(unit, bucket) for unit, _ in table.units for bucket in unit.buckets if bucket.shard.is_meta]
+    for owner, bucket in on_meta:
+        rows = [row for member in bucket.members if (row := table.of(member)) is not None]
+        lacking = [row.name for row in rows if not any(name in state for name in row.names)]
+        if not lacking:
+            with_values.append((owner, bucket))
+        elif len(lacking) < len(rows) and not strict:
+            raise CheckpointError(
+                "A state dict has values for only some parameters of a unit on the meta device, which lie in one "
+                "buffer: the others would be left without values. Nothing was loaded.",
+                parameter=", ".join(lacking),
+                expected="values for all of them, or for none",
+                remedy="call model.to_empty(device=...) and initialize every module first, then load",
+                code="K440",
+            )
+    for owner, bucket in with_values:
+        owner.materialize(bucket)
+    device = table.axes.device
+    plain = [(row.names, row.parameter) for row in table.parameters if row.member is None]
+    for names, tensor in [*plain, *(([name], buffer) for name, buffer in table.buffers.items())]:
+        if tensor.is_meta and any(name in state for name in names):
+            memory = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, memory)  # the same object: optimizers and ties keep it
+
+
 def cut_whole_values(table: Table, state: dict[str, Any], prefix: str = "") -> None:
     """Replace what `state` has for parameters of `fully_shard`'s units by values that these can be loaded from.
 
@@ -263,7 +304,7 @@ def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
                             state_dict[key] = member.sharded if keeps else member.sharded.detach()
 
 
-def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
     """Load pre-hook of `fully_shard`: refuse wrong shapes before the first parameter changes, and cut whole tensors.
 
     A state dict of an unsharded model loads into a sharded one: each rank takes its part of every tensor.
@@ -276,4 +317,6 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *res
         runner.unit.show_sharded()
     if runner is not None and runner.phase is Phase.IDLE:
         runner.unit.reshard()  # what is gathered, and what was written to it, is about to be replaced
+    if not is_assigning(metadata):  # else a unit of several modules may have been assigned in part by now
+        take_over_replaced(module)
     cut_whole_values(Table(module, lambda name: name), state_dict, prefix)

@@ -13,7 +13,7 @@ from ..comm import Comm, TorchComm
 from ..forms import HiddenParameter, Member, owner_of, successor_of
 from ..mesh import MeshAxes, resolve_mesh
 from ..names import clean_name
-from ..runtime import Runner, runner_of
+from ..runtime import Runner, runner_of, take_over_replaced
 from ..shard import Bucket, Unit
 from . import values
 
@@ -133,7 +133,11 @@ class Table:
 
 
 def settle(model: nn.Module) -> None:
-    """Free the wrapper's units in `model`, and notice what the user replaced in them. Before a table is made."""
+    """Free the wrapper's units in `model`, and take over what users put in the place of any unit's shards.
+
+    Before a table is made.
+    """
+    take_over_replaced(model)
     for unit, runner in _units_in(model):
         if runner is not None and not all(values.says_whole(member) for member in unit.members):
             runner.reshard()

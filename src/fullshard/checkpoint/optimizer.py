@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,11 @@ import torch
 from ..comm import Comm
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
+from ..torch_private.step_hooks import without_step_hooks
 from . import values
 from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
 from .names import Named, Table
+from .settings import settings_to_load
 from .values import Form
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
@@ -29,37 +32,40 @@ Blank = Literal["never", "unless stepped", "where missing"]
 def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
     """The state that a first step would make for `tensors`, zeroed, by id; the optimizer and they stay as they are.
 
-    Made by a step with learning rate 0 and zero gradients, which changes no parameter. Of an optimizer that computes
-    losses itself (L-BFGS) that cannot be had, and none is made.
+    Made by a step with learning rate 0 and zero gradients, which changes no parameter, and of which no hook learns. Of
+    an optimizer that computes losses itself (L-BFGS) that cannot be had, and none is made.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return {id(tensor): {} for tensor in tensors}
-    saved = [(tensor, tensor.grad) for group in optimizer.param_groups for tensor in group["params"]]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    blank = {id(t) for t in tensors}
-    for tensor, _ in saved:
+    grads = [(tensor, tensor.grad) for group in optimizer.param_groups for tensor in group["params"]]
+    settings = [dict(group) for group in optimizer.param_groups]
+    own = [(tensor, optimizer.state.pop(tensor)) for tensor in tensors if tensor in optimizer.state]
+    blank = {id(tensor) for tensor in tensors}
+    for tensor, _ in grads:
         tensor.grad = torch.zeros_like(tensor) if id(tensor) in blank and tensor.requires_grad else None
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    has_values = torch.get_default_device().type != "meta"  # step counts are made on the default device
+    states = {}
     try:
-        with torch.no_grad():
-            optimizer.step()
+        with torch.no_grad(), without_step_hooks(optimizer), nullcontext() if has_values else torch.device("cpu"):
+            type(optimizer).step(optimizer)
     finally:
-        for tensor, grad in saved:
+        for tensor, grad in grads:
             tensor.grad = grad
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-    made = {}
-    for tensor in tensors:
-        state = optimizer.state.pop(tensor, {})
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(before)
+        for tensor in tensors:
+            states[id(tensor)] = optimizer.state.pop(tensor, {})
+        optimizer.state.update(own)
+    for state in states.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-        made[id(tensor)] = state
-    return made
+    return states
 
 
 # Collecting.
@@ -214,6 +220,7 @@ def cut_states(
         CheckpointError: a shape that is not the parameter's, or parameters of one tensor with different scalars.
     """
     number = {row.name: i for i, row in enumerate(table.parameters)}
+    per_element = {key for own in saved.values() for key, value in own.items() if values.is_array(value)}
     result: dict[int, dict[str, Any]] = {}
     for one in sorted(held, key=lambda one: min(number[row.name] for row in one.rows)):
         found = [(row, next((saved[name] for name in row.names if name in saved), None)) for row in one.rows]
@@ -224,7 +231,7 @@ def cut_states(
         state: dict[str, Any] = {}
         for row, own in present:
             for key, value in own.items():
-                _cut_into(state, one, row, key, value, table)
+                _cut_into(state, one, row, key, value, table, key in per_element)
         if state and (one.tensor.numel() or one.rows[0].bucket is None):
             result[one.index] = state
     return result
@@ -261,12 +268,20 @@ def check_complete(
             )
 
 
-def _cut_into(state: dict[str, Any], one: Held, row: Named, key: str, value: Any, table: Table) -> None:
-    """Add one key of a parameter's state to that of the optimizer's tensor."""
+def _cut_into(
+    state: dict[str, Any], one: Held, row: Named, key: str, value: Any, table: Table, per_element: bool
+) -> None:
+    """Add one key of a parameter's state to that of the optimizer's tensor.
+
+    Args:
+        per_element: whether the key has one value per element for other parameters. A parameter without dims does not
+            say: its average and its step count look alike.
+    """
     bucket, member = row.bucket, row.member
-    if not values.is_array(value):
+    no_dims = row.shape == () and member is not None and per_element and values.shape_of(value) == ()
+    if not values.is_array(value) and not no_dims:
         known = state.setdefault(key, _copied(value))
-        if not _same(known, value):
+        if not values.same(known, value):
             raise CheckpointError(
                 f"State {key!r} differs between parameters of one FlatParameter or optimizer view.",
                 parameter=row.name,
@@ -298,12 +313,6 @@ def _cut_into(state: dict[str, Any], one: Held, row: Named, key: str, value: Any
         if key not in state:
             state[key] = one.tensor.detach().new_zeros(one.view[1], dtype=local.dtype)
         values.part(bucket, state[key], member, one.view[0]).copy_(local)
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return torch.equal(first.cpu(), second.cpu())
-    return bool(first == second)
 
 
 # As `torch.optim.Optimizer.state_dict` has it, by name.
@@ -348,7 +357,7 @@ def state_to_load(
         named: keys are the model's own names of the tensors, wrapping included, rather than numbers.
 
     Raises:
-        MissingStateError: `saved` has no `state` on some rank; see `cut_states` for others.
+        MissingStateError: `saved` has no `state` on some rank; see `cut_states` and `settings_to_load` for others.
         DivergenceError: ranks' optimizers hold different parameters.
     """
     held: list[Held] = []
@@ -367,13 +376,10 @@ def state_to_load(
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)
     keys = {one.index: table.raw.get(id(one.tensor), one.rows[0].name) if named else one.index for one in held}
-    known = {name: group for group in saved.get("param_groups", ()) for name in group["params"]}
+    settings = settings_to_load(held, groups, saved.get("param_groups", ()))
     result = []
     for g, group in enumerate(groups):
-        own = [one for one in held if one.group == g]
-        names = [name for one in own for row in one.rows for name in row.names]
-        settings = {**group, **next((known[name] for name in names if name in known), {})}
-        settings.pop("param_names", None)
-        names_kept = {"param_names": group["param_names"]} if "param_names" in group else {}
-        result.append({**settings, **names_kept, "params": [keys[one.index] for one in own]})
+        kept = {key: value for key, value in {**group, **settings[g]}.items() if key != "param_names"}
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        result.append({**kept, **names, "params": [keys[one.index] for one in held if one.group == g]})
     return {"state": {keys[index]: state for index, state in states.items()}, "param_groups": result}

@@ -10,7 +10,7 @@ The only file of this package that reads buckets: everything else asks the funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,13 +37,14 @@ class Form:
     """What the values of a state dict are.
 
     Attributes:
-        kind: whole tensors; sharded ones, readable on any number of ranks; or this rank's memory as it lies.
+        kind: whole tensors; sharded ones, readable on any number of ranks; this rank's memory as it lies; or, from
+            instances of the wrapper, names with empty tensors, without communication.
         dtensor: sharded values of the wrapper are `DTensor`s rather than `ShardedTensor`s.
         to_cpu: values are copied to host memory.
         rank0_only: the first rank gets values, the others nothing.
     """
 
-    kind: Literal["whole", "sharded", "local"] = "whole"
+    kind: Literal["whole", "sharded", "local", "names"] = "whole"
     dtensor: bool = False
     to_cpu: bool = False
     rank0_only: bool = False
@@ -76,7 +77,7 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     if not bucket.form.plain:  # of a tensor subclass, split evenly
         return whole.chunk(bucket.axes.shard.size)[bucket.axes.shard.rank].clone()
     found = member.part
-    made = torch.empty_strided(found.shape, found.stride, dtype=whole.dtype, device=bucket.shard.device)
+    made = torch.empty_strided(found.shape, found.stride, dtype=whole.dtype, device=bucket.shard_device)
     if found.numel and not whole.is_meta:
         made.copy_(bucket.cut(whole, member))
     return made
@@ -180,6 +181,22 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     """The shape of a tensor in any form; None if `value` is none."""
     found = value.size() if is_sharded_tensor(value) else getattr(value, "shape", None)
     return None if found is None else tuple(found)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two plain values or tensors are equal, whatever containers they are in; NaN is equal to NaN."""
+    pair = (first, second)
+    if all(isinstance(one, (torch.Tensor, int, float, complex)) for one in pair):
+        mine, other = (torch.as_tensor(value, device="cpu").detach() for value in pair)
+        equal = (mine == other) | (mine.isnan() & other.isnan()) if mine.shape == other.shape else mine.new_zeros(1)
+        result = bool(equal.all())
+    elif all(isinstance(one, Mapping) for one in pair):
+        result = first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    elif all(isinstance(one, (list, tuple)) for one in pair):
+        result = len(first) == len(second) and all(map(same, first, second))
+    else:
+        result = not any(isinstance(one, torch.Tensor) for one in pair) and bool(first == second)
+    return result
 
 
 def kept(value: torch.Tensor, form: Form) -> torch.Tensor:

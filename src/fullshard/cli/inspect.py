@@ -22,15 +22,22 @@ STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: a
 
 @dataclass(frozen=True)
 class Arguments:
-    """List what is in a checkpoint: every tensor with its shape, dtype, size and file, and sums.
+    """Summarize a checkpoint and verify its hashes.
 
-    Of Fullshard's checkpoints all files are read and compared with the hashes that were written with them; other
-    formats have none. Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: nothing, half a checkpoint, or
-    not one that can be read.
+    All files of a Fullshard checkpoint are read and compared with the hashes that were written with them; other
+    formats have none. Examples:
+
+        fullshard inspect runs/checkpoints
+
+        fullshard inspect model.safetensors --tensors
+
+    Exit code: 0 nothing is wrong, 1 damage was found, 2 bad input: no checkpoint, half of one, or an unknown format.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
     """a file or a folder of any format that `fullshard convert` reads; its format is found out"""
+    tensors: bool = False
+    """also list every tensor with its shape, dtype, size and file"""
     json: bool = False
     """print one JSON object, for programs"""
     hashes: bool = True
@@ -53,12 +60,17 @@ def run(arguments: list[str]) -> int:
     if given.json:
         print(json.dumps(as_json(found), indent=1, default=str))
     else:
-        show(found)
+        show(found, tensors=given.tensors)
     return 1 if found.damage else 0
 
 
-def show(found: Inspection, console: Console | None = None) -> None:
-    """Print it, in colours on a terminal."""
+def show(found: Inspection, console: Console | None = None, *, tensors: bool = False) -> None:
+    """Print the summary, and with `tensors` a table of all tensors before it; in colours on a terminal."""
+    terminal.show("\n".join([*(table(found) if tensors else ()), *sums(found)]), STYLES, console)
+
+
+def table(found: Inspection) -> list[str]:
+    """A line for each tensor, below a heading."""
     rows = [("name", "shape", "dtype", "bytes", "file")]
     rows += [(one.name, _shape(one), _dtype(one), f"{one.nbytes:,}", _files(one)) for one in found.tensors]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -66,11 +78,11 @@ def show(found: Inspection, console: Console | None = None) -> None:
         f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {nbytes:>{widths[3]}}  {file}"
         for name, shape, dtype, nbytes, file in rows
     ]
-    terminal.show("\n".join([*lines, "", *sums(found)]), STYLES, console)
+    return [*lines, ""]
 
 
 def sums(found: Inspection) -> list[str]:
-    """What is there in sum, in lines."""
+    """The summary, in lines: format, sizes by group, ties, and whether files are damaged."""
     lines = [f"{found.path}: {found.kind}"]
     groups: dict[str, list[Found]] = {}
     for one in found.tensors:

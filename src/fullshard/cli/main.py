@@ -1,9 +1,15 @@
-"""The entry point of `fullshard`. Exit codes: 0 right, 1 something was found, 2 bad input, told in one line."""
+"""The entry point of `fullshard`. Exit codes: 0 nothing is wrong, 1 a problem was found, 2 bad input.
+
+Imports no torch: only the commands that need it do.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
+
+from ..version import VERSION
 
 COMMANDS: dict[str, str] = {
     "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
@@ -23,29 +29,36 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: what comes after `fullshard` on the command line; None: this process's.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    if not given or given[0] in ("-h", "--help"):
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help", "help"):
+        if words[1:] and words[1] in COMMANDS:  # fullshard help verify
+            return main([words[1], "--help"])
         width = max(map(len, COMMANDS))
         print("usage: fullshard COMMAND ...   (fullshard COMMAND --help)\n")
         print("\n".join(f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items()))
-        return 0 if given else 2
-    name, rest = given[0], given[1:]
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"fullshard {VERSION}")
+        return 0
+    name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        return refuse(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}")
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+        return refuse(f"unknown command {name!r}; {hint}")
     try:
         command = importlib.import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise
-        return refuse(f"{error.name} is not installed, which the command line needs: pip install tyro rich")
+        return refuse(f"the command line needs {error.name}, which is not installed: pip install tyro rich")
     code: int = command.run(rest)
     return code
 
 
 def refuse(text: str, *, lines: bool = False) -> int:
-    """Say in one line why nothing was done, or, if `lines`, in those of the text; the exit code for that."""
-    told = text.splitlines() if lines else [" ".join(text.split())]
-    print(f"fullshard: {chr(10).join(map(printable, told))}", file=sys.stderr)
+    """Print to stderr why nothing was done, on one line unless `lines`; returns the exit code for bad input."""
+    shown = text.splitlines() if lines else [" ".join(text.split())]
+    print(f"fullshard: {chr(10).join(map(printable, shown))}", file=sys.stderr)
     return 2
 
 

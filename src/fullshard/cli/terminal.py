@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from typing import TypeVar
 
 import tyro
@@ -13,22 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from .main import printable, refuse
+from .main import printable
 
 T = TypeVar("T")
 
 
 def parsed(kind: type[T], command: str, arguments: list[str]) -> T | int:
-    """The arguments of a command; an exit code where they are wrong, or only ask for help."""
-    told = io.StringIO()
+    """The arguments of a command, or an exit code where they are wrong (tyro has printed why) or only ask for help."""
     try:
-        with redirect_stderr(told):
-            return tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
+        return tyro.cli(kind, prog=f"fullshard {command}", args=arguments)
     except SystemExit as stop:
-        if not stop.code:
-            return 0
-        text = re.sub(r"[\u2500-\u257f]+", " ", told.getvalue()).partition("For full helptext")[0]  # without its frame
-        return refuse(f"{text} (fullshard {command} --help)")
+        return int(stop.code or 0)
 
 
 def show(text: str, styles: Mapping[str, str], console: Console | None = None) -> None:

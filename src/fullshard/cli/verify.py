@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,6 +29,8 @@ from .main import refuse
 from .target import function_at
 
 GRACE = 20.0  # seconds that the other ranks get to end once one has failed
+MOST_RANKS = 64
+"""Processes that the command starts on one machine: each imports torch and takes about 300 MB."""
 STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^  cause:.*$": "yellow"}
 
 
@@ -56,8 +59,8 @@ def run(arguments: list[str]) -> int:
     given = terminal.parsed(Arguments, "verify", arguments)
     if isinstance(given, int):
         return given
-    if given.ranks < 1:
-        return refuse(f"--ranks must be at least 1, got {given.ranks}")
+    if not 1 <= given.ranks <= MOST_RANKS:
+        return refuse(f"--ranks must be from 1 to {MOST_RANKS}, got {given.ranks}; more need torchrun")
     if given.ranks > 1 and "RANK" not in os.environ:
         return _start_ranks(given.ranks, arguments)
     first = os.environ.get("RANK", "0") == "0"
@@ -84,7 +87,10 @@ def _verified(given: Arguments) -> Report:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{given.target} raised {class_to_catch(error)}: {error}", code="C081") from error
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{given.target} raised {class_to_catch(error)} at {raised.filename}:{raised.lineno}: {error}", code="C081"
+        ) from error
     if isinstance(found, Report):
         return found
     if not isinstance(found, Mapping):

@@ -4,7 +4,8 @@ from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .lanes import Lanes, OneStream, Turns, lanes_of, turns_on
+from .lanes import Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
+from .meeting import can_open, introduced, introduction, own_lines
 from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
     Call,
@@ -56,14 +57,21 @@ __all__ = [
     "ReduceScatter",
     "TorchComm",
     "Turns",
+    "begin_copy_to_host",
+    "can_open",
     "custom",
     "gather_segments",
+    "has_streams",
+    "host_buffer",
+    "introduced",
+    "introduction",
     "lanes_of",
     "make_comm",
     "object_from",
     "objects_from_first",
     "objects_of_all",
     "objects_to_first",
+    "own_lines",
     "reduce_segments",
     "reduce_value",
     "separate_group",

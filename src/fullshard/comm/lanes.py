@@ -54,6 +54,22 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def host_buffer(numel: int) -> torch.Tensor:
+    """[numel] int64 in page-locked memory, for values that come from a device or go there."""
+    return torch.empty(numel, dtype=torch.int64, pin_memory=True)
+
+
+def begin_copy_to_host(values: torch.Tensor, out: torch.Tensor) -> torch.Event:
+    """Queue a copy into page-locked memory, which holds nothing before the host has waited for the event.
+
+    Args:
+        values: on a device.
+        out: from `host_buffer`; stays alive until then.
+    """
+    out.copy_(values, non_blocking=True)
+    return current_stream(values.device).record_event()
+
+
 class Turns:
     """The streams that the memory of one bucket was used under: each waits for the one before it.
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FullshardError
-from ..mesh import device_type_of, lines_of
+from ..mesh import device_of
 from ..watcher import RANK
+from .meeting import own_lines
 from .watched import Watched
 
 Group = dist.ProcessGroup | None
@@ -86,9 +87,9 @@ class _Talk:
         self._group = group or dist.group.WORLD
         assert self._group is not None
         self._what = what
-        self._lines = lines_of(self._group, tuple(dist.get_process_group_ranks(self._group)))
+        self._lines = own_lines(self._group)
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self.device = torch.device(device_type_of(self._group))
+        self.device = device_of(self._group)
 
     @property
     def is_first(self) -> bool:
@@ -120,14 +121,17 @@ class _Talk:
         """Issue a collective and wait for its end."""
         RANK.talks(self._what)
         try:
-            work = issue(self._lines.apart if self._lines.is_open else self._group)
+            work = issue(self._lines.apart)
             if work is not None:
                 (Watched(work) if self.device.type == "cpu" else work).wait()
-        except (RuntimeError, ValueError) as failed:
-            if isinstance(failed, FullshardError):
-                raise
+        except FullshardError:
+            raise
+        except (RuntimeError, ValueError) as error:
             # torch logs an error of a collective by its group's name, and raises a ValueError where it knows none.
-            raise RANK.explain(failed.__context__ or failed) from failed
+            failed = error.__context__ or error
+        else:
+            return
+        raise RANK.explain(failed) from None
 
 
 def _pickled(value: Any) -> torch.Tensor:

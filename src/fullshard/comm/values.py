@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mesh import device_type_of, lines_of
+from ..mesh import device_of
 from ..torch_private.collectives import all_reduce_by
 from ..watcher import RANK
+from .meeting import own_lines
 from .watched import Watched
 
 
@@ -18,7 +19,7 @@ def reduce_value(
 ) -> torch.Tensor:
     """All-reduce a small tensor in place, by way of the device that `group` serves if it lies elsewhere (offloaded).
 
-    Over gloo it goes by the engine's own connections, if they are open: a rank that asks alone is told so.
+    Over gloo it goes by the engine's own connections: a rank that asks alone gets an error that says so.
 
     Args:
         value: of a dtype that the group's backend adds.
@@ -31,12 +32,12 @@ def reduce_value(
     """
     group = group or dist.group.WORLD
     assert group is not None
-    kind = device_type_of(group)
-    moved = value if value.device.type == kind else value.to(kind)
-    lines = lines_of(group, tuple(dist.get_process_group_ranks(group)))
-    if lines.is_open:
+    device = device_of(group)
+    moved = value if value.device.type == device.type else value.to(device)
+    lines = own_lines(group)
+    if lines.all_own:
         RANK.talks(what)
         Watched(all_reduce_by(op, moved, lines.apart)).wait()
-    else:
+    else:  # on accelerators, or where no connections can be had
         dist.all_reduce(moved, op=op, group=group)
     return value if moved is value else value.copy_(moved)

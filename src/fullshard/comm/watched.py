@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import DivergenceError
-from ..mesh import Axis, all_lines
+from ..mesh import Axis, cut_all_lines
 from ..watcher import RANK, SLICE
 
 _SLICE = timedelta(seconds=SLICE)
@@ -26,26 +26,32 @@ class Watched:
     def wait(self) -> None:
         try:
             self.work.wait(_SLICE)
-        except RuntimeError:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """It did not come within a slice, or failed."""
-        try:
-            RANK.wait(self.work, self.label)
-        except RuntimeError as failed:
-            if isinstance(failed, DivergenceError):
-                raise
-            raise RANK.explain(failed) from failed
+        except RuntimeError:  # it did not come within a slice, or failed
+            pass
+        else:
+            return
+        wait_explained(self.work, self.label)
 
 
-def break_off() -> None:
-    """End all collectives that are in flight: nothing comes of them any more."""
-    for lines in all_lines():
-        lines.cut()
+def wait_explained(work: Any, label: int) -> None:
+    """Wait for what did not come within a slice. Whatever it fails with, one error is raised, not a chain of them.
+
+    Raises:
+        DivergenceError: says why it failed, or that it never comes.
+        RuntimeError: the backend's own error, if there is no watcher.
+    """
+    try:
+        RANK.wait(work, label)
+    except DivergenceError:
+        raise
+    except RuntimeError as error:
+        failed = error
+    else:
+        return
+    raise RANK.explain(failed) from None
 
 
-RANK.break_off = break_off
+RANK.break_off = cut_all_lines
 
 
 def watched(axis: Axis, work: Any) -> Any:

@@ -38,7 +38,9 @@ def kind_of(path: Path) -> str:
         CheckpointError: nothing, half a checkpoint, or something else.
     """
     if not path.exists():
-        raise CheckpointError(f"There is no {path}.", code="K025")
+        raise CheckpointError(f"{path} does not exist.", code="K025")
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder.", code="K421")
     if SAVING in path.name:
         raise CheckpointError(
             f"{path} is half a checkpoint: it is being written, or its writing was broken off.", code="K026"
@@ -101,7 +103,7 @@ def storage_at(path: Path) -> LocalStorage:
         CheckpointError: there is none.
     """
     where = Folder(path)
-    name = "" if where.is_checkpoint else where.latest()
+    name = where.newest()
     if name is None:
         raise CheckpointError(f"{path} has no whole checkpoint.", expected="a folder with files of one", code="K035")
     return LocalStorage(path / name)

@@ -15,9 +15,11 @@ from .member import (
     Draft,
     Member,
     attributes_of,
+    explicit_grad_dtype,
     hooks_onto,
     identity_of,
     successor_of,
+    take_grad_dtype,
 )
 from .place import Place
 from .protocol import Form
@@ -60,6 +62,7 @@ __all__ = [
     "Touched",
     "attributes_of",
     "chunk_of",
+    "explicit_grad_dtype",
     "full_of",
     "hooks_onto",
     "identity_of",
@@ -71,4 +74,5 @@ __all__ = [
     "shard_metadata",
     "stand_in_for",
     "successor_of",
+    "take_grad_dtype",
 ]

@@ -40,6 +40,7 @@ class Touched:
         count: how many there were.
         by: in words, what the last one was.
         moves: how often it has put other storage in their place, perhaps of another dtype.
+        assigned: whether the `.data` of a sharded parameter was assigned, and the unit has not taken it over yet.
     """
 
     changes: int = 0
@@ -47,6 +48,7 @@ class Touched:
     count: int = 0
     by: str = "no optimizer"
     moves: int = 0
+    assigned: bool = False
 
     def move(self, changes: int) -> None:
         """Other storage takes the shards' place; it counts for so many changes."""

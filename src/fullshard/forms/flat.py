@@ -101,7 +101,10 @@ class FlatParameterForm(LocalForm):
 
     def version(self, members: Sequence[Member]) -> int:
         version: int = self.flat._version
-        return version + self.flat.data_ptr()  # which tells that `.data` was assigned
+        return version
+
+    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        return self.flat.data_ptr() != shard.data_ptr()
 
     def _covered(self, members: Sequence[Member]) -> Member | None:
         """The first member in whose place on a module the user put something."""

@@ -9,6 +9,8 @@ over all elements (sum, norm) are collective; whatever else would need other ran
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +22,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..comm import TorchComm, reduce_value
 from ..errors import CheckpointError, PhaseError
 from ..layout import dense_strides, rectangles
-from ..mesh import device_type_of
+from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
 from .norms import norms
-from .row_shard import assign_data
+from .row_shard import assign_data, part_error
 from .run import Run
 
 aten = torch.ops.aten
@@ -57,7 +59,7 @@ class FlatShard(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. Assigning a FlatShard of the same run writes its values into the shard."""
+        """As `Tensor.data`. A FlatShard that is assigned is of the same run."""
         found = read_data(self)
         mark_view(found, self)
         return found
@@ -95,7 +97,8 @@ class FlatShard(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PhaseError(
             f"FlatShard {self._run.name!r} holds a part of a parameter and a process group, and cannot be pickled.",
-            remedy="save through torch.distributed.checkpoint, or full_tensor() first",
+            remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
             code="P025",
         )
 
@@ -179,6 +182,7 @@ class FlatShard(torch.Tensor):
         raise _unsupported(func, args)
 
 
+@functools.cache
 def _is_elementwise_list(func: Any) -> bool:
     """`_foreach_x` of an element-wise x, or a fused optimizer's step, on lists of tensors."""
     name = func._schema.name.removeprefix("aten::")
@@ -186,7 +190,12 @@ def _is_elementwise_list(func: Any) -> bool:
         return True
     if not name.startswith("_foreach_"):
         return False
-    return name not in ("_foreach_norm", "_foreach_max")
+    single = name.removeprefix("_foreach_").rstrip("_")
+    if single in ("copy", "zero", "max"):  # `max` with one operand is of all elements
+        return single != "max"
+    packet = getattr(aten, single, None)
+    overloads = packet.overloads() if packet is not None else ()
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
 
 
 def _first_run(args: Any) -> Run | None:
@@ -279,7 +288,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(target, FlatShard):
         target._local_tensor.copy_(_local(source, target._run, func))
         return target
-    raise _unsupported(func, (source,), "the target holds the whole tensor")
+    raise part_error(source._run.name)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -307,6 +316,13 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return norms(list(args[0]), float(args[1] if len(args) > 1 else kwargs.get("ord", 2)), kwargs.get("dtype"))
+
+
+def _foreach_powsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if not 0 < order < math.inf:
+        raise _unsupported(func, args)
+    return [norm**order for norm in norms(list(args[0]), order, kwargs.get("dtype"))]
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,6 +372,7 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.mean.default: _sum,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
+    **({aten._foreach_powsum.Scalar: _foreach_powsum} if hasattr(aten, "_foreach_powsum") else {}),
     aten.equal.default: _equal,
     aten.normal_.default: _random,
     aten.uniform_.default: _random,
@@ -370,7 +387,7 @@ def _gathered(shard: FlatShard) -> torch.Tensor:
     run, axis = shard._run, shard._run.axis
     local = shard._local_tensor.detach()
     if axis.size > 1:
-        local = local.to(device_type_of(axis.group))
+        local = local.to(device_of(axis.group))
     longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
     padded = local.new_zeros(longest)
     padded[: local.numel()] = local

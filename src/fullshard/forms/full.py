@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Gathers, Pending, gather_segments, wait_all
-from ..dtypes import as_bits
+from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import copy_all, same_form
@@ -42,8 +42,8 @@ class Full(Protocol):
     def settle(self) -> None:
         """Give back what only the gather needed."""
 
-    def free(self) -> None:
-        """Wait for what is in flight and give all memory back."""
+    def free(self, keep: bool = False) -> None:
+        """Wait for what is in flight and give all memory back; `keep`: but that of the unsharded parameters."""
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
@@ -125,6 +125,8 @@ class PlainFull:
             )
             for p in copies
         ]
+        if dtype not in KNOWN:  # copies of many need one that accelerators have them for (no 8-bit float, say)
+            pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
         self._copies = [
             ([a for a, b in pairs if same_form(a, b) is same], [b for a, b in pairs if same_form(a, b) is same])
             for same in (True, False)
@@ -203,13 +205,14 @@ class PlainFull:
     def settle(self) -> None:
         self.staging.free()
 
-    def free(self) -> None:
+    def free(self, keep: bool = False) -> None:
         try:
             if self._pending:
                 wait_all(self._pending)
         finally:
             for buffer in self._buffers:
-                buffer.free()
+                if not keep or buffer is self.staging:
+                    buffer.free()
             self._versions.spoil()
 
     def addresses(self) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_part, same_memory
@@ -102,9 +102,10 @@ class LocalForm:
         return False
 
     def version(self, members: Sequence[Member]) -> int:
-        # Plain Parameters tell nobody that `.data` was assigned, but by their address.
-        sharded = [member.sharded for member in members]
-        return sum([one._version for one in sharded]) + hash(tuple([one.data_ptr() for one in sharded]))
+        return sum([member.sharded._version for member in members])
+
+    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        return any([member.sharded.data_ptr() != member.local.data_ptr() for member in members])
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
@@ -130,9 +131,9 @@ class LocalForm:
         adopted: nn.Parameter = found
         return adopted
 
-    def not_fitting(self, member: Member, found: Any) -> ConfigError:
+    def not_fitting(self, member: Member, found: Any) -> ReplacementError:
         """The error for something in a sharded parameter's place that cannot be taken over."""
-        return ConfigError(
+        return ReplacementError(
             "A sharded parameter was replaced by something that does not fit it.",
             parameter=member.name,
             rank=self.axes.global_rank,

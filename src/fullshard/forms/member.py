@@ -18,6 +18,7 @@ SUCCESSOR_KEY = "_fullshard_successor"
 """Where a parameter that was replaced keeps the one that took its place."""
 WHOLE_KEY = "_fullshard_whole"
 """Where a parameter that is shown while its unit is gathered keeps its name."""
+_GRAD_DTYPE_KEY = "_fullshard_grad_dtype"
 PART_KEY = "_fullshard_part"
 """Where a plain tensor that optimizers see keeps what it is, if it is not a whole parameter in its own shape."""
 
@@ -38,7 +39,8 @@ class Member:
         trains: the `requires_grad` that `unsharded` was given; another one there was set by the user.
         got_grad: whether it received a gradient on this rank since the last reduction.
         qualified: its name from the root, once that is known.
-        birth: fingerprints of the whole value and of `local` when it was made, to compare with other ranks'.
+        birth: fingerprints of the whole value and of `local` when it was made, and how often the original had been
+            written to, to compare with other ranks'.
     """
 
     slot: Slot
@@ -52,7 +54,7 @@ class Member:
     trains: bool = True
     got_grad: bool = False
     qualified: str | None = None
-    birth: tuple[torch.Tensor, torch.Tensor] | None = None
+    birth: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +100,24 @@ def attributes_of(parameter: torch.Tensor, alike: torch.Tensor | None = None) ->
 def identity_of(parameter: torch.Tensor) -> dict[str, Any]:
     """What a tensor that takes `parameter`'s place must be given: its owner, its name, and what users set on it."""
     kept = {k: v for k, v in parameter.__dict__.items() if k.startswith("_fullshard")}
+    explicit, dtype = explicit_grad_dtype(parameter)
+    if explicit:
+        kept[_GRAD_DTYPE_KEY] = dtype  # until `take_grad_dtype`
     return {**attributes_of(parameter), **kept}
+
+
+def explicit_grad_dtype(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether the user set `grad_dtype`, and to what. The parameter's own dtype cannot be told from one not set."""
+    dtype = parameter.grad_dtype
+    return dtype is not parameter.dtype, dtype
+
+
+def take_grad_dtype(target: torch.Tensor, original: torch.Tensor | None = None) -> None:
+    """Give `target` the `grad_dtype` that the user set on `original`; None: on what its identity was taken from."""
+    kept = target.__dict__.pop(_GRAD_DTYPE_KEY, _GRAD_DTYPE_KEY)
+    explicit, dtype = explicit_grad_dtype(original) if original is not None else (kept is not _GRAD_DTYPE_KEY, kept)
+    if explicit and not explicit_grad_dtype(target)[0]:
+        target.grad_dtype = dtype
 
 
 def successor_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from .run import Run
 def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
     local = [getattr(s, "_local_tensor", s) for s in shards]
-    zero = [torch.zeros((), dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
+    neutral = math.inf if order == -math.inf or order < 0 else 0.0  # of no elements
+    empty = [torch.full((), neutral, dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
     found = [
-        torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else z for t, z in zip(local, zero, strict=True)
+        torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else e for t, e in zip(local, empty, strict=True)
     ]
     by_axis: dict[int, list[int]] = {}
     for i, shard in enumerate(shards):
@@ -25,8 +27,10 @@ def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> 
     for members in by_axis.values():
         run = shards[members[0]]._run
         stacked = torch.stack([found[i] for i in members])
-        if order == float("inf"):
-            stacked = _reduced(run, stacked, dist.ReduceOp.MAX)
+        if math.isinf(order):
+            stacked = _reduced(run, stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+        elif order == 0:  # how many are not zero
+            stacked = _reduced(run, stacked, dist.ReduceOp.SUM)
         else:
             stacked = _reduced(run, stacked**order, dist.ReduceOp.SUM) ** (1.0 / order)
         for i, value in zip(members, stacked.unbind(), strict=True):

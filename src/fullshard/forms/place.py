@@ -94,6 +94,30 @@ class _Attributes:
         return module._parameters.get(name) if module is not None else None
 
 
+class _InsideList:
+    """As a module's `_parameters`, of a module that keeps its weights in a list besides (`nn.LSTM`).
+
+    It is no registration, which torch's hooks count, to show another parameter under a name.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (module := self._module()) is not None:
+            module._parameters[name] = value
+            names: Any = module.__dict__["_flat_weights_names"]
+            if name in names:
+                weights: Any = module.__dict__["_flat_weights"]
+                weights[names.index(name)] = value
+
+    def get(self, name: str) -> Any:
+        module = self._module()
+        return module._parameters.get(name) if module is not None else None
+
+
 class _OutsideList:
     """As a module's `__dict__`, of a module that keeps its weights in a list besides (`nn.LSTM`)."""
 
@@ -114,6 +138,8 @@ class _OutsideList:
 
 
 def _inside(module: nn.Module) -> Any:
+    if "_flat_weights_names" in module.__dict__:
+        return _InsideList(module)
     watches = type(module).__setattr__ is not nn.Module.__setattr__
     return _Attributes(module) if watches else module._parameters
 

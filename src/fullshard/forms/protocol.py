@@ -56,8 +56,10 @@ class Form(Protocol):
         """Whether a sharded parameter, its storage or its dtype is not the one that was made here."""
 
     def version(self, members: Sequence[Member]) -> int:
-        """Changes with changes in place that torch counts, besides those that the shard's own counter tells, and with
-        assignments of `.data` that nothing else tells."""
+        """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""
+
+    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        """Whether sharded parameters lie elsewhere than in `shard`, as nothing but their addresses tells."""
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Take what users put in the places of sharded parameters for these; returns the locals they hold now.

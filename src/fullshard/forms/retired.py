@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..torch_private.local_tensor import set_local
-from .member import NAME_KEY, SUCCESSOR_KEY
+from .member import NAME_KEY, SUCCESSOR_KEY, successor_of
 
 
-def _called(func: Any) -> str:
+def called(func: Any) -> str:
     """The name of a method; of an attribute's getter, the attribute's."""
     name = str(getattr(func, "__name__", func))
     return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__") else name
@@ -34,11 +34,12 @@ class OriginalParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = next((a.__dict__.get(NAME_KEY) for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None)
+        retired = next((a for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None)
+        name = None if retired is None else successor_of(retired).__dict__.get(NAME_KEY)
         raise ConfigError(
             "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
             parameter=name or "?",
-            got=f"{_called(func)} on the object from before fully_shard",
+            got=f"{called(func)} on the object from before fully_shard",
             remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
             "modules inside one module that fully_shard is applied to",
             code="C092",

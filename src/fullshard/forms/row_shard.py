@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from ..dtypes import KNOWN
-from ..errors import ConfigError, PhaseError
+from ..errors import ConfigError, PhaseError, message
 from ..torch_private.local_tensor import (
     become,
     delete_grad,
@@ -44,7 +46,7 @@ class RowShard(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As `Tensor.data`. Assigning a DTensor of the same shape and placements writes its values into the shard."""
+        """As `Tensor.data`. A DTensor that is assigned has the same shape and placements."""
         with plain_access():
             found = as_row_shard(read_data(self))
         mark_view(found, self)
@@ -102,6 +104,8 @@ class RowShard(DTensor):
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _warned and local_of(self).numel() != self.numel():
+            _warn_of_file()
         return self._apart(attributes_of(self)).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -133,6 +137,8 @@ class RowShard(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error) or name_of(args) is None:
                 raise
+            if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
+                raise part_error(name_of(args)) from None
             if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
                 raise freed_error(args, func) from error
             result = args[0]
@@ -207,6 +213,39 @@ def name_of(args: tuple[Any, ...]) -> str | None:
     return next((name for a in args if (name := getattr(a, "__dict__", {}).get(NAME_KEY))), None)
 
 
+def part_error(name: str | None) -> PhaseError:
+    """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
+    return PhaseError(
+        f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
+        code="P385",
+    )
+
+
+_warned: list[bool] = []
+
+
+def _warn_of_file() -> None:
+    """Warn if `torch.save` itself is what pickles a sharded tensor now, not `torch.distributed.checkpoint`. Once."""
+    frame, modules = inspect.currentframe(), set[str]()
+    while frame is not None:
+        modules.add(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    if "torch.serialization" not in modules or any(name.startswith("torch.distributed.checkpoint") for name in modules):
+        return
+    _warned.append(True)
+    warnings.warn(
+        message(
+            "torch.save writes this rank's part of a sharded state dict: a plain model cannot load it, nor can another "
+            "number of ranks.",
+            remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
+            code="W386",
+        ),
+        stacklevel=2,
+    )
+
+
 def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
     """The error for computing with a sharded parameter as if it were the whole one."""
     return PhaseError(
@@ -223,7 +262,7 @@ def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
 
 
 def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
-    """What `parameter.data = value` does to a sharded parameter: the values go into its shard, now or later.
+    """What `parameter.data = value` does to a sharded parameter: it shows `value`, and its unit takes the values over.
 
     torch's own setter would change the outer tensor only and leave the values as they were.
 
@@ -250,11 +289,10 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
         )
     local = value._local_tensor.detach()
     note_change((parameter,))
+    if (unit := owner_of(parameter)) is not None:
+        unit.touched.assigned = True
     if (local.dtype, local.device) != (parameter.dtype, parameter.device):
         become(parameter, value)  # the unit takes it over at its next gather
-    elif owner_of(value) is not None:
-        # Memory of a unit, this one's or another's: whoever exchanges two parameters reads the other one after this.
-        set_local(parameter, local)  # taken over at the next gather, too, into memory of its own
     else:
-        with torch.no_grad():
-            local_of(parameter).copy_(local)
+        # Never copied into the shard: programs hold views of it, such as the values that they set aside before this.
+        set_local(parameter, local)  # taken over at the next gather, too, into memory of its own

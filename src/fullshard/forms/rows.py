@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
@@ -105,6 +105,9 @@ class RowsForm:
     def version(self, members: Sequence[Member]) -> int:
         return 0
 
+    def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
+        return False  # they see it themselves
+
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
             for place in member.places:
@@ -164,10 +167,10 @@ def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int)
         )
 
 
-def not_its_shard(member: Member, found: Any, rank: int) -> ConfigError:
+def not_its_shard(member: Member, found: Any, rank: int) -> ReplacementError:
     """The error for something in a sharded parameter's place that cannot be taken over."""
     expected: Any = member.sharded
-    return ConfigError(
+    return ReplacementError(
         "A sharded parameter was replaced by something that is not its shard.",
         parameter=member.name,
         rank=rank,

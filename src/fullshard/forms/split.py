@@ -140,8 +140,8 @@ class TensorParallel:
             if not placement.is_replicate() and self.mesh.size(index) > 1
         ]
 
-    def local_gradient(self, gradient: Any) -> torch.Tensor:
-        """The gradient of this rank's part; sums over the tensor-parallel ranks where autograd left that open."""
+    def local_gradient(self, gradient: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of this rank's part; one that is partial is summed over tensor-parallel ranks in `dtype`."""
         if not isinstance(gradient, DTensor):
             found: torch.Tensor = gradient
             return found
@@ -149,6 +149,8 @@ class TensorParallel:
             gradient.placements[index] if index in self.data_dims else placement  # what FSDP is about to reduce
             for index, placement in enumerate(self.placements)
         )
-        if gradient.placements != wanted:
-            gradient = gradient.redistribute(self.mesh, wanted)
-        return gradient._local_tensor
+        if gradient.placements == wanted:
+            return gradient._local_tensor
+        cast: Any = gradient.to(dtype)
+        summed: torch.Tensor = cast.redistribute(self.mesh, wanted)._local_tensor
+        return summed

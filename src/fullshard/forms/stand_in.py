@@ -10,7 +10,8 @@ from torch import nn
 
 from ..errors import PhaseError
 from ..torch_private.local_tensor import plain_access
-from .member import NAME_KEY, SUCCESSOR_KEY, Member
+from .member import NAME_KEY, SUCCESSOR_KEY, Member, successor_of
+from .retired import called
 
 
 class HiddenParameter(nn.Parameter):
@@ -34,8 +35,10 @@ class HiddenParameter(nn.Parameter):
                     return f"HiddenParameter(shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
                 return func(*args, **(kwargs or {}))
         raise PhaseError(
-            f"{name or func} was called on a parameter whose instance is not gathered now.",
-            parameter=next((a.__dict__.get(NAME_KEY) for a in args if isinstance(a, HiddenParameter)), "?"),
+            f"{called(func)} was asked of a parameter whose instance is not gathered now.",
+            parameter=next(
+                (successor_of(a).__dict__.get(NAME_KEY) for a in args if isinstance(a, HiddenParameter)), "?"
+            ),
             expected="use inside the forward of its FullyShardedDataParallel instance",
             got="use from outside it",
             remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",

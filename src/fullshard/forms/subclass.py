@@ -28,6 +28,7 @@ from ..layout import Layout, Part, Slot
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
+from .changes import owner_of
 from .flat_shard import FlatShard
 from .full import Full, show_as_parameter
 from .member import Member, identity_of
@@ -168,6 +169,8 @@ class SubclassFull:
             if sizes != self._sizes:
                 self._rows = self._rows_of_all(comm, axis)
                 self.member.unsharded, self._made, self._inner = None, None, []
+                if (unit := owner_of(self.member.sharded)) is not None:
+                    unit.places_changed()  # modules are shown another parameter from now on
                 self._received = [
                     Scratch(axis.size * rows * math.prod(shape[1:]), dtype, self.device)
                     for (rows, _), (shape, dtype) in zip(self._rows, sizes, strict=True)
@@ -300,7 +303,7 @@ class SubclassFull:
             if not keeps:
                 out.free()
 
-    def free(self) -> None:
+    def free(self, keep: bool = False) -> None:
         try:
             wait_all(self._pending)
         finally:

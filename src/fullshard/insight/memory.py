@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..forms import FlatShard, owner_of
 from ..shard import Unit, members_of, units_of
 from ..torch_private.local_tensor import plain_tensors
+from .facts import size
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,20 @@ class MemoryUse:
     def total(self) -> int:
         """All that is held now."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing
+
+    def __str__(self) -> str:
+        """A table, in units that people read, beside what one process would hold."""
+        rows = [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("optimizer state", self.optimizer),
+            ("gathered units", self.gathered),
+            ("gradients in reduction", self.reducing),
+            ("total on this rank", self.total),
+            ("peak of gathered and in reduction", self.peak_transient),
+            ("one process without sharding", self.single_process),
+        ]
+        return "\n".join(f"{name:<34}{size(nbytes):>10}" for name, nbytes in rows)
 
 
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:

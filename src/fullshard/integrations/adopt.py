@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 from ..api.functional.fully_shard import fully_shard
-from ..api.functional.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from ..api.functional.module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from ..api.functional.reduce_dtype import follow_torch
 from ..api.wrapper import settings
 from ..api.wrapper.fsdp import FullyShardedDataParallel
 from ..api.wrapping import policies
@@ -29,6 +35,7 @@ from ..forms import FlatParameter
 from ..mesh.data_parallel import DataParallelMeshDims
 from ..optim import ShardedGradScaler
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..runtime.reduce_kept import GradientReductionHandle
 from ..version import VERSION
 from . import clients, held, private
 
@@ -52,6 +59,7 @@ OURS: Mapping[str, Any] = {
     "FSDPModule": FSDPModule,
     "FlatParameter": FlatParameter,
     "FullyShardedDataParallel": FullyShardedDataParallel,
+    "GradientReductionHandle": GradientReductionHandle,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "ModuleWrapPolicy": policies.ModuleWrapPolicy,
     "OffloadPolicy": OffloadPolicy,
@@ -164,6 +172,7 @@ def adopt(lenient: bool = False) -> Adopted:
         adopted.names.setdefault(module.__name__, []).append(name)
     _change_classes(pairs, lenient)
     _adoptions.append(adopted)
+    follow_torch()
     _replace(pairs, adopted)
     adopted.held += held.search({at: ours for at, (_, ours) in pairs.items()})
     private.guard(adopted, [one for name, one in list(sys.modules.items()) if _guarded(name)], pairs.values())

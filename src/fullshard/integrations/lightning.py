@@ -10,7 +10,7 @@ Both shard a model by `fully_shard`, unless it is sharded already (in `configure
 
 from __future__ import annotations
 
-import shutil
+import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ from ..api.functional.module import FSDPModule
 from ..checkpoint.functions import get_model_state_dict, set_model_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..optim import clip_grad_norm_
+from ..store.folder import write_synced
+from ..store.in_place import put_folder, recover_folder, remove
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
@@ -98,27 +100,18 @@ def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, rest: 
     Raises:
         CheckpointError: it could not be written, on every rank; what was there is as it was.
     """
-    fresh, old = (path.with_name(f".{path.name}.{what}") for what in ("new", "old"))
+    fresh = path.with_name(f".{path.name}.new")
     ranks = Ranks()
     with ranks.step("making room for a checkpoint"):
         if ranks.is_first:
-            _remove(fresh)  # of a save that was killed
+            remove(fresh)  # of a save that was killed
     save(fresh, model, optimizers, step=step, rng=False)
     with ranks.step("putting a checkpoint in its place"):
         if ranks.is_first:
-            torch.save(rest, fresh / META)
-            _remove(old)
-            if path.exists():
-                path.rename(old)
-            fresh.rename(path)
-            _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+            data = io.BytesIO()
+            torch.save(rest, data)
+            write_synced(fresh / META, data.getvalue())
+            put_folder(fresh, path)
 
 
 def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> dict[str, Any]:
@@ -127,6 +120,10 @@ def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> 
     Raises:
         CheckpointError: optimizers are to be filled from a file.
     """
+    ranks = Ranks()
+    with ranks.step("looking for a checkpoint"):
+        if ranks.is_first:
+            recover_folder(path)
     if path.is_file():
         found = _rest(path)
         if optimizers and found.get("optimizer_states"):

@@ -5,13 +5,15 @@ from .axes import (
     MeshAxes,
     ShardPlacementResult,
     axes_of_groups,
+    backend_of,
+    device_of,
     device_type_of,
     resolve_mesh,
     subdivide,
     unsharded_axes,
 )
 from .data_parallel import DataParallelMeshDims, data_parallel_mesh
-from .lines import Lines, all_lines, lines_of
+from .lines import Lines, cut_all_lines, lines_of, open_lines
 from .names import refuse_misread
 
 __all__ = [
@@ -20,11 +22,14 @@ __all__ = [
     "Lines",
     "MeshAxes",
     "ShardPlacementResult",
-    "all_lines",
     "axes_of_groups",
+    "backend_of",
+    "cut_all_lines",
     "data_parallel_mesh",
+    "device_of",
     "device_type_of",
     "lines_of",
+    "open_lines",
     "refuse_misread",
     "resolve_mesh",
     "subdivide",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import socket
+import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
-from ..errors import ConfigError
-from .lines import Lines, lines_of, open_lines
+from ..errors import ConfigError, message
+from .lines import Lines, close_lines, lines_of, open_lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +44,17 @@ class Axis:
         """
         found: Lines | None = self.__dict__.get("_lines")
         if found is None:
-            found = lines_of(self.group, self.ranks)
+            found = lines_of(self.group)
             if found.is_open:
                 self.__dict__["_lines"] = found
         return found
 
     @property
     def aside(self) -> Axis:
-        """The same ranks, over connections of their own if the engine has opened any: for comparisons."""
+        """The same ranks, over connections of their own if the engine has opened any: for comparisons.
+
+        Those are on the host, whatever the device of the mesh: where this is another axis, it takes tensors there.
+        """
         return self._over("side")
 
     @property
@@ -57,28 +63,36 @@ class Axis:
         return self._over("apart")
 
     def _over(self, part: str) -> Axis:
-        if not self.lines.is_open:
-            return self
         found: Axis | None = self.__dict__.get(f"_{part}")
         if found is None:
             group = getattr(self.lines, part)
-            found = self.__dict__[f"_{part}"] = Axis(group, self.size, self.rank, self.backend, self.ranks)
+            if group is self.lines.data:
+                return self
+            found = self.__dict__[f"_{part}"] = Axis(group, self.size, self.rank, "gloo", self.ranks)
             found.__dict__["_lines"] = Lines(group, group, group)
         return found
 
-    def open_lines(self, name: str) -> None:
-        """Talk over groups of the engine's own from now on, where gloo is what talks. Collective over the axis.
+    def open_lines(self, name: str) -> bool:
+        """Talk over groups of the engine's own from now on. Collective over the axis.
 
         Args:
             name: of no other group, and the same on all its ranks.
+
+        Returns:
+            Whether this rank does.
         """
-        if self.size > 1 and self.backend == "gloo" and self.ranks and type(self.group) is dist.ProcessGroup:
-            self.__dict__["_lines"] = open_lines(self.group, self.ranks, name)
+        if self.size == 1 or not self.ranks or type(self.group) is not dist.ProcessGroup:
+            return False
+        return open_lines(self.group, self.rank, self.size, name, self.backend == "gloo").is_open
+
+    def close_lines(self) -> None:
+        """Undo `open_lines`, before any use."""
+        close_lines(self.group)
 
 
 @dataclass(frozen=True, eq=False)
 class MeshAxes:
-    """A mesh as the engine uses it.
+    """A mesh as the engine uses it. There is one object for each mesh, its groups and device: compare with `is`.
 
     Attributes:
         mesh: 1-D (shard) or 2-D (replicate, shard).
@@ -104,6 +118,28 @@ class MeshAxes:
         """Ranks that each hold different data: shard times replicate."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)
 
+    @functools.cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of more than one rank. What is summed over all ranks of the mesh goes over these."""
+        return tuple(axis.group for axis in self.all if axis.size > 1)
+
+
+_all_axes: weakref.WeakValueDictionary[tuple[Any, ...], MeshAxes] = weakref.WeakValueDictionary()
+"""By mesh, device, groups and sizes. An entry lives as long as a unit uses it, and keeps its groups alive so long."""
+
+
+_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
+"""Where units compute, by the groups of their mesh."""
+
+
+def _axes(mesh: DeviceMesh, device: torch.device, shard: Axis, replicate: Axis | None) -> MeshAxes:
+    """The one `MeshAxes` of these; two `DeviceMesh` of the same ranks are equal, whatever their groups."""
+    key = (mesh, device, shard.group, shard.size, replicate and replicate.group)
+    for axis in (shard, replicate):
+        if axis is not None:
+            _devices[axis.group] = device
+    return _all_axes.setdefault(key, MeshAxes(mesh, device, shard, replicate, dist.get_rank()))
+
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
@@ -126,18 +162,10 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
         device: where to compute, of the mesh's device type; None: the current one of that type.
 
     Raises:
-        ConfigError: no process group is initialised and no mesh given, the mesh has other than 1 or 2 dims, this
-            process is not in it, or it is of another device type.
+        ConfigError: the mesh has other than 1 or 2 dims, this process is not in it, or it is of another device type.
     """
     if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError(
-                "fully_shard has neither a mesh nor a process group to shard over.",
-                expected="torch.distributed initialised, or mesh=",
-                remedy="start with torchrun and call torch.distributed.init_process_group() first, "
-                "or pass mesh=init_device_mesh(...)",
-                code="C135",
-            )
+        ensure_group()
         mesh = init_device_mesh(device_type_of(None), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
@@ -163,11 +191,44 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
         )
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
     where = _device(mesh.device_type, device)
-    return MeshAxes(mesh, where, _axis(mesh, mesh.ndim - 1), replicate, dist.get_rank())
+    return _axes(mesh, where, _axis(mesh, mesh.ndim - 1), replicate)
+
+
+_subdivided: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Axis]] = weakref.WeakKeyDictionary()
+"""By the shard axis' group and by size: making groups is collective, and each is a communicator on accelerators."""
+
+
+def ensure_group() -> None:
+    """Initialise torch.distributed if the program has not: as torchrun says, or with this process alone.
+
+    Raises:
+        ValueError: torch's, if a launcher said only a part of what there is to say.
+    """
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+        return
+    except ValueError as error:  # what torch raises where no launcher has set RANK, which it asks for first
+        if dist.is_torchelastic_launched() or "RANK" not in str(error):
+            raise
+    warnings.warn(
+        message(
+            "The model is sharded over this process alone: torch.distributed is not initialised, and torchrun did not "
+            "start the program.",
+            remedy="nothing is to be done in a notebook or on one device; to train on several, start the program with "
+            "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
+            code="W383",
+        ),
+        stacklevel=4,
+    )
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
 
 
 def subdivide(axes: MeshAxes, size: int) -> Axis:
-    """The axis of `size` consecutive ranks of the shard axis that this rank is in; collective over the mesh.
+    """The axis of `size` consecutive ranks of the shard axis that this rank is in.
+
+    Collective over the mesh the first time, which makes the groups.
 
     Raises:
         ConfigError: if `size` is not a divisor of the shard axis other than 1 and itself.
@@ -182,14 +243,17 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
             "backward), or True (free what was gathered after forward), or False (keep it until backward)",
             code="C139",
         )
-    # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
-    grid = axes.mesh.mesh.reshape(-1, size)
-    return _axis(DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=("outer", "inner")), 1)
+    by_size = _subdivided.setdefault(axes.shard.group, {})
+    if size not in by_size or not _in_use(by_size[size].group):
+        # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
+        grid = axes.mesh.mesh.reshape(-1, size)
+        by_size[size] = _axis(DeviceMesh(axes.mesh.device_type, grid, mesh_dim_names=("outer", "inner")), 1)
+    return by_size[size]
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
     group = mesh.get_group(dim)
-    backend = _backend_for(group, mesh.device_type) or str(dist.get_backend(group))
+    backend = backend_of(group, mesh.device_type) or str(dist.get_backend(group))
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group, mesh.size(dim), mesh.get_local_rank(dim), backend, ranks)
 
@@ -220,8 +284,8 @@ def _device(device_type: str, given: torch.device | None = None) -> torch.device
 
 # From process groups, for the wrapper front-end: a group, a pair of groups, or node-local ones.
 
-_cached: dict[Any, tuple[Any, DeviceMesh, dict[torch.device, MeshAxes]]] = {}
-"""By ids of the groups: the groups themselves (so that ids stay theirs), their mesh, and its axes by device."""
+_hybrid: dict[tuple[Any, ...], MeshAxes] = {}
+"""By the default group, device, and the pair of groups given. Making them is collective. See `_in_use`."""
 
 
 def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None) -> MeshAxes:
@@ -233,14 +297,9 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
         device: where to compute; None: the accelerator if the group can talk for it, else the CPU.
 
     Raises:
-        ConfigError: no process group is initialised, or `groups` does not fit the strategy.
+        ConfigError: `groups` does not fit the strategy.
     """
-    if not dist.is_initialized():
-        raise ConfigError(
-            "FullyShardedDataParallel has no process group to shard over.",
-            remedy="start with torchrun and call torch.distributed.init_process_group() first",
-            code="C142",
-        )
+    ensure_group()
     pair = isinstance(groups, (tuple, list))
     if hybrid and groups is not None and not pair:
         raise ConfigError(
@@ -260,22 +319,27 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
             code="C145",
         )
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
-    key = (id(dist.group.WORLD), tuple(map(id, groups)) if pair else id(groups), hybrid, kind)
-    if key not in _cached:
-        if len(_cached) > 64:
-            _cached.clear()
-        if hybrid:
-            mesh = _pair_mesh(groups, kind) if pair else _node_mesh(kind)
-        elif groups is None or groups is dist.group.WORLD:
-            mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        else:
-            mesh = DeviceMesh.from_group(groups, kind)
-        _cached[key] = ((dist.group.WORLD, groups), mesh, {})
-    _, mesh, by_device = _cached[key]
     where = _device(kind, device)
-    if where not in by_device:
-        by_device[where] = resolve_mesh(mesh, where)
-    return by_device[where]
+    if hybrid:
+        for old in [old for old, axes in _hybrid.items() if not _in_use(old[0], *(axis.group for axis in axes.all))]:
+            del _hybrid[old]
+        key = (dist.group.WORLD, where, *given)
+        if key not in _hybrid:
+            _hybrid[key] = resolve_mesh(_pair_mesh(groups, kind) if pair else _node_mesh(kind), where)
+        return _hybrid[key]
+    if groups is None or groups is dist.group.WORLD:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(groups, kind)
+    return resolve_mesh(mesh, where)
+
+
+def _in_use(*groups: Any) -> bool:
+    """Whether none of these groups was destroyed."""
+    try:
+        return all(dist.get_backend(group) for group in groups)
+    except ValueError:
+        return False
 
 
 def device_type_of(group: Any) -> str:
@@ -283,12 +347,24 @@ def device_type_of(group: Any) -> str:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "cpu"
-    backend = _backend_for(group, accelerator.type)
+    backend = backend_of(group, accelerator.type)
     on_purpose = ":" in str(dist.get_backend(group))  # gloo serves accelerators too, slowly
     return accelerator.type if backend is not None and (on_purpose or backend not in ("gloo", "mpi")) else "cpu"
 
 
-def _backend_for(group: Any, device_type: str) -> str | None:
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where this rank puts what it exchanges over `group`: where units of the group compute, if there are any.
+
+    Else the device that the group was bound to (`init_process_group(device_id=)`), else the current one.
+    """
+    kind = device_type_of(group)
+    for device in (_devices.get(group), getattr(group, "bound_device_id", None)):
+        if device is not None and device.type == kind:
+            return _device(kind, device)
+    return _device(kind)
+
+
+def backend_of(group: Any, device_type: str) -> str | None:
     """The name of the backend by which `group` serves a device type; None if it does not."""
     backend = str(dist.get_backend(group))
     if backend == "undefined":  # a group that was made without a backend: torch chose one for every device type
@@ -305,7 +381,7 @@ def unsharded_axes(axes: MeshAxes) -> MeshAxes:
     """
     own = axes.shard
     alone = Axis(own.group, 1, 0, own.backend, (axes.global_rank,))
-    return MeshAxes(axes.mesh, axes.device, alone, own if own.size > 1 else None, axes.global_rank)
+    return _axes(axes.mesh, axes.device, alone, own if own.size > 1 else None)
 
 
 def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:

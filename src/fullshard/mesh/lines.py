@@ -1,12 +1,16 @@
-"""Connections of the engine's own beside a user's gloo group.
+"""Connections of the engine's own beside a user's process group.
 
 Collectives of one group pair up in the order in which each rank issues them. A collective of the user's between ours
 on one rank only would pair with one of ours: wrong numbers where sizes agree, and an abort of the process in gloo's
-own thread where they do not. So the engine talks over a group of its own; ranks that may be at different points
+own thread where they do not. So the engine talks over groups of its own; ranks that may be at different points
 compare over a second one. Both are broken off when the ranks are found to be stuck: whatever waits then ends at once
 with an error, and no memory is written to any more.
 
-On accelerators the user's group serves for everything: a communicator there costs memory, and waits are the device's.
+Lines belong to one process group, whatever its ranks: two models with a group each may run in two threads.
+
+On accelerators the user's group serves for gathers and reductions, as a communicator there costs memory, and waits are
+the device's. Comparisons have a gloo group on the host there, too: beside a gather of another size on the same
+communicator they would be undefined, and reading their result would wait for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import contextlib
 import os
 import socket
 import weakref
-from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,8 +28,10 @@ from ..torch_private.gloo_group import gloo_group
 from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
 
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Lines]] = weakref.WeakKeyDictionary()
-"""By the default group under which they were opened, and by ranks: groups of the same ranks share lines."""
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Own] = weakref.WeakKeyDictionary()
+"""By the user's group."""
+_CONNECTED = timedelta(seconds=60)
+"""How long ranks that run on accelerators try to connect on the host: gloo may not be set up there."""
 
 
 class Lines:
@@ -34,7 +41,8 @@ class Lines:
         data: for gathers and reductions.
         side: for comparisons, of ranks that may be at different points.
         apart: for what users ask for outside of passes (whole values, `unshard`), which one rank may do alone.
-        is_open: whether these are the engine's own.
+        is_open: whether `side` is the engine's own.
+        all_own: whether all three are.
     """
 
     def __init__(
@@ -42,54 +50,70 @@ class Lines:
         data: dist.ProcessGroup,
         side: dist.ProcessGroup,
         apart: dist.ProcessGroup,
-        sockets: Iterable[str] = (),
     ) -> None:
-        self.data, self.side, self.apart, self._sockets = data, side, apart, frozenset(sockets)
-        self.is_open = data is not side
+        self.data, self.side, self.apart = data, side, apart
+        self.is_open, self.all_own = side is not data, apart is not data
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The engine's own groups beside one of the user's, which serves where there is None: nothing here keeps it."""
+
+    data: dist.ProcessGroup | None
+    side: dist.ProcessGroup
+    apart: dist.ProcessGroup | None
+    sockets: frozenset[str]
 
     def cut(self) -> None:
-        """Break the connections off: what waits for one ends with an error."""
+        """Break the connections off."""
         for fd, link in _sockets().items():
-            if link in self._sockets:
+            if link in self.sockets:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                     connection.getpeername()  # raises for one that listens, which has to stay
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def lines_of(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Lines:
-    """The lines of these ranks if they were opened; else `group` itself serves."""
-    world = dist.group.WORLD
-    found = _opened.get(world, {}).get(ranks) if world is not None else None
-    return found or Lines(group, group, group)
+def lines_of(group: dist.ProcessGroup) -> Lines:
+    """The lines of a group if they were opened; else `group` itself serves."""
+    own = _opened.get(group)
+    return Lines(group, group, group) if own is None else Lines(own.data or group, own.side, own.apart or group)
 
 
-def open_lines(group: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> Lines:
-    """Make groups of our own for the ranks of a gloo group, once. Collective over them.
+def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_host: bool) -> Lines:
+    """Make groups of our own for the ranks of a group, once. Collective over them.
 
     Args:
+        rank, size: in the group.
         name: of no other group, and the same on all these ranks.
+        on_host: whether the group's collectives run on the host (gloo): else comparisons alone get a group.
     """
-    found = lines_of(group, ranks)
-    if found.is_open:
-        return found
+    if group in _opened:
+        return lines_of(group)
     rest_at_exit()
     before = set(_sockets().values())
-    timeout = timeout_of(group)
-    rank = ranks.index(dist.get_rank())
-    data = gloo_group(f"fullshard/{name}/data", rank, len(ranks), timeout)
-    parts = (gloo_group(f"fullshard/{name}/{part}", rank, len(ranks), timeout, data) for part in ("side", "apart"))
-    side, apart = parts if data is not None else (None, None)
-    if data is None or side is None or apart is None:
-        return found
-    assert dist.group.WORLD is not None
-    by_ranks = _opened.setdefault(dist.group.WORLD, {})
-    by_ranks[ranks] = Lines(data, side, apart, [link for link in _sockets().values() if link not in before])
-    return by_ranks[ranks]
+    prefix, timeout = f"fullshard/{name}", timeout_of(group)
+    data: dist.ProcessGroup | None = None
+    apart: dist.ProcessGroup | None = None
+    if on_host:
+        data = gloo_group(f"{prefix}/data", rank, size, timeout)
+        parts = (gloo_group(f"{prefix}/{part}", rank, size, timeout, data) for part in ("side", "apart"))
+        side, apart = parts if data is not None else (None, None)
+    else:
+        side = gloo_group(f"{prefix}/side", rank, size, timeout, connect_within=min(timeout, _CONNECTED))
+    if side is not None and (apart is not None or not on_host):
+        _opened[group] = _Own(data, side, apart, frozenset(_sockets().values()) - before)
+    return lines_of(group)
 
 
-def all_lines() -> list[Lines]:
-    """All that are open in this process."""
-    return [lines for by_ranks in _opened.values() for lines in by_ranks.values()]
+def close_lines(group: dist.ProcessGroup) -> None:
+    """Let `group` itself serve again: another rank could not open its lines."""
+    _opened.pop(group, None)
+
+
+def cut_all_lines() -> None:
+    """Break off all connections of this process: what waits for one ends with an error."""
+    for own in list(_opened.values()):
+        own.cut()
 
 
 def _sockets() -> dict[int, str]:

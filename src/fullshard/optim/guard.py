@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, message
-from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of
+from ..forms import NAME_KEY, PART_KEY, SUCCESSOR_KEY, WHOLE_KEY, note_change, owner_of, successor_of
 from ..shard import all_ranks_hold
 from .outside import warn_of_outside
 
@@ -67,6 +67,11 @@ class Seen:
             self.number = zlib.crc32(self.words.encode())
         for reference in self.units:
             if (unit := reference()) is not None:
+                if unit.touched.assigned:  # optimizer views are of the memory before
+                    unit.refresh()
+                for gradients in unit.gradients:
+                    if gradients.delivery.views:
+                        gradients.delivery.follow()
                 unit.touched.step(self.number, self.words)
 
 
@@ -116,7 +121,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
         raise ConfigError(
             f"This {type(optimizer).__name__} was built before its model was sharded: it holds "
             "parameters that were replaced since, and would train nothing.",
-            parameter=known.get(NAME_KEY, "?"),
+            parameter=successor_of(parameter).__dict__.get(NAME_KEY, "?"),
             expected="an optimizer built from model.parameters() once the model is sharded",
             remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
             "the model with use_orig_params=True, which keeps Parameter objects",
@@ -157,7 +162,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
                 "whether it is one is not known.",
                 got=f"{name} with {part}",
                 remedy="nothing is to be done if each element's step depends on that element's gradient and state "
-                "alone; else build it from model.parameters() of fully_shard. Said once per class",
+                "alone; else build it from model.parameters() of fully_shard. (Shown once per class.)",
                 code="W009",
             ),
             stacklevel=4,

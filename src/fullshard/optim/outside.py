@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import message
 from ..forms import owner_of
-from ..runtime import ROOTS, left_alone_by_all, runners_in
+from ..runtime import all_roots, left_alone_by_all, runners_in
 
 _SHOWN = 5  # names in a warning
 MOST_LOOKS = 16  # at all objects of the process: programs may make an optimizer for each parameter
@@ -36,7 +36,7 @@ def warn_of_outside(parameters: Sequence[torch.Tensor]) -> None:
     if len(LOOKED) >= MOST_LOOKS or any(LOOKED):
         return
     outside = [one for one in parameters if owner_of(one) is None and _is_plain(one)]
-    if not outside or not any(_on_several_ranks(runner) for root in list(ROOTS) for runner in root.units):
+    if not outside or not any(_on_several_ranks(runner) for root in all_roots() for runner in root.units):
         return
     ignored = left_alone_by_all()
     beside = any(owner_of(one) is not None for one in parameters)
@@ -52,7 +52,7 @@ def warn_of_outside(parameters: Sequence[torch.Tensor]) -> None:
                 expected="every trained parameter in a unit",
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
                 "no block took. Where you average these gradients yourself, name them in ignored_params= "
-                "(ignored_states= of the wrapper). Said once",
+                "(ignored_states= of the wrapper). (Shown once per process.)",
                 code="W032",
             ),
             stacklevel=5,

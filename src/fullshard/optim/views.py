@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentTypeError, ConfigError
-from ..shard import Bucket, add_views, members_of, units_of
+from ..runtime import take_over_replaced
+from ..shard import Bucket, add_views, members_of, run_of, units_of
 
 
 def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = None) -> list[nn.Parameter]:
     """Plain local tensors over the same memory as the model's sharded parameters, for an element-wise optimizer.
 
     Their `.grad` is set together with the sharded parameters'; setting either to None (`optimizer.zero_grad()`,
-    `model.zero_grad()`) counts for both. Optimizers that look at a parameter's shape (Muon, Shampoo, LBFGS,
+    `model.zero_grad()`) counts for both. Another tensor that is assigned to a parameter's (as `.grad`, not as
+    `.grad.data`) is what the optimizer steps by. Optimizers that look at a parameter's shape (Muon, Shampoo, LBFGS,
     LAMB's per-tensor norms) need the sharded parameters themselves, of the layout "rows". A parameter that gets no
     gradient in a step in which others of its view get one (not used, or frozen meanwhile) is not passed over, as it
     would be by itself: its gradient is zero, so weight decay and momentum still move it; a warning names it.
@@ -47,6 +49,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             code="C277",
         )
     wanted = None if params is None else {id(parameter): parameter for parameter in params}
+    take_over_replaced(model)
     units = units_of(model)
     if not units:
         raise ConfigError(
@@ -97,12 +100,13 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
 
 def _runs(bucket: Bucket, chosen: set[int]) -> list[tuple[int, int, list[int]]]:
     """Runs (offset, length, members) of the shard that hold the chosen members and no others."""
-    if len(chosen) == len(bucket.members):
-        return [(0, bucket.layout.shard_numel, sorted(chosen))]
     rank = bucket.axes.shard.rank
-    parts = [bucket.layout.part(member.slot, rank) for member in bucket.members]
+    if len(chosen) == len(bucket.members):
+        return [(*run_of(bucket, sorted(chosen), rank), sorted(chosen))]
     # Memory order, by what does not depend on the rank, so that every rank has the same runs.
-    order = sorted(range(len(parts)), key=lambda i: (bucket.members[i].slot.segment, bucket.members[i].slot.offset))
+    order = sorted(
+        range(len(bucket.members)), key=lambda i: (bucket.members[i].slot.segment, bucket.members[i].slot.offset)
+    )
     runs: list[list[int]] = []
     for at, i in enumerate(order):
         if i not in chosen:
@@ -111,10 +115,4 @@ def _runs(bucket: Bucket, chosen: set[int]) -> list[tuple[int, int, list[int]]]:
             runs[-1].append(i)
         else:
             runs.append([i])
-    found = []
-    for members in runs:
-        held = [parts[i] for i in members if parts[i].numel]
-        start = min((part.offset for part in held), default=0)
-        stop = max((part.offset + part.numel for part in held), default=0)
-        found.append((start, stop - start, members))
-    return found
+    return [(*run_of(bucket, members, rank), members) for members in runs]

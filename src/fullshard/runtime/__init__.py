@@ -1,12 +1,12 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
-from .copy import deepcopy_module
+from .copy import copy_module, deepcopy_module, pickling_error
 from .managed import is_managed, mark_managed
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .phases import Phase
 from .reducer import InFlight
-from .root import ROOTS, Root
+from .root import Root, all_roots
 from .runner import Runner
 from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
@@ -17,14 +17,15 @@ from .units import (
     left_alone,
     left_alone_by_all,
     move_buffers,
+    name_members,
     own_modules,
     runner_of,
     runners_in,
+    take_over_replaced,
     unit_of,
 )
 
 __all__ = [
-    "ROOTS",
     "RUNNER_KEY",
     "InFlight",
     "Order",
@@ -34,6 +35,8 @@ __all__ = [
     "Root",
     "Runner",
     "UnitSettings",
+    "all_roots",
+    "copy_module",
     "deepcopy_module",
     "find_root",
     "is_managed",
@@ -42,11 +45,14 @@ __all__ = [
     "left_alone_by_all",
     "mark_managed",
     "move_buffers",
+    "name_members",
     "notice_torch",
     "own_modules",
+    "pickling_error",
     "run",
     "run_method",
     "runner_of",
     "runners_in",
+    "take_over_replaced",
     "unit_of",
 ]

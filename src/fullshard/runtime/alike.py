@@ -42,7 +42,7 @@ def check_alike(
     for one in units:
         if one.unit.kept_axis is not None:
             axes[id(one.unit.kept_axis.group)] = one.unit.kept_axis
-        for bucket in one.unit.buckets:
+        for bucket, gradients in zip(one.unit.buckets, one.unit.gradients, strict=True):
             device = bucket.axes.device
             axes |= {id(axis.group): axis for axis in bucket.axes.all}
             for member in bucket.members:
@@ -51,9 +51,12 @@ def check_alike(
                 grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
                 facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
                 facts += ", in keep_gathered" if one.held else ""
+                if gradients.reduce_dtype is not bucket.storage_dtype:
+                    facts += f", reduced in {str(gradients.reduce_dtype).removeprefix('torch.')}"
                 lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
     if device is not None:
         left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
-        check_same_model(lines, left, list(axes.values()), comm, device)
-        meet(list(axes.values()), comm, device)
+        for axis in axes.values():
+            meet(axis, comm, device)
+            check_same_model(lines, left, [axis], comm, device)
         check_same_weights([one.unit for one in units], comm)

@@ -8,19 +8,20 @@ the end of backward: the result is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ..containers import leaves_in, map_tensors
+from ..containers import Borrowed, leaves_in, map_own, tensors_in
 from ..shard import Unit
-from ..torch_private.graph_nodes import made_since, next_node
-from ..torch_private.tensor_hooks import hooks_of, on_gradient, put_first
+from ..torch_private.graph_nodes import made_since, next_node, number_of
+from ..torch_private.tensor_hooks import hooks_of, on_gradient, on_gradient_first, put_first
 from .outputs import PLAIN, tensors_behind
 from .trace import Period
 
-Input = tuple[torch.Tensor, Any, int, Any, Any]
+View = tuple[torch.Tensor, Any, int, Any, Any]
 """A watched input: our view of it, the view's node and version; what made the input, and hooks on its gradient."""
 
 
@@ -42,105 +43,30 @@ class Watcher(Protocol):
 class Call:
     """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
 
+    Owns no tensor: hooks on the graph's tensors hold the call, and Python's collector does not see through those.
+
     Attributes:
         period: of the unit, in which it was called.
         version: of the unit when the call began.
-        watches: whether an input tells when the call's backward is over.
-        leads_back: whether an output needs a gradient, so that a backward may come.
-        hides: whether an output may hold tensors where nobody sees them.
+        hands_on: whether an output is no work of the call's: its gradient may tell of the backward's beginning, too.
+        forgets: each takes back a hook on a tensor that may outlive the graph.
     """
 
-    __slots__ = ("_first_node", "_inputs", "done", "hides", "leads_back", "period", "runner", "version", "watches")
+    __slots__ = ("__weakref__", "done", "forgets", "hands_on", "period", "runner", "version")
 
     def __init__(self, runner: Watcher, period: Period) -> None:
         self.runner, self.period = runner, period
-        self.done = self.watches = self.leads_back = self.hides = False
+        self.done = self.hands_on = False
+        self.forgets: list[Callable[[], None]] | None = None
         self.version = runner.unit.version()
-        self._inputs: list[Input] = []
-        self._first_node = next_node()
         period.calls += 1
 
     def __del__(self) -> None:
         if not self.done:
             self.period.calls -= 1
-
-    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient."""
-        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
-            args = (self._watch(args[0]),)
-        else:
-            args = map_tensors(self._watch, args)
-        if kwargs:
-            kwargs = map_tensors(self._watch, kwargs)
-        return args, kwargs
-
-    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        self.watches = True
-        view = tensor.view_as(tensor)
-        self._inputs.append((view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor)))
-        on_gradient(view, self.after_backward)
-        return view
-
-    def watch_outputs(self, output: Any) -> Any:
-        """Be told when an output gets its gradient. Returns the output; inputs in it are replaced by views of them.
-
-        Without that an input that is handed on would tell that the backward is over before it tells that it begins.
-        """
-        inputs, self._inputs = self._inputs, []
-        if inputs:
-            self._watch_producers(inputs)
-        if type(output) is torch.Tensor:
-            return self._watch_output(output, inputs)
-        leaves = list(leaves_in(output))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any([tensor is one[0] for tensor in tensors for one in inputs]):
-            output = map_tensors(lambda one: self._watch_output(one, inputs), output)
-        else:
-            for tensor in tensors:
-                self._watch_output(tensor, ())
-        if len(tensors) != len(leaves):
-            self._watch_objects([leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))], inputs)
-        return output
-
-    def _watch_objects(self, objects: Sequence[Any], inputs: Sequence[Input]) -> None:
-        """Watch what this call made and put into objects; those are left as they are, inputs in them unwatched."""
-        for one in objects:
-            tensors, closed = tensors_behind(one)
-            self.runner.check_given(tensors)
-            self.hides = self.hides or closed
-            self.watch([tensor for tensor in tensors if not any([tensor is entry[0] for entry in inputs])])
-
-    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Be told when one of these gets its gradient, of which only some were made by this call."""
-        for tensor in tensors:
-            if made_since(tensor, self._first_node):
-                self._watch_output(tensor, ())
-
-    def _watch_output(self, tensor: torch.Tensor, inputs: Sequence[Input]) -> torch.Tensor:
-        if tensor.requires_grad:
-            self.leads_back = True
-            if any([tensor is one[0] for one in inputs]):
-                tensor = tensor.view_as(tensor)
-            on_gradient(tensor, self.before_backward)
-        return tensor
-
-    def _watch_producers(self, inputs: list[Input]) -> None:
-        """An input that the call changed in place got another history, in which our view does not occur.
-
-        What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
-        its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
-        """
-        for view, node, version, producer, hooks in inputs:
-            if view._version != version and view.grad_fn is not node and producer is not None:
-                if hooks is not None:
-                    put_first(hooks, self._producer_runs)
-                else:
-                    producer.register_prehook(self._producer_runs)
-
-    def _producer_runs(self, gradients: Any) -> None:
-        self.finish()
+        if self.forgets is not None:
+            for forget in self.forgets:
+                forget()
 
     def before_backward(self, gradient: torch.Tensor) -> None:
         """An output got its gradient."""
@@ -148,8 +74,14 @@ class Call:
 
     def after_backward(self, gradient: torch.Tensor) -> None:
         """A watched input got its gradient."""
+        if self.hands_on and not self.period.opened:
+            self.runner.before_backward(self)
         if gradient.requires_grad:  # create_graph: whoever differentiates this gradient needs the parameters first
             on_gradient(gradient, self.before_backward)
+        self.finish()
+
+    def producer_runs(self, gradients: Any) -> None:
+        """What made an input is about to run: all that used the input has run."""
         self.finish()
 
     def finish(self) -> None:
@@ -158,3 +90,119 @@ class Call:
             self.done = True
             self.period.calls -= 1
         self.runner.after_backward(self.period)
+
+
+class Forward:
+    """A forward of a unit that runs now, and the tensors that belong to it. Ends as it returns or raises.
+
+    Attributes:
+        borrowed: what it was passed and can put something into, if anything.
+        call: for its backward; None without gradients.
+        watches: whether an input tells when the call's backward is over.
+        leads_back: whether an output needs a gradient, so that a backward may come.
+        hides: whether an output may hold tensors where nobody sees them.
+    """
+
+    borrowed: Borrowed | None = None
+    call: Call | None = None
+    watches = leads_back = hides = False
+
+    def watch_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient.
+
+        Where all of them are in containers of the user's, one is watched as it is: its gradient comes later, when all
+        that used it has run.
+        """
+        self.call = call
+        self._views: list[View] = []
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
+            args = (self._watch(args[0]),)
+        else:
+            args = map_own(self._watch, args)
+        if kwargs:
+            kwargs = {name: map_own(self._watch, value) for name, value in kwargs.items()}
+        if self.borrowed is not None and not self.watches:
+            self._watch_in_place([tensor for value in self.borrowed.values for tensor in tensors_in(value)])
+        self._first_node = next_node()
+        return args, kwargs
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        assert self.call is not None
+        if tensor.is_nested or tensor.layout is not torch.strided:  # of which there are no views
+            self._watch_in_place([tensor])
+            return tensor
+        view = tensor.view_as(tensor)
+        self.watches = True
+        self._views.append((view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor)))
+        on_gradient(view, self.call.after_backward)
+        return view
+
+    def _watch_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Watch the tensor that was made last: by its gradient all of the call has run."""
+        call = self.call
+        made = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if call is None or not made:
+            return
+        self.watches = True
+        reference = weakref.ref(call)  # the tensor may outlive the graph
+
+        def after_backward(gradient: torch.Tensor) -> None:
+            if (call := reference()) is not None:
+                call.after_backward(gradient)
+
+        forget = on_gradient_first(max(made, key=number_of), after_backward)
+        call.forgets = [*(call.forgets or ()), forget]
+
+    def watch_outputs(self, runner: Watcher, output: Any) -> None:
+        """Be told when an output gets its gradient, or what the call put into something that it was passed."""
+        if self._views:
+            self._watch_producers()
+        if type(output) is torch.Tensor:
+            self._watch_output(output)
+        else:
+            for leaf in leaves_in(output):
+                if isinstance(leaf, torch.Tensor):
+                    self._watch_output(leaf)
+                elif not isinstance(leaf, PLAIN):
+                    tensors, closed = tensors_behind(leaf)
+                    runner.check_given(tensors)
+                    self.hides = self.hides or closed
+                    self.watch(tensors)
+        if self.borrowed is not None:
+            for value in self.borrowed.values:
+                if value is not output:
+                    self.watch(tensors_behind(value)[0])
+
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Be told when one of these gets its gradient, of which only some were made by this call."""
+        for tensor in tensors:
+            if made_since(tensor, self._first_node):
+                self._watch_output(tensor)
+
+    def _watch_output(self, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        assert self.call is not None
+        self.leads_back = True
+        if made_since(tensor, self._first_node):
+            on_gradient(tensor, self.call.before_backward)
+        else:
+            self.call.hands_on = True
+
+    def _watch_producers(self) -> None:
+        """An input that the call changed in place got another history, in which our view does not occur.
+
+        What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
+        its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
+        """
+        assert self.call is not None
+        for view, node, version, producer, hooks in self._views:
+            if view._version != version and view.grad_fn is not node and producer is not None:
+                if hooks is not None:
+                    put_first(hooks, self.call.producer_runs)
+                else:
+                    producer.register_prehook(self.call.producer_runs)

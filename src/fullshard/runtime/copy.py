@@ -13,7 +13,7 @@ from ..names import plain_class
 from ..shard import Unit, clone_unit, place_clone
 from .module_call import FORWARD_METHODS_KEY, run_method
 from .runner import Runner
-from .units import RUNNER_KEY, runners_in
+from .units import RUNNER_KEY, runners_in, take_over_replaced
 
 _COPYING = "fullshard: units being copied"
 
@@ -42,6 +42,7 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
                     remedy="copy it between steps",
                     code="P034",
                 )
+    take_over_replaced(module)
     units = {id(one): clone_unit(one.unit, memo) for one in runners}
     memo[_COPYING] = True
     try:
@@ -52,10 +53,30 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
     return new
 
 
+def copy_module(module: Any) -> Any:
+    """As `copy.copy` copies any module: the same parameters, submodules and unit."""
+    new = object.__new__(type(module))
+    new.__setstate__(object.__reduce_ex__(module, 4)[2])
+    return new
+
+
+def pickling_error(module: Any) -> PhaseError:
+    """The error for pickling a sharded module, by `torch.save(model)` for instance."""
+    return PhaseError(
+        f"A sharded {plain_class(module).__name__} cannot be pickled: it holds process groups, and on each rank a part "
+        "of the weights.",
+        expected="a state dict, or a checkpoint",
+        got="torch.save(model), or pickle.dumps(model)",
+        remedy="fullshard.save(folder, model), on all ranks; or, for one file, call get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on the first",
+        code="P384",
+    )
+
+
 def _copy_plain(module: nn.Module, memo: dict[Any, Any]) -> Any:
     """As `copy.deepcopy` copies any module, without its unit and the methods that refer to it."""
     ours = {RUNNER_KEY, FORWARD_METHODS_KEY, *module.__dict__.get(FORWARD_METHODS_KEY, ())}
-    state: Any = module.__reduce_ex__(4)[2]  # what its __getstate__ gives, or its __dict__
+    state: Any = object.__reduce_ex__(module, 4)[2]  # what its __getstate__ gives, or its __dict__
     new: nn.Module = object.__new__(type(module))
     memo[id(module)] = new
     new.__setstate__({name: copy.deepcopy(value, memo) for name, value in state.items() if name not in ours})

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..containers import cast_floating
+from ..containers import borrowed_from, cast_floating
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.transforms import current_transform
-from .call import Call
+from .call import Call, Forward
+from .hints import add_hint
 from .outputs import detached_from_unit
 from .phases import Happening, refused_transform
 from .runner import Runner
@@ -25,18 +26,17 @@ def run(
 ) -> Any:
     """Call `forward`, which is `module`'s, with the unit gathered."""
     compiled = torch.compiler.is_compiling() or dynamo_is_active()  # a compiled block is one graph between the hooks
+    depth = len(runner.forwards)
     try:
         args, kwargs = (_GUARDED_ENTER if compiled else enter)(runner, args, kwargs)
         return (_GUARDED_LEAVE if compiled else leave)(runner, module, forward(*args, **kwargs))
     except BaseException as error:
-        (_GUARDED_BREAK if compiled else break_off)(runner, error)
+        (_GUARDED_BREAK if compiled else break_off)(runner, depth, error)
         raise
 
 
 def enter(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather, and watch the inputs; returns them, cast and watched."""
-    calls = runner.calls
-    calls.append(None)
     if current_transform() is not None:
         raise refused_transform(runner.unit.name)
     root = runner.root
@@ -45,43 +45,55 @@ def enter(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recomputing = root.in_backward
     if not recomputing and root.pass_top is None:
         root.begin_forward(runner)
+    forward = Forward()
+    runner.forwards.append(forward)
     runner.happens(Happening.REENTER if recomputing else Happening.ENTER)
+    if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+        forward.borrowed = borrowed_from(args, kwargs)
     policy = runner.settings.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args = cast_floating(policy.param_dtype, args)
-        kwargs = cast_floating(policy.param_dtype, kwargs)
+        args = cast_floating(policy.param_dtype, args, forward.borrowed)
+        kwargs = cast_floating(policy.param_dtype, kwargs, forward.borrowed)
     if torch.is_grad_enabled():
-        calls[-1] = call = Call(runner, runner.period)
-        args, kwargs = call.watch_inputs(args, kwargs)
-        if not call.watches:
+        args, kwargs = forward.watch_inputs(Call(runner, runner.period), args, kwargs)
+        if not forward.watches:
             runner.watch_parameters()
     return args, kwargs
 
 
 def leave(runner: Runner, module: nn.Module, output: Any) -> Any:
     """Watch the output, and free. Returns the output, cast."""
-    calls = runner.calls
-    call = calls[-1]
-    output = detached_from_unit(output, runner.unit)
-    if call is not None:
-        output = call.watch_outputs(output)
-        runner.watch_what_is_hidden(call)
-        call.period.leads_back |= call.leads_back
+    forwards = runner.forwards
+    forward = forwards[-1]
+    borrowed = forward.borrowed
+    if borrowed is not None:
+        borrowed.give_back()
+    output = detached_from_unit(output, runner.unit, borrowed)
+    if forward.call is not None:
+        forward.watch_outputs(runner, output)
+        runner.watch_what_is_hidden(forward)
+        forward.call.period.leads_back |= forward.leads_back
     dtype = runner.settings.policy.output_dtype
     if dtype is not None:
-        output = cast_floating(dtype, output)
-    calls.pop()
-    if not calls:
+        output = cast_floating(dtype, output, borrowed)
+    forwards.pop()
+    if not forwards:
         runner.left(module)
     return output
 
 
-def break_off(runner: Runner, error: BaseException) -> None:
-    """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here."""
-    root, calls = runner.root, runner.calls
-    if calls:
-        calls.pop()
-    if calls or root is None:
+def break_off(runner: Runner, depth: int, error: BaseException) -> None:
+    """The forward raised, or what comes before or after it: that is what the user sees, whatever happens here.
+
+    Args:
+        depth: how many forwards of the unit's modules ran around this one.
+    """
+    root, forwards = runner.root, runner.forwards
+    if isinstance(error, RuntimeError):
+        add_hint(error, runner)
+    if len(forwards) > depth and (borrowed := forwards.pop().borrowed) is not None:
+        borrowed.give_back()
+    if forwards or root is None:
         return
     try:
         runner.happens(Happening.BROKEN)

@@ -4,8 +4,10 @@
 do not show in `.grad`, so that nothing on a parameter would tell: `Optimizer.zero_grad` and `Module.zero_grad` have
 wrappers around them. `backward(inputs=parameters)` names sharded parameters, which are no
 part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place, and one around
-`torch.autograd.grad`, whose results nothing would reduce, raises. The wrappers are put there when the first model is
-sharded.
+`torch.autograd.grad`, whose results nothing would reduce, raises. Where a backward raises, units are put back before
+the caller sees the error: after one for lack of memory, what was gathered is free. `register_parametrization` in a
+forward (PEFT's LoRA for weights of experts) counts as a change of the weight, which it only moves, and would be refused
+as one. The wrappers are put there when the first model is sharded.
 """
 
 from __future__ import annotations
@@ -17,23 +19,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import PhaseError
-from ..forms import Member, owner_of
+from ..forms import WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
-from .root import ROOTS
+from ..torch_private.versions import set_version
+from .root import all_roots
 
 _installed: list[Any] = []
 
 
 def give_up(parameters: Iterable[Any]) -> None:
     """Discard gradients of these parameters that were accumulated without sync, or not yet reduced."""
-    waiting = False
-    for root in list(ROOTS):
-        root.recover_if_broken()
-        waiting = waiting or any([g.accumulates for one in root.units for g in one.unit.gradients])
-    if not waiting:
+    recover()
+    if not any([g.accumulates for root in all_roots() for one in root.units for g in one.unit.gradients]):
         return
     units: dict[int, tuple[Unit, set[int]]] = {}
     for parameter in parameters:
@@ -42,6 +43,19 @@ def give_up(parameters: Iterable[Any]) -> None:
             units.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
     for unit, ids in units.values():
         unit.give_up_gradients(ids)
+
+
+def recover() -> None:
+    """Bring every unit back to where a step begins whose backward was called from this thread and raised."""
+    for root in all_roots():
+        root.recover_if_broken_here()
+
+
+def _recover_after(error: BaseException) -> None:
+    try:
+        recover()
+    except Exception as second:
+        error.add_note(f"The units could not be put back after this: {second!r}")
 
 
 def _apart(function: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +100,7 @@ def _members_shown_as(unit: Unit, tensor: torch.Tensor) -> list[Member]:
     return [m for b in unit.buckets for m in b.members if m.sharded is tensor or b.flat_parameter is tensor]
 
 
-def freed_in_graph(error: RuntimeError, roots: Any) -> PhaseError | None:
+def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
     """What to say of autograd's error that a saved tensor was changed, which parameters count as while they are freed.
 
     None if it is another error, or no freed parameter of the graph above `roots` has the shape that it tells.
@@ -95,7 +109,7 @@ def freed_in_graph(error: RuntimeError, roots: Any) -> PhaseError | None:
     if told is None:
         return None
     shape = tuple(int(size) for size in told[1].split(",") if size.strip())
-    freed = [one.unit for root in list(ROOTS) for one in root.units if one.unit.state is State.SHARDED]
+    freed = [one.unit for root in all_roots() for one in root.units if one.unit.state is State.SHARDED]
     members = [m for unit in freed for m in unit.members if m.shape in (shape, shape[::-1])]
     reached = _leaves_above(roots) if members else set()
     names = [m.name for m in members if id(m.unsharded) in reached]
@@ -190,7 +204,8 @@ def install() -> None:
         kwargs["inputs"] = in_graph(inputs)
         try:
             original_backward(*args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
+            _recover_after(error)
             if (named := freed_in_graph(error, args[0] if args else kwargs["tensors"])) is not None:
                 raise named from error
             raise
@@ -200,7 +215,8 @@ def install() -> None:
         found: Any = None
         try:
             found = original_grad(outputs, inputs, *args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
+            _recover_after(error)
             if "not have been used in the graph" in str(error):
                 if (named := asked_of_grad(outputs, inputs, None)) is not None:
                     raise named from error
@@ -209,8 +225,20 @@ def install() -> None:
             raise named
         return found
 
+    original_list = ParametrizationList.__init__
+
+    @functools.wraps(original_list)
+    def parametrized(self: ParametrizationList, modules: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        gathered = WHOLE_KEY in getattr(original, "__dict__", ())
+        before = (original._version, original.data_ptr()) if gathered else None
+        original_list(self, modules, original, *args, **kwargs)
+        # It has `original.set_(original)`, which is no change; one of `right_inverse` gives other memory, or counts.
+        if before is not None and (original._version - 1, original.data_ptr()) == before:
+            set_version(original, before[0])
+
+    ParametrizationList.__init__ = parametrized  # type: ignore[method-assign]
     torch.autograd.grad = grad
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     torch.autograd.backward = backward
     nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
-    _installed.extend((zero_grad, module_zero_grad, backward, grad))
+    _installed.extend((zero_grad, module_zero_grad, backward, grad, parametrized))

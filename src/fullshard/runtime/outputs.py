@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..containers import leaves_in, map_tensors, tensors_in
+from ..containers import Borrowed, leaves_in, map_tensors, tensors_in
 from ..errors import PhaseError
 from ..shard import Unit
 
@@ -27,8 +27,11 @@ PLAIN = (
 _MOST = 10_000  # objects that are looked into
 
 
-def detached_from_unit(output: Any, unit: Unit) -> Any:
-    """`output` with views of the unit's gathered memory replaced by copies (a forward that returns its own weight)."""
+def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> Any:
+    """`output` with views of the unit's gathered memory replaced by copies (a forward that returns its own weight).
+
+    So are those that a forward put into containers that it was passed, in place.
+    """
     addresses = unit.full_addresses()
     if not addresses:
         return output
@@ -36,7 +39,9 @@ def detached_from_unit(output: Any, unit: Unit) -> Any:
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if _lies_in(tensor, addresses) else tensor
 
-    return copy(output) if type(output) is torch.Tensor else map_tensors(copy, output)
+    if borrowed is not None:
+        map_tensors(copy, borrowed.values, borrowed)
+    return copy(output) if type(output) is torch.Tensor else map_tensors(copy, output, borrowed)
 
 
 def _lies_in(tensor: torch.Tensor, addresses: set[int]) -> bool:
@@ -123,22 +128,39 @@ def _can_be_empty(value: Any) -> bool:
     return hasattr(value, "__dict__") or hasattr(value, "__array__") or "__slots__" in type(value).__dict__
 
 
+class FirstGradient:
+    """Tells of a backward by the gradients of a unit's parameters, where no input of a forward does.
+
+    Args:
+        arrived: called at the first gradient after `expect`. Held weakly: autograd holds the hooks.
+    """
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = weakref.WeakMethod(arrived)
+        self._expected: list[weakref.WeakMethod[Callable[[], None]]] = []  # what is called next, if anything
+        self._generation = -1  # of the parameters that have the hook
+
+    def expect(self, unit: Unit) -> None:
+        """A forward began of which a backward may come. The unsharded parameters are shown."""
+        if not self._expected:
+            self._expected.append(self._arrived)
+        if self._generation == unit.showing.generation:
+            return
+        self._generation = unit.showing.generation
+        expected = self._expected
+
+        def hook(parameter: torch.Tensor) -> None:
+            if expected and (arrived := expected.pop()()) is not None:
+                arrived()
+
+        for member in unit.members:
+            parameter = member.unsharded
+            if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
+                parameter.__dict__[_WATCHED] = True
+                parameter.register_post_accumulate_grad_hook(hook)
+
+
 _WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
-
-
-def on_first_gradient(unit: Unit, told: Callable[[], Callable[[], None] | None]) -> None:
-    """Call what `told()` gives, if anything (the parameters must not keep their unit alive), at every gradient."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        if (method := told()) is not None:
-            method()
-
-    for member in unit.members:
-        parameter = member.unsharded
-        if parameter is not None and parameter.requires_grad and _WATCHED not in parameter.__dict__:
-            parameter.__dict__[_WATCHED] = True
-            parameter.register_post_accumulate_grad_hook(hook)
-
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 

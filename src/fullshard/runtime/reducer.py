@@ -43,8 +43,15 @@ class Reducible(Protocol):
     index: int
 
 
-InFlight = deque[tuple["Reducer", Reducible, Reduction]]
-"""Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`)."""
+class InFlight(deque[tuple["Reducer", Reducible, Reduction]]):
+    """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`).
+
+    Attributes:
+        finalizing: whose reductions wait for a `GradientReductionHandle`; nobody else may run meanwhile.
+    """
+
+    finalizing: Reducer | None = None
+
 
 _no_grad = torch.no_grad
 
@@ -69,7 +76,7 @@ class Reducer:
         in_step: InStep | None = None,
     ) -> None:
         self.units, self.position, self._in_step = units, position, in_step
-        self.in_flight: InFlight = deque() if in_flight is None else in_flight
+        self.in_flight = InFlight() if in_flight is None else in_flight
         self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm, position)
@@ -201,6 +208,17 @@ class Reducer:
 
     def end(self) -> None:
         """The backward is over: reduce what is left in order, wait for everything, agree on what was used."""
+        self.reduce_rest()
+        self.finish()
+
+    def owe_partial(self) -> None:
+        """Let what was reduced over the shard axis only take part in the next reduction."""
+        for one in self.units:
+            if any([gradients.partial is not None for gradients in one.unit.gradients]):
+                self._owed[one.index] = one
+
+    def reduce_rest(self) -> None:
+        """Start what is left to reduce, in order."""
         with plain_access(), torch.no_grad():
             for one in self.units:
                 settings, late = one.settings.reduce, has_gradients(one.unit)
@@ -211,6 +229,10 @@ class Reducer:
                     self._set_aside(one)
             if self._in_step is not None:
                 self._in_step.come_to(END, 0)
+
+    def finish(self) -> None:
+        """Wait for everything, and agree on what was used."""
+        with plain_access(), torch.no_grad():
             while self.in_flight:
                 self._advance()
             while self._replicating:
@@ -250,6 +272,8 @@ class Reducer:
         self._owed.clear()
         self._use.reset()
         self._tokens = None
+        if self.in_flight.finalizing is self:
+            self.in_flight.finalizing = None
 
 
 def _trains(unit: Unit) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 
 from ..agreement import Guide, Position, differing
-from ..comm import Comm
+from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..policies import Check, Unused
@@ -24,10 +25,16 @@ from .departure import warn_of_departure
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
 from .schedule import Orders
+from .second_order import refuse_second_derivatives
 from .trace import Period, Traces
 
-ROOTS: weakref.WeakSet[Root] = weakref.WeakSet()
-"""All that are alive in this process."""
+ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
+"""All that are alive in this process, by id."""
+
+
+def all_roots() -> list[Root]:
+    """Those of now: other threads may make roots meanwhile."""
+    return [root for reference in ROOTS.valuerefs() if (root := reference()) is not None]
 
 
 class Runnable(Reducible, Protocol):
@@ -109,9 +116,12 @@ class Root:
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
         self.guide = Guide([one.unit for one in units], names, comm, unused, every, over, part)
         self.reducer = Reducer(units, comm, self.position, in_flight, self.guide.in_step)
+        self._thread = get_ident()  # of the last forward
+        self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
+        self.unfinalized = False  # whether a backward ran that `finalize_backward` is to follow
         self._backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
-        ROOTS.add(self)
+        ROOTS[id(self)] = self
 
     def take_units(self) -> None:
         """Make all units this root's, from whichever roots had them.
@@ -180,13 +190,15 @@ class Root:
     def begin_forward(self, top: Runnable) -> None:
         """A unit's forward was called from outside any pass: usually the root's."""
         self.recover_if_broken()
+        self._thread = get_ident()
+        self.refuse_while_finalizing()
         if self._lent:
             self.take_units()
         top.before_pass()
         with plain_access():
             for one in self.units:
                 one.unit.refresh()
-        self.position.moved(sum([one.unit.touched.moves for one in self.units]))
+        self.position.compare_sizes()
         self.additions.check()
         refuse_parked(units := [one.unit for one in self.units])
         refuse_meta(units)
@@ -276,6 +288,8 @@ class Root:
             UsageError: a unit is inside `summon_full_params`: gradients would be this rank's own; or no count is left.
         """
         self.recover_if_broken()
+        self.refuse_while_finalizing()
+        self.unfinalized = self.top.settings.manual_finalization
         if True in [one.unit.showing.summoned for one in self.units]:
             raise UsageError(
                 "backward() was called inside summon_full_params() of the same model",
@@ -285,8 +299,9 @@ class Root:
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
-        self.position.moved(sum([one.unit.touched.moves for one in self.units]))
-        self._backward = BackwardEnd(self.end_backward, self.recover_if_broken)
+        self.position.compare_sizes()
+        on_device = has_streams(self.top.settings.axes.device)  # where autograd calls hooks on a thread of its own
+        self._backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
         self.position.begin(BACKWARD, self.top.settings.reduce.sync)
 
     def reach(self, period: Period, begins: bool) -> None:
@@ -331,6 +346,8 @@ class Root:
             except Exception as second:
                 error.add_note(f"The units could not be put back after this: {second!r}")
             raise
+        if torch.is_grad_enabled():  # create_graph
+            refuse_second_derivatives([one.unit for one in self.units])
         self.orders.backward.finish()
         self.position.end()
         self.traces.forget()
@@ -364,12 +381,32 @@ class Root:
         if self._backward is not None and self._backward.is_over():
             self.recover()
 
+    def recover_if_broken_here(self) -> None:
+        """As `recover_if_broken`, of a backward that this thread called: other threads may be using the model."""
+        if self._backward is not None and self._backward.ended_here():
+            self.recover()
+
+    def refuse_while_finalizing(self) -> None:
+        """Raise while gradients are in flight that a handle's `wait` is to deliver.
+
+        Raises:
+            PhaseError: names what to call.
+        """
+        if self.reducer.in_flight.finalizing is not None:
+            raise PhaseError(
+                "A gradient reduction of finalize_backward(async_op=True) was not waited for.",
+                expected="handle.wait() before the next forward, backward or finalize_backward of the model, or of one "
+                "that shares its communication context",
+                code="P345",
+            )
+
     def recover(self) -> None:
         """Bring every unit back to where a step begins, after an exception broke one off.
 
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
-        self._backward = None
+        self._backward = self.finalizing = None
+        self.unfinalized = False
         self.reducer.reset()
         self.traces.forget()
         self.orders.restart()

@@ -9,6 +9,7 @@ end of backward  whatever was missed (no input needs a gradient, outputs unused)
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -16,12 +17,12 @@ import torch
 from torch import nn
 
 from ..agreement import arrive
-from ..errors import PhaseError
+from ..errors import PhaseError, message
 from ..shard import State, Unit
 from ..watcher import GATHER, REGATHER
 from .asked import Asked
-from .call import Call
-from .outputs import Leftovers, on_first_gradient, refuse_views
+from .call import Call, Forward
+from .outputs import FirstGradient, Leftovers, refuse_views
 from .phases import ROWS, Happening, Phase, impossible
 from .root import Root
 from .settings import UnitSettings
@@ -45,7 +46,7 @@ class Runner(Asked):
         index: of this unit in the root.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
         held: how many `keep_gathered` blocks the unit is in now.
-        calls: forwards of this unit's modules and methods that run now, innermost last; None without gradients.
+        forwards: of this unit's modules and methods that run now, innermost last.
         period: since the unit was opened for a forward last.
         leftovers: what forwards leave on the unit's modules; None until there is a root.
     """
@@ -68,9 +69,10 @@ class Runner(Asked):
         self.held = 0
         self.leftovers: Leftovers | None = None
         self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
-        self.calls: list[Call | None] = []
+        self.forwards: list[Forward] = []
         self.period = Period(-1)
         self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
+        self._first_gradient: FirstGradient | None = None
         self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
 
     @property
@@ -94,18 +96,21 @@ class Runner(Asked):
 
     def watch_parameters(self) -> None:
         """Be told of a backward by the gradients of the unit's parameters, where no input or output tells."""
-        on_first_gradient(self.unit, weakref.WeakMethod(self._gradient_arrived))
+        if self._first_gradient is None:
+            self._first_gradient = FirstGradient(self._gradient_arrived)
+        self._first_gradient.expect(self.unit)
 
-    def watch_what_is_hidden(self, call: Call) -> None:
+    def watch_what_is_hidden(self, forward: Forward) -> None:
         """Watch what the forward left on modules; keep the unit gathered if what it returned may hide a graph."""
         if self.leftovers is not None and (left := self.leftovers.tensors()):
-            call.watch(left)
+            forward.watch(left)
         if (
-            call.hides
-            and not call.leads_back
-            and (call.watches or any([bucket.trains for bucket in self.unit.buckets]))
+            forward.hides
+            and not forward.leads_back
+            and forward.call is not None
+            and (forward.watches or any([bucket.trains for bucket in self.unit.buckets]))
         ):
-            call.period.hides = call.leads_back = True
+            forward.call.period.hides = forward.leads_back = True
             self.watch_parameters()
 
     def left(self, module: nn.Module) -> None:
@@ -147,7 +152,7 @@ class Runner(Asked):
         prefetch = self.settings.prefetch
         upcoming = root.orders.forward.visit(self.index, prefetch.forward)
         if prefetch.forward_units is not None:
-            upcoming = tuple(runner.index for runner in prefetch.forward_units)
+            upcoming = self._chosen("forward_units", prefetch.forward_units)
         if upcoming:
             root.prefetch(upcoming, backward=False)
 
@@ -174,7 +179,7 @@ class Runner(Asked):
     def break_forward(self) -> None:
         """After an exception: as `close_forward`. What is to stay does: on other ranks nothing may have been raised."""
         self._ran.clear()
-        self.calls.clear()
+        self.forwards.clear()
         self.unit.show_sharded()
         if self.unit.state is State.GATHERED and (self.root is None or self.reshards(self.root.pass_grad)):
             self.unit.free()
@@ -238,6 +243,10 @@ class Runner(Asked):
             root.begin_backward()
         if call.version != self.unit.version():
             root.reducer.changed(self)
+        else:
+            for bucket in self.unit.buckets:
+                if bucket.form.reassigned(bucket.members, bucket.shard):
+                    root.reducer.changed(self)
         if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
             return
         period.opened = True
@@ -257,11 +266,29 @@ class Runner(Asked):
         learned = root.orders.backward.visit(self.index, prefetch.backward)
         upcoming = root.traces.upcoming(prefetch.backward) or learned
         if prefetch.backward_units is not None:
-            upcoming = tuple(runner.index for runner in prefetch.backward_units)
+            upcoming = self._chosen("backward_units", prefetch.backward_units)
         if prefetch.late:
             self._late = upcoming
         elif upcoming:
             root.prefetch(upcoming, backward=True)
+
+    def _chosen(self, setting: str, chosen: tuple[Runner, ...]) -> tuple[int, ...]:
+        """Indices of the units that the user chose to prefetch; those of other models are left out, with a warning."""
+        own = tuple([runner for runner in chosen if runner.root is self.root])
+        if len(own) < len(chosen):
+            foreign = [runner.unit.name or "(root)" for runner in chosen if runner.root is not self.root]
+            self.set(**{f"prefetch_{setting}": own})
+            warnings.warn(
+                message(
+                    f"Unit {self.unit.name or '(root)'!r} is to prefetch units of another model, which is not done: "
+                    f"{', '.join(map(repr, foreign))}.",
+                    expected="units below the same root module",
+                    remedy="call unshard(async_op=True) on that unit before its model runs",
+                    code="W300",
+                ),
+                stacklevel=2,
+            )
+        return tuple([runner.index for runner in own])
 
     def _gather_and_show(self, wish: int) -> None:
         """Gather, if it has to be; `wish` says what for, see `InStep`."""
@@ -348,6 +375,6 @@ class Runner(Asked):
         self.phase = Phase.IDLE  # whatever the unit raises
         self.kept = self.period.leads_back = self.period.hides = False
         self._ran.clear()
-        self.calls.clear()
+        self.forwards.clear()
         self._late = ()
         self.unit.reset()

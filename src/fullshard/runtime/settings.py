@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,6 +78,7 @@ class UnitSettings:
         reshard_after_backward: free after backward.
         unshard_in_backward: whether backward needs the parameters.
         reduce, prefetch: see there.
+        manual_finalization: `finalize_backward` ends each iteration; the root's counts.
         group_memory: whether `comm` communicates through memory of the process group's backend.
         ignored: what is in the unit's modules and was to be left alone.
         check: when ranks compare what they are about to run; the root's counts. See `policies.Check`.
@@ -95,12 +95,13 @@ class UnitSettings:
     unshard_in_backward: bool = True
     reduce: ReduceSettings = field(default_factory=ReduceSettings)
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
+    manual_finalization: bool = False
     group_memory: bool = False
     ignored: Ignored = field(default_factory=Ignored)
     check: Check = "first"
     unused: Unused = "error"
     share: Share | None = None
-    in_flight: deque[Any] | None = None
+    in_flight: Any = None
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
         """A copy with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""

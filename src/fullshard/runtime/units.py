@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
 from .outputs import Leftovers
-from .root import ROOTS, Root
+from .root import Root, all_roots
 from .runner import Runner
 
 RUNNER_KEY = "_fullshard_runner"
@@ -34,6 +34,22 @@ def runners_in(module: nn.Module) -> list[Runner]:
     """The runners of `module` and of all modules below it, each once, in module order."""
     found = {id(runner): runner for child in module.modules() if (runner := runner_of(child)) is not None}
     return list(found.values())
+
+
+def take_over_replaced(module: nn.Module) -> None:
+    """Have the units in `module` take over what users put in the place of their shards. Between steps.
+
+    Call this before anything outside of a forward reads or writes the model's values; a forward does it by itself. A
+    unit in the middle of a step is left alone: its next forward takes over what was put there, or refuses it.
+
+    Raises:
+        ConfigError: a parameter was replaced by something that is not its shard.
+    """
+    for runner in runners_in(module):
+        root = runner.root
+        running = root is not None and (root.pass_top is not None or root.in_backward)
+        if not running and runner.unit.replaced():
+            runner.unit.refresh()
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -75,13 +91,10 @@ def find_root(top: Runner) -> Root:
     inside = {id(runner.unit): {id(m) for module in runner.modules for m in module.modules()} for runner in units}
     for module in top.modules:
         check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()), ignored())
-    for runner in units:
-        for member in runner.unit.members:
-            below = f"{runner.unit.name}.{member.slot.name}" if runner.unit.name else member.slot.name
-            name, _ = named.get(id(member.sharded), (clean_name(below), member.sharded))
-            member.qualify(name)
+    name_members(top.modules)
     for runner in units:
         runner.unit.refresh()
+        runner.unit.settle_dtypes()
     refuse_meta([runner.unit for runner in units])
     additions = Additions(top.modules, ignored, top.unit.rank)
     root = Root(
@@ -94,6 +107,19 @@ def find_root(top: Runner) -> Root:
         runner.leftovers = Leftovers(_own_modules(runner))
     weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     return root
+
+
+def name_members(modules: Sequence[nn.Module]) -> None:
+    """Let errors call the parameters of all units in `modules` by their names from there."""
+    for module in modules:
+        named: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            named.setdefault(id(parameter), clean_name(name))
+        for path, child in module.named_modules():
+            runner = runner_of(child)
+            for member in runner.unit.members if runner is not None else ():
+                below = f"{path}.{member.slot.name}" if path else member.slot.name
+                member.qualify(named.get(id(member.sharded), clean_name(below)))
 
 
 def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
@@ -156,7 +182,7 @@ def left_alone(runners: Iterable[Runner]) -> frozenset[int]:
 
 def left_alone_by_all() -> frozenset[int]:
     """`left_alone` of all units of this process that have run."""
-    return left_alone(runner for root in list(ROOTS) for runner in root.units if isinstance(runner, Runner))
+    return left_alone(runner for root in all_roots() for runner in root.units if isinstance(runner, Runner))
 
 
 def _own_modules(runner: Runner) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
 from .unit import State, Unit
-from .views import add_views
+from .views import add_views, run_of
 
 __all__ = [
     "REDUCTIONS",
@@ -59,6 +59,7 @@ __all__ = [
     "refuse_parked",
     "refuse_unreduced",
     "resume_unit",
+    "run_of",
     "sees_gradients",
     "settle",
     "show_shared",

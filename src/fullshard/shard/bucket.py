@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import Comm, turns_on
 from ..dtypes import fingerprint
 from ..errors import ConfigError
-from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto
+from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto, take_grad_dtype
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access
@@ -77,6 +77,7 @@ class Bucket:
         self.trains = any([member.sharded.requires_grad for member in self.members])
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
+        self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
         self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -96,8 +97,10 @@ class Bucket:
         member = Member(slot, part, list(draft.places), original, local, draft.split)
         if self.form.plain and not original.is_meta and self.axes.world > 1 and self.home is None:
             whole = original.to_local() if isinstance(original, DTensor) else original
-            member.birth = fingerprint(whole), fingerprint(local)
+            writes = 0 if original.is_inference() else original._version
+            member.birth = fingerprint(whole), fingerprint(local), writes
         member.sharded = self.form.make(member, original)
+        take_grad_dtype(member.sharded, original)
         return member
 
     # Values of members, in any buffer laid out as the shard. A "local" is this rank's part; see `Form`.
@@ -149,6 +152,14 @@ class Bucket:
         """Where it is gathered: the mesh's device; meta until it is materialised."""
         here: torch.device = self.shard.device
         return here if self.home is None or here.type == "meta" else self.axes.device
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shard lies; of one on the meta device, where it will once it has values."""
+        here: torch.device = self.shard.device
+        if here.type != "meta":
+            return here
+        return self.axes.device if self.home is None else self.home.device
 
     @property
     def flat_parameter(self) -> Any:
@@ -232,7 +243,7 @@ class Bucket:
         self.turns.take()
         try:
             if self.full is not None:
-                self.full.free()
+                self.full.free(self.keeps_storage)
         finally:
             self._cast = None
             self.turns.give()
@@ -277,13 +288,20 @@ class Bucket:
         """Whether a sharded parameter or its storage is not the one this bucket made. About 0.2 us a parameter."""
         return self.form.replaced(self.members, self.shard)
 
-    def take_over(self) -> None:
+    def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
         """Copy replaced storage into a new shard, or refuse; nothing has changed then.
+
+        Args:
+            runs: what users put in the place of runs of the shard: first element, and values.
+
+        Returns:
+            Whether the same parameters show the new shard, in the same dtype on the same device: gradients still fit.
 
         Raises:
             ConfigError: the replacement is not this parameter's shard: other shape, mesh, placement or kind; or the
                 parameters are of several dtypes now.
         """
+        before = [member.sharded for member in self.members]
         found = self.form.adopt(self.members)
         meta = [m.name for m, local in zip(self.members, found, strict=True) if local.is_meta]
         if meta and len(meta) < len(found):
@@ -295,6 +313,7 @@ class Bucket:
             )
         if len({local.dtype for local in found}) > 1:
             raise _several_dtypes(self.members, found, self.axes.global_rank)
+        alike = False
         if not self.form.plain:
             self.rehome(found[0])
         else:
@@ -302,10 +321,20 @@ class Bucket:
             for member, local in zip(self.members, found, strict=True):
                 if not local.is_meta:
                     _view(shard, member.part).copy_(local.detach())
-            self.rehome(shard)
+            for offset, values in runs:
+                shard.narrow(0, offset, values.numel()).copy_(values.detach())
+            alike = (shard.dtype, shard.device) == (self.shard.dtype, self.shard.device)
+            alike = alike and all(m.sharded is known for m, known in zip(self.members, before, strict=True))
+            if alike:
+                self.shard = shard
+                self.drop_kept()
+                self.form.point(self.members, shard)
+            else:
+                self.rehome(shard)
         for member in self.members:
             for place in member.places:
                 place.show(member.sharded if member.stand_in is None else member.stand_in)
+        return alike
 
     def rehome(self, shard: Any) -> None:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
@@ -316,6 +345,8 @@ class Bucket:
         self.shard = shard
         self.forget_buffers()
         self.form.point(self.members, shard)
+        for member in self.members:
+            take_grad_dtype(member.sharded)
 
     def copy_of_shard(self) -> Any:
         """The shard's values in memory of the same kind."""
@@ -336,6 +367,7 @@ class Bucket:
         rest = Bucket(drafts, layout, self.axes, form, self.own_compute_dtype, self.replan, self.home)
         for old, new in zip(staying, rest.members, strict=True):
             new.sharded.__dict__.update(attributes_of(old.sharded))
+            take_grad_dtype(new.sharded, old.sharded)
             new.sharded.__dict__[OWNER_KEY] = old.sharded.__dict__.get(OWNER_KEY)
             hooks_onto(new.sharded, old.sharded)
             form.succeed(old, new)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
@@ -29,10 +28,12 @@ from ..forms import (
     TensorParallel,
     attributes_of,
     chunk_of,
+    explicit_grad_dtype,
     hooks_onto,
     is_extension,
     retire,
     successor_of,
+    take_grad_dtype,
 )
 from ..layout import ALIGN_BYTES, Blocks, Layout, ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from ..mesh import MeshAxes, refuse_misread, resolve_mesh
@@ -40,6 +41,7 @@ from ..policies import MixedPrecisionPolicy
 from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
 from .find import Found
+from .gradient_dtypes import GradientDtypes
 from .offload import Home
 from .unit import Unit
 
@@ -59,7 +61,7 @@ class BuildSettings:
         spmd: the mesh that `axes` are some dims of.
         form: how parameters show; None: DTensors for rows, FlatShards for runs.
         home: memory of shards and gradients, if that is not the mesh's device.
-        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+        keeps_compute_dtype, reduces_as_computed: see `GradientDtypes`.
     """
 
     axes: MeshAxes
@@ -71,6 +73,7 @@ class BuildSettings:
     form: MakeForm | None = None
     home: Home | None = None
     keeps_compute_dtype: bool = False
+    reduces_as_computed: bool = False
 
 
 @dataclass
@@ -99,17 +102,22 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
             not have the dim.
     """
     classes: dict[tuple[Any, ...], list[Found]] = {}
-    meshes: dict[DeviceMesh, MeshAxes] = {settings.axes.mesh: settings.axes}
     for item in found:
         parameter = item.parameter
-        item.placement, item.axes = choose_placement(item, settings, meshes)
+        item.placement, item.axes = choose_placement(item, settings)
         alone = item.name if is_extension(parameter) else None  # a bucket of its own
-        key = (parameter.dtype, parameter.requires_grad, parameter.is_meta, id(item.axes), alone)
+        item.policy = policy_of(item, settings.policy)
+        computed = item.policy.param_dtype
+        gradients = explicit_grad_dtype(parameter)
+        rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # a layout of its own
+        key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, alone, computed, gradients, rows
         classes.setdefault(key, []).append(item)
     planned = []
     for items in classes.values():
-        own = replace(settings, axes=items[0].axes or settings.axes)
+        own = replace(settings, axes=items[0].axes or settings.axes, policy=items[0].policy or settings.policy)
         first = items[0]
+        if is_block_shard(first.placement):
+            own = replace(own, layout=Blocks(first.parameter.shape[-1]))
         if is_extension(first.parameter):
             if settings.home is not None:
                 raise ConfigError(
@@ -144,6 +152,7 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
     return planned
 
 
+@torch.inference_mode(False)  # what is made here must serve training later
 def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
     """Make the buckets and put the sharded parameters in the originals' places.
 
@@ -161,11 +170,12 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         own = plan.settings
         keeps = plan.form.keeps_originals
         drafts = [_draft(item, keeps) for item in plan.items]
-        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, settings.policy)
+        compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, own.policy)
         buckets.append(
             Bucket(drafts, plan.layout, own.axes, plan.form, compute_dtype, plan.replan, own.home, plan.chunk)
         )
-    unit = Unit(buckets, settings.policy.reduce_dtype, settings.keeps_compute_dtype)
+    dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)
+    unit = Unit(buckets, dtypes)
     unit.rank = settings.axes.global_rank
     for plan, made in zip(planned, buckets, strict=True):
         for item, member in zip(plan.items, made.members, strict=True):
@@ -202,8 +212,30 @@ def _draft(item: Found, keep_object: bool) -> Draft:
     else:
         original = nn.Parameter(full, requires_grad=item.parameter.requires_grad)
         original.__dict__.update(attributes_of(item.parameter))
+        take_grad_dtype(original, item.parameter)
         hooks_onto(original, item.parameter)
     return Draft(item.name, original, [*places, *item.places])
+
+
+def policy_of(item: Found, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """A parameter's own policy: `param_dtype_override_fn` may keep it in its own dtype.
+
+    Raises:
+        ConfigError: it returned another dtype, or none.
+    """
+    override = policy.param_dtype_override_fn
+    if override is None:
+        return policy
+    own, chosen = item.parameter.dtype, override(item.parameter)
+    if chosen is not None and chosen not in (own, policy.param_dtype):
+        raise ConfigError(
+            "param_dtype_override_fn returned something that cannot be used.",
+            parameter=item.name,
+            expected=f"None, param_dtype ({policy.param_dtype}) or the parameter's own dtype ({own})",
+            got=repr(chosen),
+            code="C342",
+        )
+    return replace(policy, param_dtype=None) if chosen is own and own is not policy.param_dtype else policy
 
 
 def _compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -241,13 +273,8 @@ def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildS
     return plan_rows(specs, world, align, alone)
 
 
-def choose_placement(
-    item: Found, settings: BuildSettings, meshes: dict[DeviceMesh, MeshAxes]
-) -> tuple[Shard | None, MeshAxes]:
+def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxes]:
     """What `shard_placement_fn` says of a parameter: a placement (None: the default) and the axes of its mesh.
-
-    Args:
-        meshes: those met so far, so that parameters of one mesh share a bucket; gains new ones.
 
     Raises:
         ConfigError: it says something that cannot be used.
@@ -259,7 +286,16 @@ def choose_placement(
     ):  # ShardPlacementResult, ours or PyTorch's, whose mesh is in a `mesh_info`
         placement, mesh = chosen.placement, getattr(chosen, "mesh", None)
         mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
-    if placement is not None and (not isinstance(placement, Shard) or settings.layout != "rows"):
+    blocks = is_block_shard(placement)
+    if blocks and (not item.parameter.dim() or isinstance(item.parameter, DTensor) or is_extension(item.parameter)):
+        raise ConfigError(
+            "shard_placement_fn returned a BlockShard for a parameter that cannot be cut into runs of rows.",
+            parameter=item.name,
+            expected="a plain tensor of at least one dim",
+            got=f"{type(item.parameter).__name__} of shape {tuple(item.parameter.shape)}",
+            code="C343",
+        )
+    if placement is not None and not blocks and (not isinstance(placement, Shard) or settings.layout != "rows"):
         raise ConfigError(
             "shard_placement_fn returned a placement that cannot be used.",
             parameter=item.name,
@@ -269,19 +305,23 @@ def choose_placement(
         )
     if mesh is None:
         return placement, settings.axes
-    if mesh not in meshes:
+    if mesh != settings.axes.mesh:
         refuse_misread(mesh)
-        axes = resolve_mesh(mesh)
-        if axes.device != settings.axes.device:
-            raise ConfigError(
-                "shard_placement_fn returned a mesh on another device.",
-                parameter=item.name,
-                expected=settings.axes.device,
-                got=axes.device,
-                code="C172",
-            )
-        meshes[mesh] = axes
-    return placement, meshes[mesh]
+    axes = resolve_mesh(mesh)
+    if axes.device != settings.axes.device:
+        raise ConfigError(
+            "shard_placement_fn returned a mesh on another device.",
+            parameter=item.name,
+            expected=settings.axes.device,
+            got=axes.device,
+            code="C172",
+        )
+    return placement, axes
+
+
+def is_block_shard(placement: object) -> bool:
+    """Whether it is what torch 2.16 calls a `BlockShard`, taken by name: experts [E, r, c] cut between rows of c."""
+    return type(placement).__name__ == "BlockShard"
 
 
 def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
@@ -292,7 +332,8 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     if item.owner is not None:  # its sharded form need not have the whole's shape
         slot = next(member.slot for member in item.owner.members if member.sharded is parameter)
         shape, order = slot.shape, slot.spec.order
-    dim, dims = placement.dim if placement is not None else 0, max(len(shape), 1)
+    dim = 0 if placement is None or is_block_shard(placement) else placement.dim
+    dims = max(len(shape), 1)
     if not -dims <= dim < dims:
         raise AssertedError(
             "shard_placement_fn returned a placement on a dim that the parameter does not have.",

@@ -14,7 +14,17 @@ from torch import nn
 
 from ..comm import turns_on
 from ..errors import PhaseError
-from ..forms import OWNER_KEY, FlatParameter, FlatParameterForm, Member, Owner, Place, identity_of, stand_in_for
+from ..forms import (
+    OWNER_KEY,
+    FlatParameter,
+    FlatParameterForm,
+    Member,
+    Owner,
+    Place,
+    identity_of,
+    stand_in_for,
+    take_grad_dtype,
+)
 from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
 from .gradients import refuse_unreduced
@@ -34,9 +44,7 @@ def clone_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     """
     refuse_unreduced(unit.name, unit.gradients, "copied", "copy the model")
     with torch.no_grad(), plain_access():
-        new = Unit(
-            [_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.reduce_dtype, unit.keeps_compute_dtype
-        )
+        new = Unit([_clone_bucket(bucket, memo) for bucket in unit.buckets], unit.dtypes)
     new.name, new.rank, new.kept_axis = unit.name, unit.rank, unit.kept_axis
     for gradients in new.gradients:
         form = gradients.bucket.form
@@ -68,6 +76,7 @@ def _clone_member(new: Bucket, bucket: Bucket, member: Member, memo: dict[int, A
     blank.__dict__.update(identity_of(old))
     made.sharded = new.form.make(made, blank)
     made.sharded.__dict__.update(identity_of(old))
+    take_grad_dtype(made.sharded)
     for replaced in (old, member.unsharded):
         if replaced is not None:
             memo[id(replaced)] = made.sharded

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import message
-from ..forms import Member
+from ..errors import ConfigError, message
+from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
@@ -26,9 +26,9 @@ class Delivery:
 
     Args:
         bucket: whose gradients these are.
-        keeps_compute_dtype: whether `.grad` keeps the compute dtype, in place of the parameter's.
 
     Attributes:
+        grad_dtype: of `.grad`; see `GradientDtypes`.
         set: the slice that is shown now, or was last.
         views: optimizer views over the bucket's shard.
         used: per member, whether this rank had a gradient for it in reductions since the ranks last agreed.
@@ -38,8 +38,8 @@ class Delivery:
         hooked: whether users' code runs when any of the parameters or views gets a gradient, by the last `look`.
     """
 
-    def __init__(self, bucket: Bucket, keeps_compute_dtype: bool = False) -> None:
-        self.bucket, self.keeps_compute_dtype = bucket, keeps_compute_dtype
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket, self.grad_dtype = bucket, bucket.storage_dtype
         self.set: GradientSet | None = None
         self.views: list[OptimizerView] = []
         self.used = [False] * len(bucket.members)
@@ -48,11 +48,6 @@ class Delivery:
         self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
         self.hooked = False
         self._told_of_zeros = False
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Of `.grad`: the parameter's, or the one that it is computed in if that is kept."""
-        return self.bucket.compute_dtype if self.keeps_compute_dtype else self.bucket.storage_dtype
 
     # Deliver.
 
@@ -311,6 +306,33 @@ class Delivery:
         elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
             self._adopt(view, tensor.grad)
 
+    def follow(self) -> None:
+        """Before an optimizer steps views: what users assigned to the `.grad` of parameters under them counts there."""
+        if (current := self.set) is None:
+            return
+        for view, whole in zip(self.views, current.views, strict=True):
+            if view.alone or (tensor := view.tensor) is None or tensor.grad is not whole:
+                continue
+            members, parts = self.bucket.members, current.parts
+            with plain_access():
+                changed = [i for i in view.members if read_grad(members[i].sharded) is not parts[i]]
+            if not changed:
+                continue
+            if all(read_grad(members[i].sharded) is None for i in view.members):
+                tensor.grad = None
+                continue
+            for i in changed:
+                grad = read_grad(members[i].sharded)
+                with torch.no_grad():
+                    if grad is not None:
+                        parts[i].copy_(grad)
+                        self._give(i, current)
+                    elif current.shown[i] and members[i].part.numel:
+                        current.shown[i] = False
+                        parts[i].zero_()
+            if not self._told_of_zeros:
+                self._told_of_zeros = self._warn_of_zeros(current)
+
     def _adopt(self, view: OptimizerView, grad: torch.Tensor) -> None:
         """Make a gradient that the user gave an optimizer view that of its parameters."""
         for index in view.members:
@@ -339,9 +361,9 @@ class Delivery:
         with plain_access():
             parts = [bucket.shown(bucket.part(flat, m), m) for m in bucket.members]
             views = [flat.narrow(0, view.offset, view.length) for view in self.views]
-            if self.keeps_compute_dtype:
+            if self.grad_dtype is not bucket.storage_dtype:
                 for tensor in (*(m.sharded for m in bucket.members), *(view.tensor for view in self.views)):
-                    if tensor is not None:
+                    if tensor is not None and tensor.grad_dtype not in (None, self.grad_dtype):
                         tensor.grad_dtype = None
             return GradientSet(flat, parts, views)
 
@@ -363,9 +385,37 @@ class Delivery:
     def forget(self) -> None:
         """After the shard moved."""
         self.set = None
+        self.point_views()
+
+    def point_views(self) -> None:
+        """Make the optimizer views views of the shard that there is now."""
         for view in self.views:
             if (tensor := view.tensor) is not None:
                 tensor.data = self.bucket.shard.narrow(0, view.offset, view.length)
+
+    def replaced_views(self) -> list[tuple[int, torch.Tensor]]:
+        """Optimizer views whose `.data` users have assigned: first element in the shard, and what they show now.
+
+        Raises:
+            ConfigError: it is of another shape.
+        """
+        replaced: list[tuple[int, torch.Tensor]] = []
+        for view in self.views:
+            if view.alone or (tensor := view.tensor) is None:
+                continue
+            shard = self.bucket.shard
+            if tensor.data_ptr() != shard.data_ptr() + view.offset * shard.element_size() and view.length:
+                if tuple(tensor.shape) != (view.length,):
+                    raise ConfigError(
+                        "The .data of an optimizer view was set to a tensor of another shape.",
+                        parameter=tensor.__dict__.get(NAME_KEY, "?"),
+                        expected=f"shape {(view.length,)}",
+                        got=f"shape {tuple(tensor.shape)}",
+                        remedy="assign a result of the view (p.data = p.data * 2)",
+                        code="C380",
+                    )
+                replaced.append((view.offset, tensor))
+        return replaced
 
     def _warn_of_zeros(self, current: GradientSet) -> bool:
         """Say which parameter has no gradient although the optimizer's view of it and its neighbours has one.

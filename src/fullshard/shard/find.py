@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from ..errors import LayoutError
 from ..forms import HiddenParameter, Place, TensorParallel, owner_of, successor_of
 from ..mesh import MeshAxes
+from ..policies import MixedPrecisionPolicy
 
 
 @dataclass
@@ -25,14 +25,16 @@ class Found:
         owner: the unit that already shards it, if it is tied to a parameter of that unit.
         planned: whether a unit that is only planned would have it by then, and give it up to this one.
         placement, axes: what `shard_placement_fn` chose for it, once it was asked.
+        policy: the unit's, or what `param_dtype_override_fn` made of it.
     """
 
     name: str
     parameter: Any
     places: list[Place] = field(default_factory=list)
     owner: Any = None  # a `Unit`
-    placement: Shard | None = None  # what `shard_placement_fn` chose
+    placement: Any = None  # a `Shard` or `BlockShard` that `shard_placement_fn` chose
     axes: MeshAxes | None = None
+    policy: MixedPrecisionPolicy | None = None
     module: nn.Module | None = None  # the first that has it
     split: TensorParallel | None = None  # how it is split already
     planned: bool = False

@@ -44,15 +44,14 @@ class Gradients:
 
     Args:
         bucket: whose gradients these are.
-        reduce_dtype: dtype of reductions; None for the compute dtype. Complex gradients keep their own.
-        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+
+    Attributes:
+        reduce_dtype: of the buffer and the reduction; see `GradientDtypes`.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None, keeps_compute_dtype: bool = False) -> None:
-        self.bucket = bucket
-        # Complex numbers would lose their imaginary parts.
-        self.own_reduce_dtype = None if bucket.storage_dtype.is_complex else reduce_dtype
-        self.delivery = Delivery(bucket, keeps_compute_dtype)
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket, self.reduce_dtype = bucket, bucket.storage_dtype
+        self.delivery = Delivery(bucket)
         self.state = GradState.NONE
         self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
@@ -62,11 +61,6 @@ class Gradients:
         self._version = -1  # of what is shown, when it was delivered last
         self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Of the buffer and the reduction."""
-        return self.own_reduce_dtype or self.bucket.compute_dtype
 
     @property
     def buffer_bytes(self) -> int:

@@ -96,7 +96,7 @@ class ReduceBuffer(Scratch):
             if grad is None:
                 continue
             if member.split is not None:
-                grad = member.split.local_gradient(grad)
+                grad = member.split.local_gradient(grad, self.tensor.dtype)
             if grad.layout is not torch.strided:
                 raise _not_dense(member)
             parts = [grad] if place.whole else _cut(grad, member, place.pieces)

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from ..forms import Member, Place
+
+_HOOK_KEY = "fullshard"
+"""Of our hook among a module's forward pre-hooks: it comes and goes with every pass, at the price of an entry."""
 
 
 class Showing:
@@ -19,25 +24,43 @@ class Showing:
         unsharded: whether modules show the unsharded parameters.
         summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
         whole_here: whether it does so on this rank.
+        generation: how often parameters, or where they are registered, have become others.
     """
 
-    __slots__ = ("_covered", "_places", "_switches", "summoned", "unsharded", "whole_here")
+    __slots__ = ("_covered", "_guard", "_places", "_switches", "generation", "summoned", "unsharded", "whole_here")
 
     def __init__(self) -> None:
         self.unsharded = self.summoned = self.whole_here = False
+        self.generation = 0
         self._switches: list[tuple[Any, str, Any, Any]] | None = None  # targets and names, what either form shows there
         self._places: list[tuple[Place, Member]] = []  # of the switches
         self._covered: list[
             tuple[int, Any]
         ] = []  # by switch: what users had put there before unsharded ones were shown
+        self._guard: tuple[dict[Any, Any], Any] | None = None  # a module's forward pre-hooks, and ours
 
     def forget(self) -> None:
         """Parameters, or where they are registered, are others now."""
         self._switches = None
+        self.generation += 1
 
     def summon(self, summoned: bool, here: bool = False) -> None:
         """Whole parameters that the user asked for are shown, on this rank if `here`; or no more."""
         self.summoned, self.whole_here = summoned, here
+        self._hook(not here and not self.unsharded)
+
+    def guard(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call `hook` before each forward of `module` that begins while it shows sharded parameters."""
+        self._guard = module._forward_pre_hooks, hook
+        self._hook(not self.unsharded)
+
+    def _hook(self, there: bool) -> None:
+        if self._guard is not None:
+            hooks, hook = self._guard
+            if there:
+                hooks[_HOOK_KEY] = hook
+            else:
+                hooks.pop(_HOOK_KEY, None)
 
     def show_unsharded(self, members: Callable[[], Sequence[Member]]) -> Member | None:
         """Register the unsharded parameters on the modules.
@@ -64,6 +87,8 @@ class Showing:
                 first = first or member
             target[name] = unsharded
         self.unsharded = True
+        if self._guard is not None:
+            self._hook(False)
         return first
 
     def show_sharded(self) -> Member | None:
@@ -88,6 +113,8 @@ class Showing:
                 if target.get(name) is sharded:  # users have put nothing there since
                     self._places[index][0].register(found)
         self.unsharded = False
+        if self._guard is not None:
+            self._hook(True)
         return first
 
     def disturbed(self) -> bool:

@@ -13,14 +13,16 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..comm import Comm
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, Member, Owner, Place, Touched, identity_of
+from ..forms import OWNER_KEY, Member, Owner, Place, Touched, hooks_onto, identity_of
 from ..mesh import Axis
 from ..torch_private.profiler import in_range
 from .bucket import Bucket
+from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
 from .showing import Showing
 
@@ -40,8 +42,7 @@ class Unit:
 
     Args:
         buckets: one per class of parameters.
-        reduce_dtype: dtype of reductions; None for the compute dtype.
-        keeps_compute_dtype: whether `.grad` keeps the compute dtype.
+        dtypes: of gradients.
 
     Attributes:
         name: from the root, for events and errors; set when the root is known.
@@ -51,13 +52,11 @@ class Unit:
         ledger: the root's account of transient bytes.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype | None, keeps_compute_dtype: bool = False
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
         self.name = "?"
         self.buckets = list(buckets)
-        self.reduce_dtype, self.keeps_compute_dtype = reduce_dtype, keeps_compute_dtype
-        self.gradients = [Gradients(bucket, reduce_dtype, keeps_compute_dtype) for bucket in self.buckets]
+        self.dtypes = dtypes
+        self.gradients = [Gradients(bucket) for bucket in self.buckets]
         self.state = State.SHARDED
         self.ledger = Ledger()
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
@@ -66,8 +65,18 @@ class Unit:
         self.touched = Touched()
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
+        self._keeps_storage = False
+        self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
         self.showing = Showing()
         self._gathered_version = 0  # `version()` when what is gathered was
+        self.settle_dtypes()
+
+    def settle_dtypes(self) -> None:
+        """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
+        for gradients, (reduce, shown) in zip(self.gradients, self.dtypes.settle(self.buckets), strict=True):
+            gradients.reduce_dtype = reduce
+            if gradients.delivery.grad_dtype is not shown:
+                gradients.delivery.grad_dtype, gradients.delivery.set = shown, None
 
     @property
     def members(self) -> list[Member]:
@@ -97,6 +106,9 @@ class Unit:
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
         full = staging = 0
+        if self._idle_bytes:
+            self.ledger.gathered -= self._idle_bytes
+            self._idle_bytes = 0
         try:
             for bucket in self.buckets:
                 if bucket.home is not None:
@@ -162,6 +174,23 @@ class Unit:
             self.ledger.staging -= self._staging_bytes
             self._full_bytes = self._staging_bytes = 0
             self.state = State.SHARDED
+            if self._keeps_storage:
+                self._note_idle()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
+        self._keeps_storage = keep
+        for bucket in self.buckets:
+            bucket.keeps_storage = keep
+            if not keep and self.state is State.SHARDED:
+                bucket.free()
+        if self.state is State.SHARDED:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        kept = sum([b.full.live_bytes for b in self.buckets if b.keeps_storage and b.full is not None])
+        self.ledger.gathered += kept - self._idle_bytes
+        self._idle_bytes = kept
 
     def holds(self) -> bool:
         """Whether parameters are gathered, whole or in part: a change of the shards would leave that behind."""
@@ -283,17 +312,23 @@ class Unit:
         """
         if self.showing.summoned:
             return
+        self.touched.assigned = False
         if self.showing.disturbed():  # since unshard()
             self.show_sharded()
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            if not self.showing.unsharded and bucket.replaced():
+            views = gradients.delivery.replaced_views()
+            if not self.showing.unsharded and (views or bucket.replaced()):
                 if self.state is not State.SHARDED:
                     self.free()
                 before = self.version()
-                bucket.take_over()
+                alike = bucket.take_over(views)
                 for member in bucket.members:  # `_apply` swaps attributes too
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
-                gradients.forget()
+                if alike:
+                    gradients.delivery.point_views()
+                else:
+                    gradients.forget()
+                self.settle_dtypes()
                 self.showing.forget()
                 self.touched.move(1 + before - self.version())  # the new shard counts from zero
             if self.showing.unsharded:  # since unshard()
@@ -307,6 +342,7 @@ class Unit:
             if bucket.storage_dtype.is_floating_point:
                 bucket.compute_in(dtype)
                 gradients.buffer = None
+        self.settle_dtypes()
         self.showing.forget()
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[], None]]:
@@ -318,6 +354,8 @@ class Unit:
             What to apply, and what to call when it has been applied to all parameters.
         """
         self.reshard()
+        if self.replaced():
+            self.refresh()
         owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
         moved: dict[int, torch.Tensor] = {}
         # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
@@ -340,10 +378,20 @@ class Unit:
                         member.sharded.__dict__.update(identities[id(member.sharded)])
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
-                self.showing.forget()
+            self.settle_dtypes()
+            self.showing.forget()
             self.touched.move(1 + before - self.version())
 
         return applied, finish
+
+    def materialize(self, bucket: Bucket) -> None:
+        """Give zeroed memory to one of this unit's buckets on the meta device. Its parameters stay the same objects."""
+        applied, finish = self.apply(lambda shard: torch.zeros_like(shard, device=bucket.shard_device))
+        for member in bucket.members:
+            with_memory = nn.Parameter(applied(member.sharded), requires_grad=member.sharded.requires_grad)
+            hooks_onto(with_memory, member.sharded)
+            torch.utils.swap_tensors(member.sharded, with_memory)  # `.data` cannot leave the meta device
+        finish()
 
     def give_up_gradients(self, parameters: set[int]) -> None:
         """Discard what was accumulated without sync, and not delivered yet, for these sharded parameters, by id."""
@@ -368,7 +416,8 @@ class Unit:
                         del self.buckets[index], self.gradients[index]
                     else:
                         self.buckets[index] = rest
-                        self.gradients[index] = Gradients(rest, self.reduce_dtype, self.keeps_compute_dtype)
+                        self.gradients[index] = Gradients(rest)
+                    self.settle_dtypes()
                     self.showing.forget()
                     return list(member.places), whole
         raise PhaseError(f"unit {self.name!r} lacks what it should give up; this is a bug in Fullshard", code="P059")

@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY, mark_view
 from ..torch_private.local_tensor import read_grad
+from .bucket import Bucket
 from .delivery import Delivery
 from .optimizer_view import OptimizerView
 
@@ -43,6 +44,7 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         mark_view(tensor, delivery.bucket.members[indices[0]].sharded)
         tensor.__dict__[PART_KEY] = "an optimizer_view"
         tensor.__dict__[NAME_KEY] = ", ".join(delivery.bucket.members[i].name for i in indices)
+        _describe_to_dcp(tensor, delivery.bucket, indices)
         delivery.views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
         shown = [read_grad(delivery.bucket.members[i].sharded) for i in indices]
@@ -50,6 +52,27 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
             tensor.grad = _plain_gradient(delivery, offset, length, indices)
     delivery.set = None  # its views are the old ones; the gradients it gave out live on
     return tensors
+
+
+def _describe_to_dcp(tensor: nn.Parameter, bucket: Bucket, indices: Sequence[int]) -> None:
+    """Say which part of all ranks' runs this is, as `CheckpointableTensor` of torch 2.15's DCP documents."""
+    axis, described = bucket.axes.shard, tensor.__dict__
+    lengths = [run_of(bucket, indices, rank)[1] for rank in range(axis.size)]
+    mine = lengths[axis.rank]
+    described["global_shape"] = (sum(lengths),)
+    described["global_offsets"] = ((sum(lengths[: axis.rank]),),) if mine else ()
+    described["local_offsets"] = ((0,),) if mine else ()
+    described["local_sizes"] = ((mine,),) if mine else ()
+
+
+def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]:
+    """The run (offset, length) of a rank's shard that holds these members, which are neighbours."""
+    if len(indices) == len(bucket.members):
+        return 0, bucket.layout.shard_numel
+    parts = [bucket.layout.part(bucket.members[i].slot, rank) for i in indices]
+    held = [part for part in parts if part.numel]
+    start = min((part.offset for part in held), default=0)
+    return start, max((part.offset + part.numel for part in held), default=0) - start
 
 
 def _plain_gradient(delivery: Delivery, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:

@@ -9,6 +9,9 @@
 
 The writers of all ranks meet in the folder alone, without connections: they go on if training ends. One process and one
 snapshot are kept for the next save.
+
+How this rank's part ended is kept in its `Part`, which takes no communication: so ranks can be told of it in any group,
+by `Saving.wait` in the one that saved, or by the next save or load in theirs.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ import struct
 import subprocess
 import sys
 import time
-import weakref
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, message
+from ..watcher import RANK
 from .folder import Folder
 from .job import Ending, Job
 from .piece import Piece
@@ -41,6 +45,7 @@ PAGE = 4096  # bytes: of the header, and what the job and the snapshot are align
 ALIGN = 64  # bytes, of a tensor in the snapshot
 HEADER = struct.Struct("<QQ")  # bytes written so far, bytes to write: at the snapshot's beginning
 MESSAGE = struct.Struct("<QQ")  # length of the job, length of everything
+GIVE_UP = MESSAGE.pack(0, 0)  # see `Writer.give_up`
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fullshard.store.writer_process import main; main()"
 )
@@ -64,6 +69,23 @@ class Order:
     world: int
     ending: Ending | None
     patience: float
+
+
+@dataclass
+class Part:
+    """This rank's part of a save in the background, and how it ended.
+
+    Attributes:
+        publishes: whether this rank's process puts the checkpoint in its place: it ends after those of all others.
+        over: whether it has ended.
+        name: of the checkpoint, where this rank published it.
+        error: what went wrong.
+    """
+
+    publishes: bool
+    over: bool = False
+    name: str | None = None
+    error: str | None = None
 
 
 def note_written(path: Path, rank: int, text: str, failed: bool = False) -> None:
@@ -90,17 +112,16 @@ class Writer:
         self._abandoned: Order | None = None
         self._answer: dict[str, str] | None = None
         self._partial = b""  # of an answer
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save was started whose end nobody has asked for yet."""
-        return self._running is not None
+        self.part: Part | None = None
 
     def start(self, job: Job, pieces: Sequence[Piece], ending: Ending | None, rank: int, world: int, lock: int) -> None:
         """Copy the pieces, and let the process write them.
 
         Args:
             lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
+
+        Raises:
+            CheckpointError: the process cannot be started: the limit of processes, files or memory is reached.
         """
         self._end_abandoned()
         mine = [piece for piece in pieces if piece.writes]
@@ -123,7 +144,7 @@ class Writer:
         assert self._channel is not None
         descriptors = [self._memory, *([lock] if lock >= 0 else [])]
         socket.send_fds(self._channel, [MESSAGE.pack(len(text), begin + at)], descriptors)
-        self._running, self._answer = order, None
+        self._running, self._answer, self.part = order, None, Part(ending is not None)
 
     def _end_abandoned(self) -> None:
         """Wait until the snapshot is free."""
@@ -145,10 +166,20 @@ class Writer:
     def _launch(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError as error:
+            raise CheckpointError(
+                "The process that writes checkpoints in the background cannot be started.",
+                expected="room for one more process and its files",
+                got=f"{type(error).__name__}: {error}",
+                remedy="raise the limits of processes and open files (ulimit -u, ulimit -n), or save without "
+                "asynchronous=True",
+                code="K425",
+            ) from error
         self._channel = ours
 
     @property
@@ -189,25 +220,23 @@ class Writer:
             note_written(order.job.folder.at(order.job.name), order.rank, told, failed=True)
         return told
 
-    def finish(self) -> str | None:
-        """Wait for the end of the save that was started; the checkpoint's name, on the first rank.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        if self._running is None:
-            return None
+    def finish(self) -> None:
+        """Wait for the end of the save that was started, and note in its `part` how it ended."""
+        if self.part is None:
+            return
         while not self.poll(1.0):
             pass
-        answer, self._running = self._answer, None
+        answer, part = self._answer, self.part
+        self._running = self.part = None
         assert answer is not None
-        if "error" in answer:
-            raise CheckpointError(
-                "A save in the background failed; the checkpoints before it are as they were.",
-                got=answer["error"],
-                code="K041",
-            )
-        return answer.get("name")
+        part.over, part.name, part.error = True, answer.get("name"), answer.get("error")
+
+    def give_up(self) -> None:
+        """Let the process not wait for the other ranks' any more: one of them failed, and may be unable to say so in
+        the folder."""
+        assert self._channel is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._channel.sendall(GIVE_UP)
 
     def abandon(self) -> None:
         """Let nobody ask for what was started: not all ranks could start. The process ends by itself, and soon.
@@ -215,11 +244,11 @@ class Writer:
         It finds the folder gone that it writes into. Until then it has the snapshot, and `start` waits for it.
         """
         if self._running is not None:
-            self._abandoned, self._running, self._answer = self._running, None, None
+            self._abandoned, self._running, self._answer, self.part = self._running, None, None, None
 
     def at_exit(self) -> None:
         """Let a save end before this process does, and say so if it fails."""
-        if not self.busy:
+        if self.part is None:
             return
         deadline = time.monotonic() + 600.0
         while not self.poll(1.0):
@@ -244,7 +273,8 @@ def _after_fork() -> None:
     WRITER.__init__()  # type: ignore[misc]
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Saving:
@@ -254,20 +284,22 @@ class Saving:
         step: that is saved.
     """
 
-    def __init__(self, folder: Folder, ranks: Ranks, step: int, name: str | None = None) -> None:
+    def __init__(self, folder: Folder, ranks: Ranks, step: int, written: str | Part) -> None:
         self.step = step
-        self._folder, self._ranks, self._name = folder, ranks, name
+        self._folder, self._ranks = folder, ranks
+        self._name = written if isinstance(written, str) else None
+        self._part = Part(False, over=True) if isinstance(written, str) else written
         self._error: CheckpointError | None = None
 
     @property
     def done(self) -> bool:
         """Whether this rank's part is over, well or not. No communication."""
-        return self._name is not None or self._error is not None or WRITER.poll()
+        return self._part.over or WRITER.poll()
 
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written of its part, and all that there are; (0, 0) when it is over."""
-        return WRITER.progress if self._name is None and self._error is None else (0, 0)
+        return (0, 0) if self._part.over else WRITER.progress
 
     def wait(self) -> Path | str:
         """Wait until the checkpoint is whole; where it is. Collective.
@@ -275,45 +307,67 @@ class Saving:
         Raises:
             CheckpointError: it failed: quotes what the first rank that failed says.
         """
+        if self._error is None and self._name is None:
+            self._name, self._error = _end_of_background(self._ranks, self._part)
         if self._error is not None:
             raise self._error
-        if self._name is None:
-            try:
-                self._name = _end_of_background(self._ranks)
-            except CheckpointError as error:
-                self._error = error
-                raise
+        assert self._name
         return self._folder.at(self._name)
 
 
-def _end_of_background(ranks: Ranks) -> str:
-    """Wait for the save in the background; the checkpoint's name. Collective."""
-    _started.clear()
-    name: str | None = None
-    with ranks.step("saving in the background", files=True):
-        name = WRITER.finish()
-    found: str = ranks.share(name or "")
-    return found
+def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, CheckpointError | None]:
+    """Wait for the end of a save on all ranks; the checkpoint's name, and what went wrong. Collective.
 
+    Nothing is raised before all ranks know: those that publish wait for the parts of others, whose ranks know first
+    when one fails.
 
-_started: list[weakref.ref[Saving]] = []  # whose end nobody has asked for
-
-
-def started(saving: Saving) -> None:
-    """This save goes on in the background."""
-    _started[:] = [weakref.ref(saving)]
+    Args:
+        part: this rank's; None if it had none.
+    """
+    publishes = part is not None and part.publishes
+    with RANK.files():
+        if not publishes and part is not None and not part.over:
+            WRITER.finish()
+    of_others = ranks.all(None if part is None or publishes else part.error)
+    failed = any(error is not None for error in of_others)
+    with RANK.files():
+        if publishes and part is not None and not part.over:
+            if failed:
+                WRITER.give_up()
+            WRITER.finish()
+    ends: list[tuple[str | None, str | None]] = ranks.all(
+        (part.name, part.error) if part is not None and publishes else (None, None)
+    )
+    name = next((name for name, _ in ends if name is not None), "")
+    errors = [*enumerate(of_others), *((rank, error) for rank, (_, error) in enumerate(ends))]
+    rank, error = next(((rank, error) for rank, error in errors if error is not None), (0, None))
+    if name or error is None:  # it is whole, whatever became of a process that had written its part
+        return name, None
+    failure = CheckpointError(
+        "A save in the background failed; the checkpoints before it are as they were.",
+        rank=rank,
+        got=error,
+        code="K041",
+    )
+    return name, failure
 
 
 def settle_background(ranks: Ranks) -> None:
     """Before anything else is saved or loaded: wait for what goes on in the background. Collective.
 
-    Raises:
-        CheckpointError: it failed.
+    If it failed, a warning says so, and what comes next goes on: the next save may be well.
     """
-    busy = ranks.all(WRITER.busy)
-    if any(busy):
-        saving = _started[0]() if _started else None
-        if saving is not None:
-            saving.wait()
-        else:
-            _end_of_background(ranks)
+    if not any(ranks.all(WRITER.part is not None)):
+        return
+    _, error = _end_of_background(ranks, WRITER.part)
+    if error is not None and ranks.is_first:
+        warnings.warn(
+            message(
+                "A save in the background failed; the checkpoints before it are as they were, and training goes on.",
+                rank=error.rank,
+                got=error.got,
+                remedy="free room or mend the disk; wait() for a save to get its failure as an error",
+                code="W422",
+            ),
+            stacklevel=3,
+        )

@@ -10,7 +10,8 @@ gathered is looked at: pieces are views of the shards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..checkpoint.optimizer import blank_states
 from ..errors import ConfigError
 from ..names import clean_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
+from .ranks import Ranks
 from .source import MODEL, OPTIMIZER
 from .table import table_of
 
@@ -75,13 +77,17 @@ class Contents:
 
 
 def contents_of(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], first: bool, blank: bool = False
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    first: bool,
+    lacking: Container[tuple[int, int]] = (),
 ) -> Contents:
     """The contents of this rank. No communication.
 
     Args:
         first: whether this is the first rank, which writes what all ranks have.
-        blank: give tensors without optimizer state what a first step would make of it, zeroed, to be loaded into.
+        lacking: tensors, by optimizer and number in it, that are given what a first step would make of their state,
+            zeroed, to be loaded into; see `lacking_state`.
 
     Raises:
         CheckpointError: something that has no values yet, or state that cannot be named.
@@ -105,8 +111,23 @@ def contents_of(
             found.extra[MODEL + clean_name(f"{path}." if path else "") + "_extra_state"] = module
     taken: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
-        _add_optimizer(found, optimizer, number, taken, first, blank)
+        _add_optimizer(found, optimizer, number, taken, first, lacking)
     return found
+
+
+def lacking_state(optimizers: Iterable[torch.optim.Optimizer], ranks: Ranks) -> set[tuple[int, int]]:
+    """The tensors that have no state on some rank, by optimizer and number in it. Collective.
+
+    All ranks make state for the same ones, as an optimizer may communicate in its step.
+    """
+    mine: set[tuple[int, int]] = set()
+    for o, optimizer in enumerate(optimizers):
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        mine |= {(o, number) for number, tensor in enumerate(tensors) if not optimizer.state.get(tensor)}
+    digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
+    if len(set(ranks.all(digest))) == 1:
+        return mine
+    return set().union(*ranks.all(mine))
 
 
 def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> list[Piece]:
@@ -116,7 +137,12 @@ def _row_pieces(row: Named, name: str, value: Any, turn: int, first: bool) -> li
 
 
 def _add_optimizer(
-    found: Contents, optimizer: torch.optim.Optimizer, number: int, taken: dict[str, int], first: bool, blank: bool
+    found: Contents,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    taken: dict[str, int],
+    first: bool,
+    lacking: Container[tuple[int, int]],
 ) -> None:
     held = held_by(found.table, optimizer.param_groups)
     numbers = {row.name: turn for turn, row in enumerate(found.table.parameters)}
@@ -129,10 +155,9 @@ def _add_optimizer(
                 code="C185",
             )
     states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
-    lacking = [one for one in held if not states[id(one)]] if blank else []
-    if lacking:
-        made = blank_states(optimizer, [one.tensor for one in lacking])
-        states |= {id(one): made[id(one.tensor)] for one in lacking}
+    if blank := [one for one in held if (number, one.index) in lacking]:
+        made = blank_states(optimizer, [one.tensor for one in blank])
+        states |= {id(one): made[id(one.tensor)] for one in blank}
     for one in held:
         state = StateOf(optimizer, one, states[id(one)])
         for row in one.rows:

@@ -8,19 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from ..errors import CheckpointError
 from .piece import Piece, value_pieces, whole_piece
 from .ranks import Ranks
 from .tree import to_json
+from .write import bytes_of
 
 RNG = "rng"
 """The name of the random generators' state."""
+MOST_JSON = 2**27
+"""Of all values together, in bytes: half of what the longest manifest has (`MOST_WHOLE`)."""
 STATE = "state."
 """What the names of tensors in users' values begin with."""
 
@@ -43,7 +47,7 @@ class Generators:
         version, internal, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         found: dict[str, Any] = {
-            "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+            "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
             "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
             "torch": torch.get_rng_state(),
         }
@@ -55,6 +59,8 @@ class Generators:
     def check(self, state_dict: dict[str, Any]) -> None:
         """Raise, whatever it is, if `load_state_dict` would."""
         self._fill(state_dict, random.Random(), np.random.RandomState(), torch.Generator())
+        if "accelerator" in state_dict and torch.accelerator.is_available():
+            torch.Generator(torch.accelerator.current_accelerator()).set_state(state_dict["accelerator"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._fill(state_dict, random, np.random, torch.default_generator)
@@ -96,7 +102,7 @@ def entries_of(state: Mapping[str, Callable[[], Any]], ranks: Ranks) -> Entries:
         CheckpointError: a value that is not plain.
     """
     found, made = Entries(), {}
-    digests: dict[str, str] = {}
+    digests: dict[str, tuple[str, int]] = {}
     sharded: dict[str, list[Piece]] = {}
     every: dict[str, torch.Tensor] = {}  # of all keys: no two get one name
     with ranks.step("reading the state to save"):
@@ -109,6 +115,7 @@ def entries_of(state: Mapping[str, Callable[[], Any]], ranks: Ranks) -> Entries:
                 if not _is_whole(tensor):
                     sharded[name] = list(value_pieces(name, tensor, turn, ranks.is_first))
     everyone = ranks.all(digests)
+    _check_size(everyone)
     for key, (told, tensors) in made.items():
         same = all(other.get(key) == digests[key] for other in everyone)
         (found.common if same else found.own)[key] = told
@@ -131,12 +138,38 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _digest(told: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """What tells whether ranks have the same: sharded tensors are one tensor of all ranks, and do not count."""
-    found = hashlib.sha256(json.dumps(told).encode())
+def _check_size(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+    """Refuse values that make a manifest which is too long to be read; on all ranks alike.
+
+    Raises:
+        CheckpointError: names the longest.
+    """
+    lengths: dict[str, int] = {}
+    for key in dict.fromkeys(key for one in everyone for key in one):
+        of_ranks = [one[key] for one in everyone if key in one]
+        same = len(set(of_ranks)) == 1 and len(of_ranks) == len(everyone)
+        lengths[key] = of_ranks[0][1] if same else sum(length for _, length in of_ranks)
+    if sum(lengths.values()) > MOST_JSON:
+        longest = max(lengths, key=lambda key: lengths[key])
+        raise CheckpointError(
+            "Values to save are too long: what is no tensor, array or bytes is kept as text, and read as a whole.",
+            parameter=longest,
+            expected=f"at most {MOST_JSON} characters in all",
+            got=f"{sum(lengths.values())}, {lengths[longest]} of them here",
+            remedy="give long lists as tensors or NumPy arrays, and long texts as bytes: these are kept beside",
+            code="K405",
+        )
+
+
+def _digest(told: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int]:
+    """What tells whether ranks have the same, and its length as JSON.
+
+    Sharded tensors are one tensor of all ranks, and do not count.
+    """
+    text = json.dumps(told).encode()
+    found = hashlib.sha256(text)
     for name, tensor in tensors.items():
         if _is_whole(tensor):
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            flat = tensor.detach().cpu().contiguous().view(-1) if tensor.numel() else None
-            found.update(b"" if flat is None else flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            found.update(bytes_of(tensor) if tensor.numel() else b"")
+    return found.hexdigest(), len(text)

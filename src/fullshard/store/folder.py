@@ -2,25 +2,31 @@
 
     ROOT/
       step-000000100/                    a whole checkpoint: DCP's files, .metadata, manifest.json
-      step-000000100.2/                  another one of the same step, made after it
+      step-000000100.2/                  another one of the same step, saved after it
       step-000000200.saving-1f3a/        being written, or left by a save that was broken off; never read
       latest                             the name of the newest whole one
       lock                               locked by the process that writes
 
 Every file is synced, then the folder renamed, then its parent synced, then `latest` replaced (rename(2)): a process
 may be killed, and the machine switched off, between any two of these.
+
+Checkpoints are ordered by the time in their manifests, never by the times of files, which copies change. A save takes
+a time after all that are there, so this is the order of the saves whatever the clocks say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ LOCK = "lock"
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
 _LEFT_OVER = re.compile(r"step-\d{9,}(?:\.\d+)?\.(?:saving|deleting)-[0-9a-f]+")
 _POLL = 0.1  # seconds between two looks at a lock
+START = 1024  # bytes of a manifest that step, world and time are in; and more than all of `latest`
 
 
 class Folder:
@@ -59,8 +66,13 @@ class Folder:
     # Reading.
 
     @property
+    def exists(self) -> bool:
+        """Whether there is a folder, with or without checkpoints."""
+        return bool(self.path.is_dir())
+
+    @property
     def is_checkpoint(self) -> bool:
-        """Whether this is no folder of checkpoints, but one itself."""
+        """Whether files of a checkpoint lie in the folder itself: it is one, or something was moved here."""
         return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
 
     def step_of(self, name: str) -> int | None:
@@ -70,25 +82,95 @@ class Folder:
 
     def names(self) -> list[str]:
         """The checkpoints that have a manifest, in the order in which they were saved."""
-        found = []
-        for path in self.path.iterdir() if self.path.is_dir() else ():
-            key = step_and_turn(path.name)
-            if key is not None and _is_whole(path):
-                found.append(((path / manifest.NAME).stat().st_mtime_ns, key, path.name))
-        return [name for _, _, name in sorted(found)]
+        return [name for _, _, name in sorted(self._times())]
+
+    def time_of_next(self, now: float) -> float:
+        """The time for the manifest of a new checkpoint: now, or just after the last one where the clock is behind."""
+        return max([now, *(math.nextafter(time, math.inf) for time, _, _ in self._times())])
+
+    def _times(self) -> list[tuple[float, tuple[int, int], str]]:
+        """Of each checkpoint that has a manifest: the time it was saved, step and turn, and its name.
+
+        One whose manifest is damaged counts as saved right after those of the steps before it: its damage is reported
+        when it is the newest, and does not pass for an old checkpoint.
+        """
+        known: list[tuple[float, tuple[int, int], str]] = []
+        unknown: list[tuple[tuple[int, int], str]] = []
+        for name in self._entries():
+            key = step_and_turn(name)
+            start = None if key is None else self._start_of(f"{name}/{manifest.NAME}")
+            if key is None or start is None:
+                continue
+            time = manifest.time_in(start)
+            if time is None:
+                unknown.append((key, name))
+            else:
+                known.append((time, key, name))
+        for key, name in sorted(unknown):
+            known.append((max((time for time, other, _ in known if other < key), default=-math.inf), key, name))
+        return known
+
+    def _entries(self) -> Iterable[str]:
+        """The names of what is in the folder; nothing if there is none."""
+        return os.listdir(self.path) if self.path.is_dir() else ()
+
+    def _start_of(self, name: str) -> bytes | None:
+        """The first bytes of a file in the folder; None if there is no such file. Links are not followed: they lead
+        out of the folder."""
+        path = self.path / name
+        try:
+            if path.parent.is_symlink() and path.parent != self.path:
+                return None
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return None
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # it is there, and reading it for more than its start will say what is wrong
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return os.read(fd, START)
+            finally:
+                os.close(fd)
+        return b""
 
     def latest(self) -> str | None:
         """The name in `latest`; None if there is none.
 
         Raises:
-            CheckpointError: `latest` names nothing that is here.
+            CheckpointError: `latest` names no checkpoint that is here.
         """
-        if not os.path.lexists(self.path / LATEST):
+        if LATEST not in self._entries():
             return None
-        text = _first_bytes(self.path / LATEST).decode(errors="replace").strip()
-        if step_and_turn(text) is None or not _is_whole(self.path / text):
+        text = (self._start_of(LATEST) or b"").decode(errors="replace").strip()
+        if step_and_turn(text) is None or self._start_of(f"{text}/{manifest.NAME}") is None:
             raise self.names_nothing(text)
         return text
+
+    def newest(self) -> str | None:
+        """The checkpoint that is meant where none is named: the last one saved here; "" if the folder itself is one,
+        as other programs save them; None if there is none.
+
+        Raises:
+            CheckpointError: `latest` names no checkpoint that is here.
+        """
+        names = self.names()
+        newest = self.latest() or (names[-1] if names else None)
+        if not self.is_checkpoint:
+            return newest
+        if newest is None:
+            return ""
+        warnings.warn(
+            message(
+                "A folder of checkpoints has files of a checkpoint of its own, which are not read.",
+                got=f"{manifest.NAME} or .metadata in {self}",
+                expected=f"these only in the folders below: {newest} is read",
+                remedy="move the files where they belong; and save a run's checkpoints to a folder that is not itself "
+                "a checkpoint",
+                code="W420",
+            ),
+            stacklevel=3,
+        )
+        return newest
 
     def names_nothing(self, text: str) -> CheckpointError:
         """What to raise for what `latest` says."""
@@ -139,6 +221,10 @@ class Folder:
         here.rename(self.path / final)
         try:
             sync_folder(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                (
+                    self.path / f"{LATEST}.new"
+                ).unlink()  # left by a save that was broken off, or put there by another user
             write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
             (self.path / f"{LATEST}.new").replace(self.path / LATEST)
         except OSError:  # nothing names it yet, and nothing shall be left of it
@@ -197,10 +283,10 @@ class Folder:
         for path in (self.path, *self.path.parents) if self.on_disk else ():
             if path.exists() and not path.is_dir():
                 raise CheckpointError(
-                    "A file is where the folder of checkpoints would be.",
+                    f"{path} is a file; fullshard.save and fullshard.load use a folder.",
                     expected=f"a folder, or nothing yet, at {self.path}",
                     got=f"the file {path}",
-                    remedy="give the folder, not a file in it; or another path",
+                    remedy="pass a folder, such as runs/a; fullshard convert reads files of torch.save and safetensors",
                     code="K191",
                 )
 
@@ -223,7 +309,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         for path in missing:
             sync_folder(path.parent)
-        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = self._open_lock()
         try:
             deadline = time.monotonic() + patience
             while True:
@@ -247,6 +333,32 @@ class Folder:
         finally:
             os.close(fd)
 
+    def _open_lock(self) -> int:
+        """File descriptor of the lock's file.
+
+        Raises:
+            CheckpointError: something else is in its place, such as a link that another user of the folder prepared.
+        """
+        path = self.path / LOCK
+        fd, error = -1, "not a regular file"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+        except OSError as failed:
+            if failed.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            error = str(failed)
+        if fd >= 0:
+            os.close(fd)
+        raise CheckpointError(
+            "The file that locks a folder of checkpoints cannot be opened: something else is in its place.",
+            expected=f"a file, or nothing yet, at {path}",
+            got=error,
+            remedy="remove it, and see who may write into the folder",
+            code="K420",
+        )
+
 
 def step_and_turn(name: str) -> tuple[int, int] | None:
     """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
@@ -254,27 +366,9 @@ def step_and_turn(name: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2] or 1))
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether this is a folder with a manifest. Links are not followed: they lead out of ROOT."""
-    return (path / manifest.NAME).is_file() and not path.is_symlink() and not (path / manifest.NAME).is_symlink()
-
-
-def _first_bytes(path: Path) -> bytes:
-    """What a small file begins with; nothing of what is no file, or a link to one."""
-    fd = -1
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        return os.read(fd, 200)
-    except OSError:
-        return b""
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("wb", buffering=0) as file:
+    """Write a new file and wait until it is on the disk."""
+    with path.open("xb", buffering=0) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ try:
 except ImportError:  # an extra: checkpoints are then written with SHA-256
     xxhash = None  # type: ignore[assignment]
 
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 _SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux (sync_file_range(2)): begin, and do not wait
 
 BLOCK = 16 * 2**20

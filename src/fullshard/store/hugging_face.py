@@ -17,6 +17,7 @@ from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class
 from .adapters import STEM, Adapter, table_name
+from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model
@@ -25,9 +26,6 @@ from .ranks import Ranks
 from .source import MODEL, Entry
 from .table import table_of
 from .whole import Wanted
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What may be cast into each other while loading: 8-bit floats have scales of their own."""
 
 
 def save_safetensors(
@@ -199,6 +197,7 @@ def load_safetensors(
     adapter: bool | str = False,
     base: bool = False,
     rename: Callable[[str], str] | None = None,
+    cast: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedNames:
     """Read safetensors files into a sharded model, each rank only what it owns, straight into its shard. Collective.
@@ -216,6 +215,8 @@ def load_safetensors(
         adapter: read an adapter in PEFT's format into the model's; True: the active one, or its name.
         base: of a model that PEFT made, read the base model's files into it; its adapters stay as they are.
         rename: given each name in the files, returns that in the model; None: they are the same.
+        cast: round floating-point values to a dtype of fewer digits that the model has, as `from_pretrained(dtype=)`
+            does; False: refuse. 8-bit floats are never cast.
         process_group: the ranks that hold the model; None: all.
 
     Returns:
@@ -245,7 +246,7 @@ def load_safetensors(
             made.append(SafetensorsSource(folder, "model" if own is None else STEM))
             if rename is not None:
                 made[0].rename(rename)
-            plan = _Plan(made[0], table, ranks.is_first)
+            plan = _Plan(made[0], table, ranks.is_first, cast)
             for row, known in _names_of(model, table, own, base):
                 plan.add(row, known)
             left = plan.close(strict)
@@ -285,6 +286,7 @@ class _Plan:
     source: SafetensorsSource
     table: Table
     is_first: bool
+    cast: bool
     reads: list[tuple[Piece, str]] = field(default_factory=list)
     _asked: set[str] = field(default_factory=set)
     _missing: list[str] = field(default_factory=list)
@@ -310,7 +312,7 @@ class _Plan:
                 code="K114",
             )
         for name in present:
-            _check(own, tuple(value.shape), dtype, entries[name])
+            check_fit(own, tuple(value.shape), dtype, entries[name], self.cast)
         for piece in self._pieces(row, own):
             for other in present[1:]:
                 self._compare(piece, present[0], other)
@@ -328,15 +330,7 @@ class _Plan:
     def _compare(self, piece: Piece, first: str, other: str) -> None:
         """A tied parameter under two of its names must have one value."""
         read = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, other)]
-        octets = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in read]
-        if not torch.equal(*octets):
-            raise CheckpointError(
-                "A parameter is tied in the model, and files hold several values of it; nothing was loaded.",
-                parameter=piece.name,
-                expected=f"the same values under {first.removeprefix(MODEL)} and {other.removeprefix(MODEL)}",
-                remedy="make the model without tying these (tie_word_embeddings=False, say)",
-                code="K115",
-            )
+        check_tied(piece.name, (first, read[0]), (other, read[1]))
 
     def close(self, strict: bool) -> LoadedNames:
         """Compare the names.
@@ -364,19 +358,6 @@ class _Plan:
         for piece, name in self.reads:
             if piece.tensor.numel():
                 piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
-
-
-def _check(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entry) -> None:
-    for what, expected, got in (("shape", shape, entry.shape), ("dtype", dtype, entry.dtype)):
-        if expected != got and not (what == "dtype" and dtype in _FLOATS and entry.dtype in _FLOATS):
-            raise CheckpointError(
-                f"Safetensors files do not fit the model: a tensor has another {what}; nothing was loaded.",
-                parameter=name,
-                expected=expected,
-                got=got,
-                remedy="load them into the model they are of, or fix its configuration",
-                code="K117",
-            )
 
 
 def _some(names: list[str]) -> str:

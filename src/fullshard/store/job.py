@@ -89,7 +89,8 @@ def end(folder: Folder, name: str, ending: Ending, written: Sequence[Written]) -
     facts: Mapping[str, FileFacts] = writer.facts
     for one in written:
         facts = {**facts, **one.facts}
-    manifest = dataclasses.replace(ending.manifest, files=dict(facts))
+    time = folder.time_of_next(ending.manifest.time)
+    manifest = dataclasses.replace(ending.manifest, time=time, files=dict(facts))
     final = folder.publish(name, {MANIFEST: manifest.text()})
     folder.prune(ending.keep_last, ending.keep_every)
     return final

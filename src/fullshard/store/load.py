@@ -17,7 +17,7 @@ from torch import nn
 from ..checkpoint.names import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
-from .contents import Contents, contents_of
+from .contents import Contents, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
 from .given import check_given
@@ -35,7 +35,7 @@ class Loaded:
     """What `load` read besides what it filled.
 
     Attributes:
-        path: the checkpoint.
+        path: the checkpoint; None if there was none, and `load(missing_ok=True)` loaded nothing.
         step: at which it was saved; 0 if it does not say.
         world: on how many ranks; 0 if it does not say.
         state: plain values that were given to `save(state=...)`, by name; of those that differed between ranks this
@@ -44,7 +44,7 @@ class Loaded:
         untouched: names of tensors in the checkpoint that nothing here asked for.
     """
 
-    path: Path | str
+    path: Path | str | None
     step: int
     world: int
     state: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class Wanted:
     rng: bool
     strict: bool
     hashes: bool
+    cast: bool
 
 
 def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
@@ -72,10 +73,11 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
         CheckpointError: it does not fit; nothing was changed.
     """
     made: list[tuple[Files, Reader, Loaded]] = []
+    lacking = lacking_state(wanted.optimizers, ranks)
     with ExitStack() as opened:
         with ranks.step("comparing a checkpoint with the model", files=True):
             files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
-            made.append((files, *_planned(wanted, files, folder, name, ranks)))
+            made.append((files, *_planned(wanted, files, folder, name, ranks, lacking)))
         files, reader, loaded = made[0]
         _compare_checkpoints(files, loaded, ranks)
         with ranks.step("checking a checkpoint's files", files=True):
@@ -109,16 +111,37 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
         )
 
 
-def _planned(wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks) -> tuple[Reader, Loaded]:
-    reader = Reader(files)
+def _planned(
+    wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks, lacking: set[tuple[int, int]]
+) -> tuple[Reader, Loaded]:
+    reader = Reader(files, wanted.cast)
     settle(wanted.model)
-    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, blank=True)
+    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, lacking)
     reader.model(contents)
     reader.optimizers(contents, wanted.strict)
     state, of_ranks = _State(wanted, reader, contents, ranks).plan()
     left = reader.close(contents, wanted.strict)
-    told = files.manifest
-    step, world = (0, 0) if told is None else (told.step, told.world)
+    manifest = files.manifest
+    step, world = (0, 0) if manifest is None else (manifest.step, manifest.world)
+    if name and step != folder.step_of(name):
+        raise DamagedCheckpointError(
+            f"The folder of a checkpoint has the name of another step: the checkpoint is of step {step}.",
+            expected=f"step {folder.step_of(name)}",
+            got=f"step {step} in {folder.at(name)}",
+            remedy="rename the folder back; or load this checkpoint by its own path",
+            code="K422",
+        )
+    if manifest is None and wanted.hashes and ranks.is_first:
+        warnings.warn(
+            message(
+                "This checkpoint has no manifest.json, so its values could not be checked: there are no hashes.",
+                got=str(folder.at(name)),
+                remedy="if another program saved it with torch.distributed.checkpoint, pass check=False; if Fullshard "
+                "did, files of it are lost, and another checkpoint may be whole",
+                code="W421",
+            ),
+            stacklevel=6,
+        )
     return reader, Loaded(folder.at(name), step, world, state, of_ranks, tuple(left))
 
 
@@ -205,7 +228,8 @@ class _State:
 
         def tensor(name: str) -> torch.Tensor:
             like = held.get(name)
-            if like is None or not hasattr(like, "full_tensor"):
+            missing = name not in self.reader.files.index.entries  # which raises
+            if like is None or missing or not hasattr(like, "full_tensor"):
                 return self.reader.tensor(name)
             made = torch.empty_like(like.detach())
             for piece in value_pieces(name, made, 0, False):
@@ -259,6 +283,8 @@ def load(
     strict: bool = True,
     check: bool = True,
     fall_back: bool = False,
+    cast: bool = False,
+    missing_ok: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Fill a model, its optimizers and `state` from a checkpoint. Collective.
@@ -279,6 +305,10 @@ def load(
         strict: whether names must be the same on both sides; False: what one side lacks is left as it is.
         check: whether the hashes of all bytes that are read are compared.
         fall_back: take the newest checkpoint that is whole, if the newest one is damaged; which, `Loaded.path` says.
+        cast: round floating-point values to a dtype of fewer digits that the model has, such as float32 to bfloat16;
+            False: refuse. 8-bit floats, which have scales of their own, and integers are never cast.
+        missing_ok: where nothing was saved yet, change nothing and return a `Loaded` of step 0 whose path is None: the
+            first start of a run and a restart are then one program. The first rank looks, for all.
         process_group: the ranks that load; None: all.
 
     Returns:
@@ -305,12 +335,9 @@ def load(
                 remedy="pass an int, as in step=1, or leave it out",
                 code="C278",
             )
-        wanted = Wanted(model, given, dict(state or {}), rng, strict, check)
+        wanted = Wanted(model, given, dict(state or {}), rng, strict, check, cast)
     assert where is not None and wanted is not None
     settle_background(ranks)
-    with ranks.step("looking for a checkpoint", files=True):
-        if ranks.is_first:
-            candidates = _candidates(where, step, fall_back)
     steps = ranks.all(step)
     if other := next((rank for rank, one in enumerate(steps) if one != steps[0]), 0):
         raise DivergenceError(
@@ -322,55 +349,106 @@ def load(
             "out for the newest",
             code="D018",
         )
-    candidates = ranks.share(candidates)
+    removed: CheckpointError | None = None
+    for _ in range(_RESTARTS):
+        with ranks.step("looking for a checkpoint", files=True):
+            if ranks.is_first:
+                candidates = _candidates(where, step, fall_back, missing_ok, removed)
+        candidates = ranks.share(candidates)
+        if not candidates:
+            return Loaded(None, 0, 0)
+        loaded, removed = _first_whole(wanted, where, candidates, ranks)
+        if loaded is not None:
+            return loaded
+    assert removed is not None
+    raise removed
+
+
+_RESTARTS = 20
+"""How often `load` looks again because what it was reading was removed: each time another job has saved since."""
+
+
+def _first_whole(
+    wanted: Wanted, where: Folder, candidates: list[str], ranks: Ranks
+) -> tuple[Loaded | None, CheckpointError | None]:
+    """Load the first of these that is whole. Collective.
+
+    Returns:
+        What was loaded; or None and what is wrong with one that was removed while it was being read, by another job's
+        save with keep_last=, say.
+
+    Raises:
+        DamagedCheckpointError: none is whole.
+    """
     for number, name in enumerate(candidates):
         try:
-            return read(wanted, where, name, ranks)
+            return read(wanted, where, name, ranks), None
         except DamagedCheckpointError as error:
+            gone = False
+            with ranks.step("looking for a checkpoint", files=True):
+                if ranks.is_first:
+                    gone = not (where.is_checkpoint if name == "" else name in where.names())
+            if ranks.share(gone):
+                return None, _removed(where, name, error)
             if number == len(candidates) - 1:
                 raise
             if ranks.is_first:
                 warnings.warn(
                     message(f"{where.at(name)} was passed over, and the one before it is tried. {error}", code="W014"),
-                    stacklevel=2,
+                    stacklevel=3,
                 )
     raise AssertionError("no candidates")  # `_candidates` raises then
 
 
-def _candidates(where: Folder, step: int | None, fall_back: bool) -> list[str]:
-    """The checkpoints to try, one after the other; "" is the folder itself.
+def _removed(where: Folder, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "The checkpoint was removed while it was being read; nothing was loaded.",
+        expected=f"{where.at(name)} to stay",
+        got=str(error).partition("\n")[0],
+        remedy="load the newest (no step=), for which load looks again; or save with a larger keep_last=",
+        code="K423",
+    )
+
+
+def _candidates(
+    where: Folder, step: int | None, fall_back: bool, missing_ok: bool, removed: CheckpointError | None
+) -> list[str]:
+    """The checkpoints to try, one after the other; "" is the folder itself; none if there are none and that is right.
+
+    Args:
+        removed: what to raise if there is no other: the last one was removed while it was being read.
 
     Raises:
         CheckpointError: there is none.
     """
     where.refuse_file()
-    if where.is_checkpoint and step is None:
-        return [""]
     names = where.names()
     if step is not None:
-        found = [name for name in names if where.step_of(name) == step]
-        if not found:
-            raise CheckpointError(
+        of_step = [name for name in names if where.step_of(name) == step]
+        if not of_step:
+            raise removed or CheckpointError(
                 "There is no checkpoint of this step.",
                 expected=f"step {step} in {where}",
                 got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
                 remedy="leave step out to load the newest, or take one of those that are there",
                 code="K121",
             )
-        return found[::-1] if fall_back else found[-1:]
-    if not names:
-        raise CheckpointError(
-            "There is no checkpoint in this folder.",
+        return of_step[::-1] if fall_back else of_step[-1:]
+    newest: str | None = None
+    try:
+        newest = where.newest()
+    except CheckpointError:
+        if not fall_back or not names:
+            raise
+    if newest is None and not names:
+        if missing_ok:
+            return []
+        raise removed or CheckpointError(
+            f"There is no checkpoint in {where}." if where.exists else f"There is no folder {where}.",
             expected="a folder that was given to save()",
             got=str(where),
-            remedy="if this may be a run's first start, ask before: if fullshard.Folder(path).names(): load(path, ...)",
+            remedy="if this may be a run's first start, pass missing_ok=True",
             code="K122",
         )
-    try:
-        newest = where.latest()
-    except CheckpointError:
-        if not fall_back:
-            raise
-        newest = None
     order = names[::-1] if newest is None else [newest, *(n for n in names[::-1] if n != newest)]
     return order if fall_back else order[:1]

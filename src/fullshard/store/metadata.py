@@ -9,6 +9,9 @@ import io
 import math
 import pickle
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
 from .manifest import inside
 from .pickles import look_through
-from .source import Entry
+from .source import MOST_NAME, Entry, checked_name
 from .storage import Stored
 
 NAME = ".metadata"
@@ -43,7 +46,18 @@ class Index:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Gives the pickle a class of its own for each that it names: it may set attributes of what it is given."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._given: dict[tuple[str, str], Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._given:
+            self._given[module, name] = _apart(self._known(module, name))
+        return self._given[module, name]
+
+    def _known(self, module: str, name: str) -> Any:
         if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")):
             return _no_path
         if module == "pathlib._local" and name in ("PosixPath", "WindowsPath", "Path"):
@@ -58,6 +72,18 @@ class _Unpickler(pickle.Unpickler):
                 remedy="do not load this checkpoint with anything: it was made to run code",
                 code="K127",
             ) from None
+
+
+def _apart(known: Any) -> Any:
+    """A class or function that does as `known`, and whose attributes are nobody else's."""
+    if isinstance(known, type) and known.__flags__ & _MUTABLE and not issubclass(known, Enum):
+        return type(known.__name__, (known,), {})
+    if isinstance(known, FunctionType) or (isinstance(known, type) and issubclass(known, Enum)):
+        return partial(known)
+    return known
+
+
+_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes whose attributes can be set
 
 
 def _no_path(*parts: Any) -> str:
@@ -112,7 +138,7 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
                 got=f"{sizes[file]}",
                 code="K130",
             )
-        places[str(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
+        places[checked_name(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
     entries: dict[str, Entry] = {}
     stored: dict[str, list[Stored]] = {}
     values: dict[str, Stored] = {}
@@ -127,15 +153,16 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
             _check_whole(name, entries[name], stored[name], sizes)
         else:
             raise TypeError(f"{type(facts).__name__} of {name!r}")
-    paths = {str(name): tuple(path) for name, path in (found.planner_data or {}).items()}
-    if any(not isinstance(key, (str, int)) for path in paths.values() for key in path):
+    paths = {checked_name(name): tuple(path) for name, path in (found.planner_data or {}).items()}
+    if any(not isinstance(key, (str, int)) or len(str(key)) > MOST_NAME for path in paths.values() for key in path):
         raise TypeError("a path that is not of names and numbers")
     return Index(entries, stored, values, paths)
 
 
 def _check_entry(name: Any, entry: Entry) -> None:
     if not isinstance(name, str) or not isinstance(entry.dtype, torch.dtype):
-        raise TypeError(f"a tensor {name!r} of {entry.dtype!r}")
+        raise TypeError(f"a tensor {str(name)[:100]!r} of {entry.dtype!r}")
+    checked_name(name)
     if any(extent < 0 for extent in entry.shape) or len(entry.shape) > _MOST_DIMS or math.prod(entry.shape) >= 2**60:
         raise ValueError(f"{name!r} has shape {entry.shape}")
 

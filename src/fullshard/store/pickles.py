@@ -12,7 +12,7 @@ import re
 
 _FIXED = re.compile(
     rb"(?:"
-    rb"[\x94(})\]t\x85\x86\x87aesuN\x88\x89\x93Rb\x81Q]"  # containers, constants, calls, memoize
+    rb"[\x94(})\]t\x85\x86\x87aesuN\x88\x89\x8f\x90\x93Rb\x81Q]"  # containers, constants, calls, memoize
     rb"|\x80.|\x95.{8}"  # protocol, frame
     rb"|[qhK].|M..|[Jj].{4}|G.{8}"  # put and get by short numbers, small ints, floats
     rb")*+",
@@ -22,7 +22,20 @@ _COUNTED = {  # instruction: bytes of the length of what follows
     **dict.fromkeys((0x8C, 0x8A, ord("C")), 1),  # short text, int, short bytes
     **dict.fromkeys((ord("X"), ord("B")), 4),  # text, bytes
 }
-_PUT, _GLOBAL, _STOP = ord("r"), ord("c"), ord(".")
+_PUT, _GLOBAL, _STOP, _LONG = ord("r"), ord("c"), ord("."), 0x8A
+HUGE = 2**61 - 1
+"""From here on Python hashes integers alike: many of them, as keys, make a dict take hours."""
+_MOST_HUGE = 10_000
+
+
+def refuse_alike(huge: int) -> None:
+    """Raise where so many integers of 61 bits and more come together that they must be meant to have one hash.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if huge > _MOST_HUGE:
+        raise ValueError(f"more than {_MOST_HUGE} integers of 61 bits and more")
 
 
 def look_through(data: bytes) -> None:
@@ -31,7 +44,7 @@ def look_through(data: bytes) -> None:
     Raises:
         pickle.UnpicklingError: it is not.
     """
-    at, size = 0, len(data)
+    at, size, huge = 0, len(data), 0
     while True:
         found = _FIXED.match(data, at)
         at = found.end() if found is not None else at
@@ -51,6 +64,9 @@ def look_through(data: bytes) -> None:
                 raise pickle.UnpicklingError("the pickle has no end")
         elif code in _COUNTED:
             width = _COUNTED[code]
-            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            length = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            if code == _LONG and length > 7:
+                refuse_alike(huge := huge + 1)
+            at += 1 + width + length
         else:
             raise pickle.UnpicklingError(f"the pickle has an instruction {code:#x} at byte {at}")

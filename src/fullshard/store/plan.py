@@ -72,7 +72,7 @@ def sent(value: Any) -> Any:
 
 
 def _received(value: Any) -> Any:
-    return torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Number) else value
+    return torch.tensor(value.value, dtype=value.dtype, device="cpu") if isinstance(value, _Number) else value
 
 
 def held_by_several(told: Sequence[Told]) -> dict[Key, list[int]]:

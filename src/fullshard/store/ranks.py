@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ class Ranks:
             files: whether it reads or writes files, for which the others wait however slow the disk is.
 
         Raises:
-            CheckpointError: quotes what the first rank that failed raised.
+            FullshardError: what the first rank that failed raised; if it was another's error, a `CheckpointError`
+                that quotes it.
         """
         error: Exception | None = None
         try:
@@ -60,7 +63,7 @@ class Ranks:
         """Wait for all ranks. If one comes with an error, raise on all.
 
         Raises:
-            CheckpointError: see `step`. On the rank that failed, the error itself if it is Fullshard's.
+            FullshardError: see `step`.
         """
         if self._group is None or self.size == 1:
             if error is not None:
@@ -69,13 +72,12 @@ class Ranks:
         failures = torch.tensor([int(error is not None)])
         if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, _WHAT)):
             return
-        damaged = isinstance(error, DamagedCheckpointError)
-        told = self.all(None if error is None else (damaged, f"{type(error).__name__}: {error}"))
-        failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
-        if isinstance(error, FullshardError) and not (damaged and any(not one[1] for one in failed)):
+        own = None if error is None else _Failure.of(error, what, self.rank)
+        failed: list[_Failure] = [failure for failure in self.all(own) if failure is not None]
+        first = next((failure for failure in failed if not failure.damaged), failed[0])
+        if isinstance(error, FullshardError) and (own is None or own.damaged == first.damaged):
             raise error
-        rank, damaged, text = next((one for one in failed if not one[1]), failed[0])
-        raise _failed(what, rank, text, damaged) from error
+        raise first.error() from error
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. For small ones."""
@@ -102,7 +104,52 @@ class Ranks:
         return object_from(0, value, self._group, _WHAT)
 
 
-def _failed(what: str, rank: int, error: object, damaged: bool = False) -> CheckpointError:
-    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
-    kind = DamagedCheckpointError if damaged else CheckpointError
-    return kind(f"{what} failed on rank {rank}.", rank=rank, got=text, code="K136")
+@dataclass
+class _Failure:
+    """An error of one rank, as the others are told of it.
+
+    Attributes:
+        kind: its class.
+        facts: what it says, by the names of `FullshardError`'s arguments.
+    """
+
+    kind: type[FullshardError]
+    facts: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception, what: str, rank: int) -> _Failure:
+        if not isinstance(error, FullshardError):
+            error = _failed(what, rank, error)
+        facts = {name: getattr(error, name) for name in ("what", "parameter", "expected", "got", "remedy", "code")}
+        facts |= {name: str(facts[name]) for name in ("expected", "got") if facts[name] is not None}
+        return cls(type(error), facts | {"rank": rank if error.rank is None else error.rank})
+
+    @property
+    def damaged(self) -> bool:
+        return issubclass(self.kind, DamagedCheckpointError)
+
+    def error(self) -> FullshardError:
+        """The same error, for another rank to raise."""
+        return self.kind(**self.facts)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free room on the disk, or choose another folder",
+    errno.EDQUOT: "free room within the user's quota, or choose another folder",
+    errno.EACCES: "choose a folder that this user may write to",
+    errno.EPERM: "choose a folder that this user may write to",
+    errno.EROFS: "choose a folder on a file system that can be written to",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close files on this machine: the limit of the whole system is reached",
+}
+
+
+def _failed(what: str, rank: int, error: Exception) -> CheckpointError:
+    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return CheckpointError(
+        f"{what} failed on rank {rank}.",
+        rank=rank,
+        got=f"{type(error).__name__}: {error}",
+        remedy=remedy or "correct what got: says, and call again on all ranks",
+        code="K136",
+    )

@@ -6,7 +6,7 @@ Elements are read straight into the memory that they are for. `record.py` tells 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ from .record import Record, RecordFinder, load_record
 from .source import Entry
 from .storage import Storage, Stored
 
-_MOST_TOLD = 2**28  # bytes of a manifest, or of metadata, which are read as a whole
+GROUPS = ("optimizer", "param_groups")
+"""The keys that lead to an optimizer's groups in the nested state dicts of DCP's programs."""
+MOST_WHOLE = 2**28
+"""Bytes of a manifest, which is read as a whole; and of metadata, unless the files that it describes are larger."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,13 @@ class Files:
 
     def _small(self, name: str) -> bytes:
         """A file that is read as a whole."""
-        nbytes = self.storage.sizes[name]
-        if nbytes > _MOST_TOLD:
+        nbytes, most = self.storage.sizes[name], MOST_WHOLE
+        if name == METADATA:
+            most = max(most, most_metadata(self.storage))
+        if nbytes > most:
             raise DamagedCheckpointError(
                 "A file of a checkpoint that tells what is in the others is too large to be one.",
-                expected=f"at most {_MOST_TOLD} bytes",
+                expected=f"at most {most} bytes",
                 got=f"{self.storage.called(name)} of {nbytes} bytes",
                 code="K138",
             )
@@ -253,11 +258,12 @@ class Files:
         last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         item = copy.entry.dtype.itemsize
         file, begin, nbytes = copy.stored.file, record.elements + first * item, (last - first + 1) * item
-        dense = last - first + 1 == target.numel()
-        if dense and target.device.type == "cpu" and target.dtype == copy.entry.dtype and target.is_contiguous():
+        dense = last - first + 1 == target.numel() and target.is_contiguous()
+        same = target.dtype == copy.entry.dtype and not target.is_conj() and not target.is_neg()
+        if dense and same and target.device.type == "cpu":
             self.storage.read_into(file, begin, _bytes_of(target))
             return
-        scratch = torch.empty(nbytes // item, dtype=copy.entry.dtype)
+        scratch = torch.empty(nbytes // item, dtype=copy.entry.dtype, device="cpu")
         self.storage.read_into(file, begin, _bytes_of(scratch))
         target.copy_(scratch.as_strided(sizes, strides))
 
@@ -266,6 +272,29 @@ class Files:
         stored = self.index.values[name]
         self.verify(stored.file, stored.begin, stored.nbytes)
         return load_record(self._bytes(stored), stored, None)
+
+    def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
+        """Settings of optimizers as DCP's programs keep them: by group, or flattened, by parameter.
+
+        Args:
+            tensor: gives a tensor by name.
+
+        Raises:
+            DamagedCheckpointError: they do not say which parameters they are of.
+        """
+        by_number: dict[int, dict[str, Any]] = {}
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for name, path in self.index.paths.items():
+            if path[:2] == GROUPS and len(path) == 4 and type(path[2]) is int:
+                group, key = by_number.setdefault(path[2], {}), str(path[3])
+            elif len(path) == 2 and path[0] == GROUPS[0] and str(path[1]).startswith(f"{GROUPS[1]}."):
+                parameter, _, key = str(path[1]).removeprefix(f"{GROUPS[1]}.").rpartition(".")
+                group = by_parameter.setdefault(parameter, {"params": [parameter]})
+            else:
+                continue
+            group[key] = tensor(name) if name in self.index.entries else self.value(name)
+        groups = [*(by_number[number] for number in sorted(by_number)), *by_parameter.values()]
+        return checked_groups(groups)
 
     def _bytes(self, stored: Stored) -> bytes:
         return self.storage.read(stored.file, stored.begin, stored.nbytes)
@@ -285,6 +314,33 @@ class Files:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def most_metadata(storage: Storage) -> int:
+    """How long metadata can be, in bytes: what it says of a piece is shorter than the piece's record.
+
+    Holes in files count as nothing: they would let a short file take all memory.
+    """
+    others = sum(nbytes for name, nbytes in storage.allocated.items() if name != METADATA)
+    return min(others, 4 * storage.allocated[METADATA])  # the disk may compress
+
+
+def checked_groups(groups: Any) -> list[dict[str, Any]]:
+    """An optimizer's groups as they were saved.
+
+    Raises:
+        DamagedCheckpointError: they are none.
+    """
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        raise DamagedCheckpointError(
+            "A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80], code="K151"
+        )
+    return groups
+
+
+def _is_group(value: Any) -> bool:
+    names = value.get("params") if isinstance(value, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 # Bytes.

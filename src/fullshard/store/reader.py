@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..checkpoint.names import Named
 from ..checkpoint.optimizer import check_complete
+from ..checkpoint.settings import is_like, settings_to_load
+from ..checkpoint.values import same
 from ..errors import CheckpointError, DamagedCheckpointError
 from .contents import Contents, StateOf
-from .piece import Piece, whole_piece
-from .read import Copy, Files, copies_for
+from .fit import check_fit, check_tied
+from .piece import Piece
+from .read import GROUPS, Copy, Files, checked_groups, copies_for
 from .source import MODEL, OPTIMIZER
+from .storage import Stored
 from .tree import from_json
-
-GROUPS = ("optimizer", "param_groups")
 
 
 class Reader:
@@ -24,6 +27,7 @@ class Reader:
 
     Args:
         files: the checkpoint.
+        cast: whether floating-point values may be rounded; see `check_fit`.
 
     Attributes:
         copies: what is to be read into memory that is in use.
@@ -31,14 +35,15 @@ class Reader:
         states: for each parameter, the keys of its optimizer state in the checkpoint.
     """
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
+    def __init__(self, files: Files, cast: bool = False) -> None:
+        self.files, self._cast = files, cast
         self.copies: list[Copy] = []
         self.after: list[Callable[[], object]] = []
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
         entries = files.index.entries
         self._bare = bool(entries) and not any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
+        self._ties = _tied_names({} if files.manifest is None else files.manifest.ties)
         self._plain = self._plain_scalars()
         self.states = self._saved_states()
 
@@ -75,28 +80,32 @@ class Reader:
         """Read a piece, which is kept under its own name or one of `names`; whether the checkpoint has it.
 
         Raises:
-            CheckpointError: another shape, or a dtype that cannot become this one.
+            CheckpointError: see `check_fit` and `check_tied`.
             DamagedCheckpointError: the checkpoint lacks elements of it.
         """
         index = self.files.index
-        name = next((n for n in map(self._kept_as, (piece.name, *names)) if n in index.entries), None)
-        if name is None:
+        present = [name for name in map(self._kept_as, (piece.name, *names)) if name in index.entries]
+        for name in present:
+            check_fit(piece.name, piece.shape, piece.dtype, index.entries[name], self._cast)
+        if not present:
             return False
-        self._asked.add(name)
-        entry = index.entries[name]
-        for what, expected, got in (("shape", piece.shape, entry.shape), ("dtype", piece.dtype, entry.dtype)):
-            casts = what == "dtype" and entry.dtype.is_floating_point and piece.dtype.is_floating_point
-            if expected != got and not casts:
-                raise CheckpointError(
-                    f"A checkpoint does not fit the model: a tensor has another {what}; nothing was loaded.",
-                    parameter=piece.name,
-                    expected=expected,
-                    got=got,
-                    remedy="load it into the model it was saved from, or fix the model's configuration",
-                    code="K146",
-                )
-        self.copies += copies_for(piece, entry, index.stored[name])
+        first, *others = present
+        self._asked.add(first)
+        for other in others:
+            if piece.tensor.numel() and _places(index.stored[other]) != _places(index.stored[first]):
+                parts = [(name, self._part(name, piece.offsets, piece.sizes)) for name in (first, other)]
+                check_tied(piece.name, *parts)
+        self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
+
+    def _part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """A rectangle of a tensor, now, in memory of its own."""
+        entry = self.files.index.entries[name]
+        part = torch.empty(sizes, dtype=entry.dtype, device="cpu")
+        copies = copies_for(Piece(name, entry.shape, offsets, sizes, part), entry, self.files.index.stored[name])
+        self.files.check(copies)
+        self.files.fill(copies)
+        return part
 
     def _kept_as(self, name: str) -> str:
         return name.removeprefix(MODEL) if self._bare else name
@@ -112,12 +121,8 @@ class Reader:
             raise DamagedCheckpointError(
                 "A tensor that a checkpoint's manifest names is missing.", parameter=name, code="K147"
             )
-        made = torch.empty(entry.shape, dtype=entry.dtype)
-        copies = copies_for(whole_piece(name, made, False), entry, self.files.index.stored[name])
-        self.files.check(copies)
-        self.files.fill(copies)
         self._asked.add(name)
-        return made
+        return self._part(name, (0,) * len(entry.shape), entry.shape)
 
     def asks(self, names: Iterable[str]) -> None:
         """These belong to the model, whether or not this rank reads any of them."""
@@ -143,7 +148,7 @@ class Reader:
         Raises:
             CheckpointError: `strict`, and there are none.
             MissingStateError: a tensor over several parameters, of which only some have state in the checkpoint.
-            CheckpointError: parameters of one tensor have different scalars.
+            CheckpointError: parameters of one tensor have different scalars; see `settings_to_load` for others.
         """
         groups = self._groups()
         if contents.states and strict and not groups and not self.states:
@@ -156,12 +161,16 @@ class Reader:
             )
         for one in contents.states:
             self._state(one)
-        self.after.append(lambda: _set_groups(contents, groups))
+        for optimizer in dict.fromkeys(one.optimizer for one in contents.states):
+            held = [one.held for one in contents.states if one.optimizer is optimizer]
+            settings = settings_to_load(held, optimizer.param_groups, groups)
+            self.after += [partial(_set_all, *each) for each in zip(optimizer.param_groups, settings, strict=True)]
 
     def _state(self, one: StateOf) -> None:
         """Plan to read the state of one tensor, and to give it to the optimizer."""
         rows, state, tensor = one.held.rows, one.optimizer.state, one.held.tensor
-        saved = [(row, next((self.states[name] for name in row.names if name in self.states), None)) for row in rows]
+        names = {row.name: self._all_names(row) for row in rows}
+        saved = [(row, next((self.states[n] for n in names[row.name] if n in self.states), None)) for row in rows]
         if not any(keys for _, keys in saved):
             self.after.append(lambda: state.pop(tensor, None))  # it was not updated yet, when this was saved
             return
@@ -173,24 +182,37 @@ class Reader:
         for row in rows:
             for piece in one.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
-                if not self.want(piece, [f"{OPTIMIZER}{name}.{key}" for name in row.names[1:]]):
+                if not self.want(piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]):
                     self._missing[piece.name] = None
             for key in one.scalars[row.name]:
                 self._scalar(one, row, key, scalars)
             self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in one.state)
         self.after.append(lambda: _install(one, scalars))
 
+    def _all_names(self, row: Named) -> list[str]:
+        """A parameter's names, and those of parameters that were tied to it when they were saved."""
+        return list(dict.fromkeys(alias for name in row.names for alias in (name, *self._ties.get(name, ()))))
+
     def _scalar(self, one: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
         """Read one value for a whole parameter; all parameters of a tensor must have the same."""
-        for name in row.names:
+        for name in self._all_names(row):
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
             elif f"{OPTIMIZER}{name}.{key}" in self.files.index.entries:
                 value = self._one_value(f"{OPTIMIZER}{name}.{key}", one.scalars[row.name][key].value)
             else:
                 continue
+            like = one.scalars[row.name][key].value
+            if not is_like(like, value):
+                raise CheckpointError(
+                    f"State {key!r} was saved as a value of another type; nothing was loaded.",
+                    parameter=row.name,
+                    expected=f"a {type(like).__name__}",
+                    got=f"{str(value)[:80]!r}, a {type(value).__name__}",
+                    code="K404",
+                )
             known = scalars.setdefault(key, value)
-            if not bool(known == value):
+            if not same(known, value):
                 raise CheckpointError(
                     f"State {key!r} differs between parameters of one FlatParameter or optimizer view; "
                     "nothing was loaded.",
@@ -218,21 +240,14 @@ class Reader:
         return self.tensor(name)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The settings of all groups, as they were saved."""
-        if self.files.manifest is not None:
-            found = from_json(self.files.manifest.values.get("optimizer", {}).get("param_groups", []), self.tensor)
-            if not isinstance(found, list) or not all(map(_is_group, found)):
-                raise DamagedCheckpointError(
-                    "A checkpoint's optimizer groups cannot be read.", got=str(found)[:80], code="K151"
-                )
-            return found
-        made: dict[int, dict[str, Any]] = {}
-        index = self.files.index
-        for name, path in index.paths.items():
-            if path[:2] == GROUPS and len(path) == 4:
-                value = self.tensor(name) if name in index.entries else self.files.value(name)
-                made.setdefault(int(path[2]), {})[str(path[3])] = value
-        return [made[number] for number in sorted(made)]
+        """The settings of all groups, as they were saved; of tied parameters under all their names."""
+        manifest = self.files.manifest
+        if manifest is None:
+            return self.files.groups(self.tensor)
+        groups = checked_groups(from_json(manifest.values.get("optimizer", {}).get("param_groups", []), self.tensor))
+        for group in groups:
+            group["params"] = [alias for name in group["params"] for alias in (name, *self._ties.get(name, ()))]
+        return groups
 
     def _ours(self) -> list[str]:
         return [name for name in self.files.index.entries if name.startswith((MODEL, OPTIMIZER))]
@@ -264,9 +279,21 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(own, dict) for own in value.values())
 
 
-def _is_group(value: Any) -> bool:
-    names = value.get("params") if isinstance(value, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
+    """The other names of each tied parameter, from names in a manifest and the first ones of the same tensors."""
+    together: dict[str, list[str]] = {}
+    for name, first in ties.items():
+        if name.startswith(MODEL) and first.startswith(MODEL):
+            together.setdefault(first, [first]).append(name)
+    return {
+        name.removeprefix(MODEL): [other.removeprefix(MODEL) for other in names if other != name]
+        for names in together.values()
+        for name in names
+    }
+
+
+def _places(stored: Iterable[Stored]) -> set[tuple[str, int]]:
+    return {(one.file, one.begin) for one in stored}
 
 
 def _listed(names: list[str], what: str) -> str:
@@ -281,21 +308,14 @@ def _prefixes(name: str) -> Iterable[str]:
 
 def _install(one: StateOf, scalars: dict[str, Any]) -> None:
     """Give the optimizer the state of one tensor, which was read in place."""
-    for key, value in scalars.items():
-        _set(one.state, key, value)
+    _set_all(one.state, scalars)
     if one.state:
         one.optimizer.state[one.held.tensor] = one.state
 
 
-def _set_groups(contents: Contents, saved: list[dict[str, Any]]) -> None:
-    known = {name: group for group in saved for name in group.get("params", ())}
-    names = iter(contents.groups)
-    for optimizer in dict.fromkeys(one.optimizer for one in contents.states):
-        for group in optimizer.param_groups:
-            found = next((known[name] for name in next(names)["params"] if name in known), {})
-            for key, value in found.items():
-                if key not in ("params", "param_names"):
-                    _set(group, key, value)
+def _set_all(target: Any, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        _set(target, key, value)
 
 
 def _set(target: Any, key: str, value: Any) -> None:
@@ -303,7 +323,7 @@ def _set(target: Any, key: str, value: Any) -> None:
     current = target.get(key)
     if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
         with torch.no_grad():
-            current.copy_(torch.as_tensor(value))
+            current.copy_(value) if isinstance(value, torch.Tensor) else current.fill_(value)
     elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
         target[key] = type(current)(value.item())
     else:

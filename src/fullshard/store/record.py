@@ -233,7 +233,9 @@ def load_record(data: bytes, stored: Stored, entry: Entry | None) -> Any:
         DamagedCheckpointError: it is something else, or cannot be read.
     """
     try:
-        _members(_Window(_Bytes(data), stored, 0))
+        window = _Window(_Bytes(data), stored, 0)
+        pickled = _members(window)["data.pkl"]
+        look_through(window.bytes_at(_begin(window, pickled), pickled.file_size))
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged record makes of zipfile and torch
         raise _bad(stored, f"{type(error).__name__}: {str(error).partition('. ')[0][:200]}") from error

@@ -10,17 +10,18 @@ is removed by the first save a day later; and two runs that save into one addres
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ConfigError
 from ..torch_private.dcp_files import fsspec_writer
 from . import manifest
-from .folder import LATEST, Folder, step_and_turn
-from .storage import RemoteStorage, Storage, file_system, is_remote
+from .folder import LATEST, START, Folder, step_and_turn
+from .storage import RemoteStorage, Storage, file_system, is_remote, without_scheme
 from .write import PieceWriter
 
 _SAVING = "saving"
@@ -55,27 +56,28 @@ class RemoteFolder(Folder):
         return f"{self.url}/{name}" if name else self.url
 
     @property
+    def exists(self) -> bool:
+        fs, path = self._here()
+        return bool(fs.isdir(path))
+
+    @property
     def is_checkpoint(self) -> bool:
         fs, path = self._here()
         return any(fs.isfile(f"{path}/{name}") for name in (manifest.NAME, ".metadata"))
 
-    def names(self) -> list[str]:
-        """As `Folder.names`, but by their steps: not all stores tell when something was written."""
+    def _entries(self) -> Iterable[str]:
         fs, path = self._here()
-        if not fs.isdir(path):
-            return []
-        found = [name.rstrip("/").rpartition("/")[2] for name in fs.ls(path, detail=False)]
-        known = sorted((key, name) for name in found if (key := step_and_turn(name)) is not None)
-        return [name for _, name in known if fs.isfile(f"{path}/{name}/{manifest.NAME}")]
+        fs.invalidate_cache()  # other processes save here, too
+        return [one.rstrip("/").rpartition("/")[2] for one in fs.ls(path, detail=False)] if fs.isdir(path) else ()
 
-    def latest(self) -> str | None:
-        fs, path = self._here(LATEST)
+    def _start_of(self, name: str) -> bytes | None:
+        fs, path = self._here(name)
         if not fs.isfile(path):
             return None
-        text = fs.cat_file(path)[:200].decode(errors="replace").strip()
-        if step_and_turn(text) is None or not fs.isfile(f"{self._here(text)[1]}/{manifest.NAME}"):
-            raise self.names_nothing(text)
-        return str(text)
+        try:
+            return bytes(fs.cat_file(path, start=0, end=START))
+        except OSError:  # of an empty object no bytes can be asked for
+            return b""
 
     def storage(self, name: str) -> Storage:
         return RemoteStorage(self.at(name))
@@ -117,14 +119,19 @@ class RemoteFolder(Folder):
             fs.rm(path, recursive=True)
 
     def clean(self) -> None:
-        fs, path = self._here()
-        if not fs.isdir(path):
-            return
-        for one in fs.ls(path, detail=False):
-            name = one.rstrip("/").rpartition("/")[2]
-            if step_and_turn(name) is not None and fs.isfile(f"{path}/{name}/{_SAVING}"):
-                if time.time() - float(fs.cat_file(f"{path}/{name}/{_SAVING}")) > _OLD:
-                    fs.rm(f"{path}/{name}", recursive=True)
+        fs, _ = self._here()
+        for name in self._entries():
+            path = self._here(f"{name}/{_SAVING}")[1]
+            if step_and_turn(name) is None or not fs.isfile(path):
+                continue
+            if self._start_of(f"{name}/{manifest.NAME}") is not None:  # whole: the save ended before this line of it
+                fs.rm_file(path)
+                continue
+            began = _time_in(self._start_of(f"{name}/{_SAVING}") or b"")
+            if began is None:  # it may be of a save that is just beginning
+                fs.pipe_file(path, str(time.time()).encode())
+            elif time.time() - began > _OLD:
+                fs.rm(self._here(name)[1], recursive=True)
 
     def remove(self, name: str) -> None:
         fs, path = self._here(name)
@@ -134,6 +141,15 @@ class RemoteFolder(Folder):
     @contextmanager
     def locked(self, patience: float) -> Iterator[int]:
         yield -1
+
+
+def _time_in(marker: bytes) -> float | None:
+    """When a save began, by what it wrote; None if that does not say."""
+    try:
+        began = float(marker)
+    except ValueError:
+        return None
+    return began if math.isfinite(began) else None
 
 
 def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
@@ -148,8 +164,8 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
         raise ConfigError(
             "Checkpoints are kept in a folder.",
             expected="a path or an address",
-            got=repr(path),
+            got=repr(path) if isinstance(path, str) else f"an object of class {type(path).__name__}",
             remedy='pass the folder first: save("runs/mine", model, ...)',
             code="C195",
         )
-    return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(path)
+    return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(without_scheme(path))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .background import WRITER, Saving, settle_background, started
+from .background import WRITER, Saving, settle_background
 from .entries import RNG, Generators
 from .folder import Folder
 from .given import check_given
@@ -60,7 +60,8 @@ def save(
         keep_last: remove all but as many of the newest checkpoints. None: remove none.
         keep_every: keep those whose step is a multiple of it, too.
         asynchronous: return as soon as the pieces are copied to shared memory; a process beside each rank writes them.
-            At most one copy is held. What goes wrong is raised by `Saving.wait`, or by the next save or load.
+            At most one copy is held. What goes wrong is raised by `Saving.wait`; without it the next save or load
+            warns, and goes on.
         if_saving: while a save goes on in the background: "wait" for it, or "refuse".
         patience: seconds to wait for another process that saves into the same folder.
         process_group: the ranks that save; None: all. They must hold the whole model together.
@@ -82,7 +83,7 @@ def save(
         request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
         if asynchronous and not where.on_disk:
             raise ConfigError(
-                "Saves in the background meet in a folder that is on a disk.",
+                "asynchronous=True requires a local or shared file system, not a remote address.",
                 expected="a path",
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
@@ -107,9 +108,8 @@ def save(
             if asynchronous:
                 with ranks.step("copying what is to be saved"):
                     WRITER.start(found.job, found.pieces, found.ending, ranks.rank, ranks.size, lock)
-                saving = Saving(where, ranks, step)
-                started(saving)
-                return saving
+                assert WRITER.part is not None
+                return Saving(where, ranks, step, WRITER.part)
             return Saving(where, ranks, step, _write_now(found, where, ranks))
         except BaseException:
             if ranks.is_first:

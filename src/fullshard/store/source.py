@@ -24,6 +24,20 @@ MODEL = "model."
 OPTIMIZER = "optimizer.state."
 """What the names of optimizer state begin with: then the parameter's name, a dot, and the key."""
 
+MOST_NAME = 2000
+"""Characters of a tensor's name: names are taken apart at their dots, which takes long if there are a million."""
+
+
+def checked_name(name: object) -> str:
+    """A tensor's name.
+
+    Raises:
+        ValueError: it is too long to be one.
+    """
+    if len(text := str(name)) > MOST_NAME:
+        raise ValueError(f"a name of {len(text)} characters")
+    return text
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import CheckpointError, ConfigError, DamagedCheckpointError
+from ..errors import ConfigError, DamagedCheckpointError
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint whole; see manifest.py."""
@@ -38,9 +38,11 @@ class Storage(Protocol):
 
     Attributes:
         sizes: in bytes, by name. Links are not followed, and not here.
+        allocated: bytes that files take on the disk, by name: a file of holes has a size and takes nothing.
     """
 
     sizes: dict[str, int]
+    allocated: dict[str, int]
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         """Fill `target` from a file's byte `begin` on.
@@ -63,18 +65,27 @@ class LocalStorage:
     """A folder on a disk. See `Storage`.
 
     Raises:
-        CheckpointError: there is no such folder.
-        DamagedCheckpointError: its manifest is a link: without one files would be taken as they are.
+        DamagedCheckpointError: there is no such folder; or its manifest is a link: without one files would be taken as
+            they are.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open: dict[str, int] = {}
         if not path.is_dir():
-            raise CheckpointError("There is no such checkpoint.", got=str(path), code="K155")
-        if (path / MANIFEST).is_symlink():
-            raise DamagedCheckpointError("A checkpoint's manifest is a link.", got=str(path / MANIFEST), code="K156")
-        self.sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file() and not p.is_symlink()}
+            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), code="K155")
+        if os.path.lexists(path / MANIFEST) and not (
+            (path / MANIFEST).is_file() and not (path / MANIFEST).is_symlink()
+        ):
+            raise DamagedCheckpointError(
+                "A checkpoint's manifest is a link, or something else that is not a file.",
+                got=str(path / MANIFEST),
+                code="K156",
+            )
+        stats = {p.name: p.stat() for p in path.iterdir() if p.is_file() and not p.is_symlink()}
+        self.sizes = {name: stat.st_size for name, stat in stats.items()}
+        allocated = {name: stat.st_blocks * 512 for name, stat in stats.items()}
+        self.allocated = allocated if any(allocated.values()) else self.sizes  # some file systems do not say
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         with _told(self, name):
@@ -99,7 +110,7 @@ class RemoteStorage:
     """A folder behind an address that fsspec knows, such as `s3://bucket/run/step-000000100`. See `Storage`.
 
     Raises:
-        CheckpointError: there is no such folder.
+        DamagedCheckpointError: there is no such folder.
         ConfigError: fsspec, or what it needs for this kind of address, is not installed.
     """
 
@@ -108,9 +119,10 @@ class RemoteStorage:
         self._url = url
         self._open: dict[str, Any] = {}
         if not self._fs.isdir(self._path):
-            raise CheckpointError("There is no such checkpoint.", got=url, code="K157")
+            raise DamagedCheckpointError("There is no such checkpoint.", got=url, code="K157")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
+        self.allocated = self.sizes
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
         with _told(self, name):
@@ -132,9 +144,19 @@ class RemoteStorage:
         self._open.clear()
 
 
+_ON_DISK = ("file://", "local://")
+"""How addresses begin that are paths on this machine."""
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is an address for fsspec rather than one on this machine."""
-    return "://" in os.fspath(path)
+    return "://" in os.fspath(path) and not os.fspath(path).startswith(_ON_DISK)
+
+
+def without_scheme(path: str | os.PathLike[str]) -> str:
+    """A path on this machine, which may be written as an address: `file:///data/run` is /data/run."""
+    text = os.fspath(path)
+    return next((text.removeprefix(scheme) for scheme in _ON_DISK if text.startswith(scheme)), text)
 
 
 def file_system(url: str) -> tuple[Any, str]:

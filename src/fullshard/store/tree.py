@@ -7,6 +7,7 @@ JSON knows dicts with text keys, lists, text, numbers, true, false and null. Wha
     {"$complex": [real, imaginary]}       {"$dtype": "float32"}   {"$size": [3, 4]}                 {"$device": "cpu"}
     {"$tensor": name}                     kept among the checkpoint's tensors
     {"$array": name}                      the same, of NumPy's
+    {"$data": name}                       the same, of bytes that are too many for JSON
 
 NumPy's scalars become Python's. Anything else is refused, by its path.
 """
@@ -23,10 +24,12 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from .pickles import HUGE, refuse_alike
 
 _MOST_DEEP = 64
 """Containers within containers; what is deeper comes from an attack or an accident."""
 _OUTSIDE = 4  # of them are the manifest's own
+_MOST_BYTES = 2**16  # of a value that are kept in JSON, as text
 
 
 def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
@@ -50,6 +53,8 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
         return simple
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _tensor_out(value, path, tensors)
+    if isinstance(value, (bytes, bytearray)) and len(value) > _MOST_BYTES:
+        return {"$data": _tensor_out(np.frombuffer(value, np.uint8), path, tensors)["$array"]}
     if isinstance(value, Mapping):
         return _dict_out(value, path, tensors, depth)
     for kind, tag in _SEQUENCES.items():
@@ -148,14 +153,19 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor], path: str = "",
 
 
 def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: str, depth: int) -> Any:
-    if tag in ("$tensor", "$array"):
+    if tag in ("$tensor", "$array", "$data"):
         found = tensor(str(inner))
-        return found if tag == "$tensor" else found.numpy()
+        return found if tag == "$tensor" else found.numpy() if tag == "$array" else found.numpy().tobytes()
     if tag in ("$pairs", "$counter"):
+        refuse_alike(sum(_is_huge(key) for key, _ in inner))
         pairs = {
             from_json(key, tensor, path, depth + 1): from_json(item, tensor, path, depth + 1) for key, item in inner
         }
+        if len(pairs) != len(inner):
+            raise ValueError("a key is there twice")
         return pairs if tag == "$pairs" else Counter(pairs)
+    if tag in ("$set", "$frozenset"):
+        refuse_alike(sum(map(_is_huge, inner)))
     for kind, known in _SEQUENCES.items():
         if tag == known:
             return kind(from_json(item, tensor, path, depth + 1) for item in inner)
@@ -167,6 +177,12 @@ def _tagged(tag: str, inner: Any, tensor: Callable[[str], torch.Tensor], path: s
     raise _unknown(path, {tag: inner})
 
 
+def _is_huge(value: Any) -> bool:
+    """Whether a key is, or holds, integers that Python may hash alike."""
+    values = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
+    return any(type(one) is int and abs(one) >= HUGE for one in (values if isinstance(values, list) else [values]))
+
+
 def _unknown(path: str, value: Any) -> CheckpointError:
     return CheckpointError(
         "A checkpoint holds a value of a kind that this version does not know.",
@@ -175,6 +191,20 @@ def _unknown(path: str, value: Any) -> CheckpointError:
         remedy="load it with the version of Fullshard that wrote it",
         code="K164",
     )
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=)`: a dict, of which no key may be there twice.
+
+    Raises:
+        ValueError: one is.
+    """
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:100]!r} is there twice")
+    return result
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
 from ..torch_private.dcp_files import StorageInfo
-from .background import HEADER, MESSAGE, PAGE, Order, data_begin, note_written
+from .background import GIVE_UP, HEADER, MESSAGE, PAGE, Order, data_begin, note_written
 from .hashed import FileFacts
 from .job import Written, end, write
 from .piece import Piece
@@ -32,11 +32,17 @@ def main() -> None:
     """Serve the rank at the other end of the socket whose number is the last argument, until it closes that."""
     torch.set_num_threads(1)
     os.nice(5)  # training comes first
-    channel = socket.socket(fileno=int(sys.argv[-1]))
+    serve(socket.socket(fileno=int(sys.argv[-1])))
+
+
+def serve(channel: socket.socket) -> None:
+    """Write what comes over the channel, one save after the other, until the other end closes it."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
         if not message:
             return
+        if message == GIVE_UP:  # it came when the save had ended
+            continue
         length, nbytes = MESSAGE.unpack(message)
         memory = mmap.mmap(descriptors[0], nbytes)
         order: Order = pickle.loads(memory[PAGE : PAGE + length])  # of this process's own rank
@@ -63,7 +69,7 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
         note_written(path, order.rank, _told(written))
         if order.ending is None:
             return {}
-        everyone = [_wait_for(path, rank, order, channel) for rank in range(order.world)]
+        everyone = [wait_for(path, rank, order, channel) for rank in range(order.world)]
         for marker in path.glob("rank-*.*"):
             marker.unlink()
         return {"name": end(order.job.folder, order.job.name, order.ending, everyone)}
@@ -101,7 +107,7 @@ def _pieces(order: Order, memory: mmap.mmap, begin: int) -> list[Piece]:
         if numel:
             tensor = torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin + place).view(sizes)
         else:
-            tensor = torch.empty(sizes, dtype=dtype)
+            tensor = torch.empty(sizes, dtype=dtype, device="cpu")
         found.append(Piece(name, shape, offsets, sizes, tensor))
     return found
 
@@ -125,7 +131,7 @@ def _read(text: str) -> Written:
     return Written(results, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in told["facts"].items()})
 
 
-def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:
+def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:
     """What another rank's writer wrote, when it has.
 
     Raises:
@@ -147,6 +153,8 @@ def _wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wr
             raise CheckpointError(
                 "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s", code="K167"
             )
-        if not orphaned and select.select([channel], [], [], 0)[0]:  # the rank is gone: this is its last checkpoint
-            orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE
+        if not orphaned and select.select([channel], [], [], 0)[0]:
+            if channel.recv(len(GIVE_UP)):
+                raise CheckpointError("Another rank's part failed, as that rank says.", code="K424")
+            orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE  # the rank is gone: its last checkpoint
         time.sleep(_POLL)

@@ -7,13 +7,14 @@ Neither has a public equivalent; a user's own call after `loss.backward()` would
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 
 import torch
 
 _task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def inside_backward() -> bool:
@@ -22,41 +23,42 @@ def inside_backward() -> bool:
 
 
 class BackwardEnd:
-    """Calls `done` once, when the backward that was running at construction ends without an exception.
+    """Calls `done` once, when the backward that is running at construction ends without an exception.
 
-    If it ends with one, `broken` is called in its place, as soon as autograd lets go of it; only on the thread that
-    made this, so that it does not run beside the user's code. Autograd holds the only strong reference to the
-    callback, and drops it with the backward.
+    Autograd holds the only strong reference to the callback, and drops it with the backward: on the caller's thread or
+    on the device's, some time after the caller got the exception.
+
+    Args:
+        done: is called by autograd, on any thread.
+        caller: the thread that called `backward()`; hooks may run on another one.
     """
 
-    __slots__ = ("_callback",)
+    __slots__ = ("_callback", "_caller")
 
-    def __init__(self, done: Callable[[], None], broken: Callable[[], None]) -> None:
-        callback = _Callback(done, broken)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    def __init__(self, done: Callable[[], None], caller: int) -> None:
+        callback = _Callback(done)
+        _queue_callback(callback)
         self._callback = weakref.ref(callback)
+        self._caller = caller
 
     def running(self) -> bool:
         """Whether that backward is still running, and this thread is part of one."""
         return self._callback() is not None and inside_backward()
 
+    def ended_here(self) -> bool:
+        """Whether that backward was called from this thread, and runs no more."""
+        return get_ident() == self._caller and not inside_backward()
+
     def is_over(self) -> bool:
-        """Whether that backward runs no more; not known to threads other than the one that began it while it may."""
-        callback = self._callback()
-        return callback is None or (callback.thread == threading.get_ident() and not inside_backward())
+        """Whether that backward runs no more; another thread than the caller's may not know it yet."""
+        return self._callback() is None or self.ended_here()
 
 
 class _Callback:
-    __slots__ = ("__weakref__", "broken", "called", "done", "thread")
+    __slots__ = ("__weakref__", "done")
 
-    def __init__(self, done: Callable[[], None], broken: Callable[[], None]) -> None:
-        self.done, self.broken = done, broken
-        self.called, self.thread = False, threading.get_ident()
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
 
     def __call__(self) -> None:
-        self.called = True
         self.done()
-
-    def __del__(self) -> None:
-        if not self.called and threading.get_ident() == self.thread:
-            self.broken()

@@ -1,11 +1,11 @@
 """A gloo group of some ranks that nobody else knows, made by these ranks alone.
 
 Private torch API: the constructors of `ProcessGroup` and `ProcessGroupGloo`, `ProcessGroup._register_backend` and
-`_get_backend`, and `_devices` and `_threads` of the backend's options. The public alternative is
-`new_group(ranks, use_local_synchronization=True)`; it names the group after the ranks and the number of groups that
-this process has, so that ranks with different numbers of groups wait for ever, and a process that destroys its groups
-and makes new ones over the same store finds the addresses of the old ones. Where something is missing there is no such
-group, and the user's serves. `tests/test_private_api.py` says when it goes.
+`_get_backend`, the backend's `_set_default_timeout`, and `_devices` and `_threads` of its options. The public
+alternative is `new_group(ranks, use_local_synchronization=True)`; it names the group after the ranks and the number of
+groups that this process has, so that ranks with different numbers of groups wait for ever, and a process that destroys
+its groups and makes new ones over the same store finds the addresses of the old ones. Where something is missing there
+is no such group, and the user's serves. `tests/test_private_api.py` says when it goes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ SHARES_THREADS = HAS_GLOO and hasattr(dist.ProcessGroupGloo, "_Options") and has
 
 
 def gloo_group(
-    name: str, rank: int, size: int, timeout: timedelta, beside: dist.ProcessGroup | None = None
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    beside: dist.ProcessGroup | None = None,
+    connect_within: timedelta | None = None,
 ) -> dist.ProcessGroup | None:
     """A group over the default group's store; None if it cannot be made. Collective: returns when all have come.
 
@@ -34,6 +39,7 @@ def gloo_group(
         rank, size: in the group.
         beside: one that was made here, whose thread serves this one's connections, too: a gloo group has three of its
             own, one of which wakes 100 times a second.
+        connect_within: how long to wait for the other ranks at first; None: `timeout`.
     """
     store = default_store()
     if store is None or not HAS_GLOO:
@@ -42,13 +48,15 @@ def gloo_group(
     gloo: Any = dist.ProcessGroupGloo
     try:
         if beside is None or not SHARES_THREADS:
-            backend = gloo(own, rank, size, timeout)
+            backend = gloo(own, rank, size, connect_within or timeout)
+            if connect_within is not None:
+                backend._set_default_timeout(timeout)
         else:
             options = gloo._Options()
             options._devices = beside._get_backend(torch.device("cpu")).options._devices  # type: ignore[attr-defined]
             options._timeout, options._threads = timeout, 1
             backend = gloo(own, rank, size, options)
-    except RuntimeError:  # the process that kept the store is gone
+    except RuntimeError:  # the process that kept the store is gone, or ranks cannot connect
         return None
     group: Any = dist.ProcessGroup(own, rank, size)
     kinds = ["cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])]  # type: ignore[union-attr]

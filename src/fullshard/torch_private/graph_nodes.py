@@ -20,3 +20,9 @@ def made_since(tensor: torch.Tensor, node: int) -> bool:
     """Whether `tensor` has a graph that was made since `next_node()` gave this number."""
     made_by: Any = tensor.grad_fn
     return made_by is not None and made_by._sequence_nr() >= node
+
+
+def number_of(tensor: torch.Tensor) -> int:
+    """The number of the node that made `tensor`, which has one."""
+    made_by: Any = tensor.grad_fn
+    return int(made_by._sequence_nr())

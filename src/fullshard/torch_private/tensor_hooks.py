@@ -32,9 +32,19 @@ def hooks_of(tensor: torch.Tensor) -> Any:
     return tensor._backward_hooks if HAS_HOOK_DICT else None
 
 
-def put_first(hooks: Any, hook: Callable[[torch.Tensor], None]) -> None:
+def on_gradient_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """As `on_gradient`, before all other hooks on `tensor`; returns what takes the hook back."""
+    handle = tensor.register_hook(hook)
+    hooks: Any = hooks_of(tensor)
+    if hooks is not None and len(hooks) > 1:
+        del hooks[handle.id]
+        put_first(hooks, hook, handle.id)
+    return handle.remove
+
+
+def put_first(hooks: Any, hook: Callable[[torch.Tensor], None], key: object = None) -> None:
     """Call `hook(gradient)` before all other hooks in `hooks`, which are somebody's `hooks_of`."""
     others = list(hooks.items())  # autograd goes by the order of insertion, not by `OrderedDict`'s own
     hooks.clear()
-    hooks[object()] = hook
+    hooks[object() if key is None else key] = hook
     hooks.update(others)

@@ -15,6 +15,12 @@ import torch
 HAS_VERSIONS = hasattr(torch._C._autograd, "_unsafe_set_version_counter")
 
 
+def set_version(tensor: torch.Tensor, number: int) -> None:
+    """Let a tensor count `number` changes, where torch can count back."""
+    if HAS_VERSIONS:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
+
+
 class Versions:
     """Tensors that autograd may use only between `restore` and `spoil`.
 

@@ -47,6 +47,7 @@ SIZE = _AT_VERDICT + _TEXT
 COUNT_WORD, VERDICT_WORD, RING_WORD = _COUNT // 8, VERDICT // 8, _AT_RING // 8
 VERB_BITS = 4
 _UNIT_BITS = 28  # of a word, from the lowest the verb, the unit, the turn
+MOST_ROOTS = (1 << _UNIT_BITS) // ROOT
 _MOST_STEPS = 1 << 32  # that a record tells, in the place of the turn
 
 _u64 = struct.Struct("<Q")
@@ -81,7 +82,7 @@ class Board:
     """See the module's docstring.
 
     Args:
-        fd: of the shared memory; None: made here.
+        fd: of the shared memory; None: made here. Memory that no watcher can share (-1) where there are no descriptors.
         condemned: called when something is recorded though there is a verdict.
 
     Attributes:
@@ -92,9 +93,13 @@ class Board:
 
     def __init__(self, fd: int | None = None, condemned: Callable[[], None] | None = None) -> None:
         if fd is None:
-            fd = _shared_memory()
-            os.ftruncate(fd, SIZE)
+            try:
+                fd = _shared_memory()
+                os.ftruncate(fd, SIZE)
+            except OSError:  # no descriptors are left: there will be no watcher either
+                fd = -1
         self.fd = fd
+        self._owner = os.getpid()
         self._memory = mmap.mmap(fd, SIZE)
         self.words = memoryview(self._memory).cast("Q")
         self.number = 0
@@ -144,8 +149,9 @@ class Board:
         _u64.pack_into(self._memory, _NOTE_AT, self.number + 1)
 
     def end(self) -> None:
-        """The interpreter ends by itself: it was not killed."""
-        _u64.pack_into(self._memory, _ENDED, 1)
+        """The interpreter ends by itself: it was not killed. A forked child's end is not that of the process."""
+        if os.getpid() == self._owner:
+            _u64.pack_into(self._memory, _ENDED, 1)
 
     @property
     def verdict(self) -> str | None:

@@ -45,6 +45,15 @@ def children_seconds(pid: int) -> float:
     return total
 
 
+def wakes(pid: int) -> int:
+    """How often the main thread has gone to sleep of its own accord: to wait for a lock, a peer, a disk, a time."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches:")), 0)
+
+
 def moved_bytes(pid: int) -> int:
     """Bytes that the process has read and written, whatever by."""
     try:

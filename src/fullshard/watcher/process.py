@@ -2,8 +2,10 @@
 
 It does nothing while its rank gets on. When the rank has waited for a second it asks the first reachable watcher, by
 rank, whether anybody is gone; when the rank has waited for the limit, that one (the judge) asks all others what their
-ranks do, and tells all of them what it found. A watcher that is told so gives its rank the verdict, which the rank
-raises at its next wait or collective; a rank that does not within `grace` (it waits in code of somebody else) is ended.
+ranks do, and tells all of them what it found. A rank that issues nothing for a while is asked for its stack now and
+then: it may wait in a collective of the program's own, or for a device within a pass. A watcher that is told that the
+ranks are stuck gives its rank the verdict, which the rank raises at its next wait or collective; a rank that does not
+within `grace` (it waits in code of somebody else) is ended.
 
 Watchers talk by JSON lines over TCP, a connection per question, with a secret that ranks exchanged. Only the standard
 library is loaded, and nothing else of this package.
@@ -19,13 +21,15 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import proc
 from .board import COMPARE, Board, Record
+from .calls import Call, Frame, call_of, frames_of, readable
 from .report import Status, stuck, sure, told, words
 from .talk import ANSWER, MOST, Peer, ask, exchange, say, unreachable
 
@@ -50,7 +54,8 @@ class Options:
         limit, hard: seconds of a wait before ranks are compared, and before they are told in any case.
         grace: seconds that a rank has to raise what was found.
         folder: for reports; None: none are written.
-        idle: whether a rank that issues nothing counts as one that waits.
+        idle: whether the device waits for collectives, and not the host: a rank that issues nothing within a pass may
+            wait.
     """
 
     board: int
@@ -65,6 +70,22 @@ class Options:
     grace: float
     folder: str | None = None
     idle: bool = False
+
+
+class Silence(NamedTuple):
+    """A rank that issues nothing, and does not wait for a collective of ours.
+
+    Attributes:
+        frames: its stack.
+        call: read from that.
+        since: when this stack was first seen, without another one or new records since; seconds since the epoch.
+        issued: how many records there were.
+    """
+
+    frames: list[Frame]
+    call: Call | None
+    since: float
+    issued: int
 
 
 class Watcher:
@@ -94,6 +115,9 @@ class Watcher:
         self._said = False
         self._alike = 0  # looks in a row at which nothing moved
         self._partial = b""  # of a line that the rank writes
+        self._silence: Silence | None = None
+        self._woken = 0  # how often the rank woke because it was asked for its stack
+        self._sampling = asyncio.Lock()  # one signal at a time
 
     async def run(self) -> None:
         """Until the rank has ended, and for a while after."""
@@ -109,19 +133,27 @@ class Watcher:
         if pidfd is not None:
             loop.add_reader(pidfd, self._ended, pidfd, ended)
         async with server:
-            asked = 0.0
+            asked = looked = 0.0
             while not ended.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ended.wait(), _TICK)
                 self.board.look()
                 if pidfd is None and os.getppid() != self.options.pid:
                     self._ended(None, ended)
-                waiting = self._waiting()
-                if self.gone is None and waiting is not None and not self.board.condemned():
-                    now = time.time()
-                    if now - waiting[1] > ASK_AFTER and now - asked > self._pause(now - waiting[1]):
+                now = time.time()
+                if self.gone is None and not self.board.condemned():
+                    if self.board.waiting is not None:
+                        self._silence = None
+                    elif now - max(looked, self.board.moved) > self._pause(0.0) and len(self.peers) > 1:
+                        await self._look_into_silence()
+                        looked = time.time()
+                    waited = self._waited()
+                    if waited is not None and waited > ASK_AFTER and now - asked > self._pause(waited):
                         asked = now
-                        await self._ask()
+                        try:
+                            await self._ask()
+                        except Exception:  # a fault of ours: said, and the rank is watched on
+                            traceback.print_exc()
                 self._end_if_deaf()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whoever reads the rank's output waits for its end
             await self._tell()
@@ -138,11 +170,43 @@ class Watcher:
     # The rank.
 
     def _waiting(self) -> tuple[int, float] | None:
-        """What the rank waits for, by number, and since when."""
-        waiting = self.board.waiting
-        if waiting is None and self.options.idle and (count := self.board.count):
-            return count, self.board.moved
-        return waiting
+        """What of ours the rank waits for, by number, and since when; on a device, where its stack stands in a pass."""
+        waiting, silence = self.board.waiting, self._silence
+        if waiting is not None or not self.options.idle or silence is None or silence.call is None:
+            return waiting
+        stands = silence.call.in_pass and silence.issued == self.board.count
+        return (silence.issued, silence.since) if stands else None
+
+    def _in_own_collective(self) -> float | None:
+        """Seconds for which the rank has stood in a collective of the program's own; None if it does not."""
+        silence = self._silence
+        if silence is None or silence.call is None or not silence.call.waits or silence.issued != self.board.count:
+            return None
+        return time.time() - silence.since
+
+    def _waited(self) -> float | None:
+        """Seconds for which the rank has waited for anything that other ranks have to do."""
+        waiting, own = self._waiting(), self._in_own_collective()
+        if waiting is not None:
+            return time.time() - waiting[1]
+        if self.news and (silent := self._silent()) is not None:
+            return silent
+        return own if own is not None and own > self.options.limit else None  # what fails before says so itself
+
+    def _silent(self) -> float | None:
+        """Seconds for which a rank whose device waits has stood at one place; None if it does not."""
+        silence = self._silence
+        stands = self.options.idle and silence is not None and silence.issued == self.board.count
+        return time.time() - silence.since if stands and silence is not None else None
+
+    async def _look_into_silence(self) -> None:
+        """See where a rank stands that issues nothing."""
+        count, before = self.board.count, self._silence
+        frames = await self._sample()
+        if self.board.waiting is not None or self.board.count != count or not frames:
+            self._silence = None
+        elif before is None or before.issued != count or before.frames != frames:
+            self._silence = Silence(frames, call_of(frames), time.time(), count)
 
     def _obey(self, control: Any) -> None:
         """Lines of JSON from the rank: names of units, and peers."""
@@ -195,14 +259,20 @@ class Watcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.options.pid, signal.SIGKILL if late else signal.SIGTERM)
 
-    def status(self, full: bool = True) -> Status:
+    async def status(self, full: bool = True) -> Status:
         """What the rank does."""
+        alive = self.gone is None
+        samples, runs = [], alive and full
+        for _ in range(_SAMPLES if alive and full else 0):
+            runs = runs and proc.state(self.options.pid) == "R"
+            samples.append(await self._sample())
+        frames = samples[-1] if samples else []
         self.board.look()
         waiting, records = self._waiting(), self.board.records()
         by_number = {record.number: record for record in records}
         waits_for = by_number.get(waiting[0]) if waiting else None
-        alive = self.gone is None
-        samples = [self._stack() for _ in range(_SAMPLES)] if alive and full else []
+        call = call_of(frames)
+        own = self._in_own_collective() if waiting is None else None
         return {
             "rank": self.options.rank,
             "host": socket.gethostname(),
@@ -222,8 +292,13 @@ class Watcher:
             "children": proc.children_seconds(self.options.pid) if alive else 0.0,
             "io": self._moved_bytes() if alive else 0,
             "records": [self._told(record) for record in records[-_TOLD:]] if full else [],
-            "stack": samples[-1] if samples else "",
-            "samples": samples,
+            "stack": readable(frames),
+            "samples": ["\n".join(map(str, each)) for each in samples],
+            "call": call._asdict() if call is not None else None,
+            "silent": self._silent() if alive else None,
+            "own": own if call is not None and call.waits else None,
+            "runs": runs,
+            "wakes": proc.wakes(self.options.pid) - self._woken if alive else 0,
         }
 
     def _moved_bytes(self) -> int:
@@ -233,50 +308,60 @@ class Watcher:
     def _told(self, record: Record) -> dict[str, Any]:
         return told(record, self.names, self.nbytes)
 
-    def _stack(self) -> str:
-        """The rank's Python stacks: `faulthandler` writes them when a signal arrives, whoever holds the GIL."""
-        if proc.state(self.options.pid) == "T" or not proc.catches(self.options.pid, self.options.signal):
-            return ""  # it would end a process that is past its own end, or runs another program now
-        before = os.fstat(self.options.stacks).st_size
-        try:
-            os.kill(self.options.pid, self.options.signal)
-        except ProcessLookupError:
-            return ""
-        size, deadline = before, time.monotonic() + 0.5
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
-            grown = os.fstat(self.options.stacks).st_size
-            if grown == size and grown > before:
-                break
-            size = grown
-        time.sleep(0.05)  # between this sample and the next
-        return readable(os.pread(self.options.stacks, 1 << 16, before).decode(errors="replace"))
+    async def _sample(self) -> list[Frame]:
+        """The rank's Python stack: `faulthandler` writes it when a signal arrives, whoever holds the GIL."""
+        options = self.options
+        async with self._sampling:
+            if proc.state(options.pid) == "T" or not proc.catches(options.pid, options.signal):
+                return []  # it would end a process that is past its own end, or runs another program now
+            before, awoke = os.fstat(options.stacks).st_size, proc.wakes(options.pid)
+            try:
+                os.kill(options.pid, options.signal)
+            except ProcessLookupError:
+                return []
+            size, deadline = before, time.monotonic() + 0.5
+            while time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+                grown = os.fstat(options.stacks).st_size
+                if grown == size and grown > before:
+                    break
+                size = grown
+            self._woken += min(2, proc.wakes(options.pid) - awoke)
+            await asyncio.sleep(0.05)  # between this sample and the next
+            return frames_of(os.pread(options.stacks, 1 << 16, before).decode(errors="replace"))
 
     # Other watchers.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one question."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
+        with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # of whoever asks: gone, or not one of us
             question = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
-            if question["secret"] == self.options.secret:
-                kind = question["kind"]
-                if kind == "ended":
-                    self.news[question["status"]["rank"]] = question["status"]
-                elif kind == "judge":
-                    await say(writer, {"report": await self._judge(question["waited"], question["compares"])})
-                elif kind == "status":
-                    await say(writer, self.status(question["full"]))
-                    verdict = json.loads(await asyncio.wait_for(reader.readline(), 4 * ANSWER))
-                    if verdict["report"]:
-                        self._receive(verdict["report"])
+            if isinstance(question, dict) and question.get("secret") == self.options.secret:
+                try:
+                    await self._answer(question, reader, writer)
+                except (KeyError, TypeError, AttributeError, IndexError):
+                    traceback.print_exc()  # a fault of ours, which must not be taken for silence
         writer.close()
+
+    async def _answer(
+        self, question: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        kind = question["kind"]
+        if kind == "ended":
+            self.news[question["status"]["rank"]] = question["status"]
+        elif kind == "judge":
+            await say(writer, {"report": await self._judge(question["waited"], question["compares"])})
+        elif kind == "status":
+            await say(writer, await self.status(question["full"]))
+            verdict = json.loads(await asyncio.wait_for(reader.readline(), 4 * ANSWER))
+            if verdict["report"]:
+                self._receive(verdict["report"])
 
     async def _ask(self) -> None:
         """Ask the first watcher that answers whether the ranks are stuck; that may be this one."""
-        waiting = self._waiting()
-        if waiting is None:
+        waited = self._waited()
+        if waited is None:
             return
-        waited = time.time() - waiting[1]
         last = self.board.last
         compares = last is not None and last.verb == COMPARE
         for peer in self.peers:
@@ -319,8 +404,9 @@ class Watcher:
             full: ask for records and stacks, too; without these nothing is reported.
         """
         others = [peer for peer in self.peers if peer[0] != self.options.rank]
-        talks = await asyncio.gather(*[ask(peer, {"kind": "status", "full": full}) for peer in others])
-        statuses = [self.status(full)]
+        question = {"kind": "status", "full": full}
+        own, *talks = await asyncio.gather(self.status(full), *[ask(peer, question) for peer in others])
+        statuses = [own]
         for peer, (found, _) in zip(others, talks, strict=True):
             statuses.append(found or self.news.get(peer[0]) or unreachable(peer))
         report = None
@@ -358,30 +444,10 @@ class Watcher:
 
     async def _tell(self) -> None:
         """Tell the first watchers that this rank has ended, and how."""
-        status = self.status()
+        status = await self.status()
         self.news[self.options.rank] = status
         first = [peer for peer in self.peers if peer[0] != self.options.rank][:_NEWS]
         await asyncio.gather(*[exchange(peer, {"kind": "ended", "status": status}, 0.0) for peer in first])
-
-
-_INNER = ("/site-packages/torch/", f"{Path(__file__).parent.parent}/")
-
-
-def readable(dump: str) -> str:
-    """Of what `faulthandler` wrote, the thread that got the signal: the main one.
-
-    Of frames that are torch's or the engine's only the innermost is kept: what called them tells where the rank is.
-    """
-    lines: list[str] = []
-    for line in dump.splitlines():
-        if line.startswith("Current thread"):
-            lines = []
-        elif line.startswith("Thread "):
-            if lines:
-                break
-        elif line.startswith("  File ") and (not lines or not any([part in line for part in _INNER])):
-            lines.append(line.strip())
-    return "\n".join(lines)
 
 
 def main() -> None:

@@ -21,13 +21,14 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any
 
 from ..errors import ConfigError, DivergenceError, message
-from .board import AGREEMENT, ROOT, Board, word
+from .board import AGREEMENT, MOST_ROOTS, ROOT, Board, word
 
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """By which a watcher asks its rank for its Python stacks; one that programs do not use."""
@@ -81,8 +82,12 @@ class Rank:
         self.settings = WatchSettings()
         self.timeout = 1800.0  # of the process groups
         self._process: subprocess.Popen[bytes] | None = None
+        self._sending = threading.Lock()
+        self._unsent = b""  # of orders to the watcher, which has not read for a while
         self._stacks: IO[bytes] | None = None
-        self._roots = 0
+        self._last_root = 0
+        self._roots: set[int] = set()  # numbers in use
+        self._searching: threading.Event | None = None  # set: stop looking for the other ranks' watchers
         self._has_met = False  # whether the ranks have exchanged addresses, at a first forward
         self.address: Address | None = None
         self.known: dict[int, Address] = {}  # by rank: where watchers listen, this one's too
@@ -110,19 +115,28 @@ class Rank:
             while not over.wait(SLICE):
                 self.board.tick()
 
-        ticking = threading.Thread(target=tick, name="fullshard-files", daemon=True)
-        ticking.start()
+        ticking = _started(tick, "fullshard-files")
         try:
             yield
         finally:
             over.set()
-            ticking.join()
+            if ticking is not None:
+                ticking.join()
 
-    def new_root(self, names: list[str], nbytes: list[int]) -> int:
-        """A root, its units' names and the bytes they gather; returns what to add to an index in records."""
-        self._roots += 1
-        self._send({"names": {self._roots: names}, "bytes": {self._roots: nbytes}})
-        return self._roots * ROOT
+    def new_root(self, root: object, names: list[str], nbytes: list[int]) -> int:
+        """A root, its units' names and the bytes they gather; returns what to add to an index in records.
+
+        Args:
+            root: its number is free again when this is gone.
+        """
+        count = MOST_ROOTS - 1  # 0 is of no root
+        numbers = ((self._last_root + each) % count + 1 for each in range(count))  # as late as can be again
+        number = next((each for each in numbers if each not in self._roots), count)
+        self._last_root = number
+        self._roots.add(number)
+        weakref.finalize(root, self._roots.discard, number).atexit = False
+        self._send({"names": {number: names}, "bytes": {number: nbytes}})
+        return number * ROOT
 
     def note(self, error: BaseException) -> None:
         """The rank raises this."""
@@ -219,6 +233,19 @@ class Rank:
         return self.address
 
     def _launch(self, rank: int) -> Address | None:
+        try:
+            return self._launched(rank)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # short of descriptors, processes or memory
+            warnings.warn(
+                message(f"no watcher could be started ({error}): hangs will not be explained", code="W015"),
+                stacklevel=2,
+            )
+            self._process = None
+            return None
+
+    def _launched(self, rank: int) -> Address:
+        if self.board.fd < 0:
+            raise OSError("no file descriptor was left when Fullshard was imported")
         listener = socket.create_server(("", 0), backlog=256)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         faulthandler.register(_SIGNAL, file=self._stacks, all_threads=True, chain=False)
@@ -234,7 +261,7 @@ class Rank:
             **self._limits(),
         }
         command = [sys.executable, "-I", "-S", "-c", _BOOT, os.path.dirname(__file__)]
-        try:
+        with listener:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -243,15 +270,10 @@ class Rank:
                 start_new_session=True,
                 cwd="/",
             )
-        except OSError as error:
-            warnings.warn(
-                message(f"no watcher could be started ({error}): hangs will not be explained", code="W015"),
-                stacklevel=2,
-            )
-            return None
+            port = listener.getsockname()[1]
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._send(options)
-        port = listener.getsockname()[1]
-        listener.close()
         atexit.register(self.board.end)
         _excepthook_notes(self)
         self._send({"names": {0: list(TALKS)}})
@@ -262,9 +284,34 @@ class Rank:
         hard = max(limit, 0.8 * self.timeout)
         return {"limit": limit, "hard": hard, "grace": self.settings.grace, "folder": self.settings.folder}
 
+    def search(self) -> None:
+        """Look for the other ranks' watchers in the store now and then, until ranks meet at a first forward.
+
+        Before that they may be stuck in collectives of the program's own, where nothing here is called.
+        """
+        if self.address is None or self._searching is not None:
+            return
+        self._searching = over = threading.Event()
+        pause = max(1.0, self._limits()["limit"] / 4)
+
+        def look() -> None:
+            while not over.wait(pause):
+                with contextlib.suppress(RuntimeError, ValueError):  # the process group is gone
+                    others = self.find_others()
+                    if others and all(address for _, address in others):
+                        self._tell_peers(others)
+                        return
+
+        thread = _started(look, "fullshard-meeting")
+        if thread is not None:
+            atexit.register(thread.join)  # not within the store's native code when the interpreter ends
+            atexit.register(over.set)
+
     def meet(self, known: dict[int, Address]) -> None:
         """The ranks have exchanged the addresses of their watchers."""
         self._has_met = True
+        if self._searching is not None:
+            self._searching.set()
         self.known |= known
         self._tell_peers(list(known.items()))
 
@@ -294,17 +341,47 @@ class Rank:
         self._send({"options": self._limits()})
 
     def _send(self, order: dict[str, Any]) -> None:
+        """Give the watcher an order. One that does not read (stopped, or starved) is not waited for."""
         process = self._process
-        if process is not None and process.stdin is not None:
-            try:
-                process.stdin.write(json.dumps(order).encode() + b"\n")
-                process.stdin.flush()
-            except OSError as error:
-                warnings.warn(
-                    message(f"the watcher of this rank has ended ({error}): hangs will not be explained", code="W016"),
-                    stacklevel=2,
-                )
-                self._process = None
+        if process is None or process.stdin is None:
+            return
+        with self._sending:
+            self._write(process.stdin.fileno(), order)
+
+    def _write(self, pipe: int, order: dict[str, Any]) -> None:
+        patience = 0.0 if self._unsent else _PATIENCE
+        self._unsent += json.dumps(order).encode() + b"\n"
+        try:
+            while self._unsent:
+                try:
+                    self._unsent = self._unsent[os.write(pipe, self._unsent) :]
+                except BlockingIOError:
+                    if len(self._unsent) > _MOST_UNSENT:
+                        raise OSError("it does not read what it is sent") from None
+                    if patience <= 0.0:
+                        return  # with what is sent next
+                    time.sleep(0.01)  # a long order, larger than a pipe
+                    patience -= 0.01
+        except OSError as error:
+            warnings.warn(
+                message(f"the watcher of this rank has ended ({error}): hangs will not be explained", code="W016"),
+                stacklevel=2,
+            )
+            self._process = None
+
+
+_PATIENCE = 0.5  # seconds for which a watcher may leave a full pipe unread
+_MOST_UNSENT = 16 << 20  # bytes
+
+
+def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that runs this; None if the system has none left."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 RANK = Rank()
@@ -318,7 +395,8 @@ def _after_fork() -> None:
     RANK.settings, RANK.break_off = settings, break_off
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch(
@@ -335,8 +413,9 @@ def watch(
     every rank that waits raises a `DivergenceError` with the report: who waits for what, who is elsewhere, who is gone
     and how, the first difference in the order of units, and the Python stacks. A rank that is slow but gets on is
     waited for: in its first step for four times the limit, and as long as it computes, reads or writes; later as long
-    as its Python stack moves, its children compute, or it reads or writes. No wait is longer than 0.8 of the process
-    group's timeout.
+    as its Python stack moves, it or its children compute, or it sends, receives, reads or writes. On CPUs no wait for a
+    collective of Fullshard's is longer than 0.8 of the process group's timeout. A watcher that does not answer is no
+    proof that its rank is gone: it counts only after the limit.
 
     Args:
         limit: seconds. None: a third of the process group's timeout, 300 at most.
@@ -375,6 +454,11 @@ def _excepthook_notes(rank: Rank) -> None:
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         rank.note(error)
+        report = rank.board.verdict
+        if report is not None and not isinstance(
+            error, DivergenceError
+        ):  # a backend's own error, after the others left
+            error.add_note(f"fullshard had found before: {report}")
         before(kind, error, trace)
 
     sys.excepthook = hook

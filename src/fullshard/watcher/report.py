@@ -1,16 +1,18 @@
 """From what is known of all ranks: whether they are stuck, and a report in words. Pure; only the standard library.
 
-A status is a dict, as a watcher sends it (`status.py` says with what). Ranks that say the same are told in one line,
-so that a report on a thousand ranks fits a screen.
+A status is a dict, as a watcher sends it (`Watcher.status` in `process.py` says with what). Ranks that say the same are
+told in one line, so that a report on a thousand ranks fits a screen.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .board import COMPARE, GATHER, REDUCE, REGATHER, ROOT, VERBS, Record
+from .calls import BACKWARD, FORWARD
 
 Status = dict[str, Any]
 
@@ -18,31 +20,49 @@ _FIRST = 4  # times the limit is what a rank may take for its first step, whatev
 _MOST_STACKS = 8
 _MOVES = (GATHER, REGATHER, REDUCE)
 _MOST_LINES = 14  # of a stack
+BY_ITSELF = "by itself"
+"""In how a rank ended, if its program came to its end."""
+_WAKES = 2.0  # times in a second: more often than a loop wakes that asks once a second whether something has come
 
 
 def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: float) -> bool:
     """Whether nothing is to be hoped for, at least one rank having waited for `limit` seconds or one being gone.
 
+    That a watcher does not answer proves nothing of its rank: it counts only once a rank has waited for the limit.
+
     Args:
         now, before: the ranks' statuses, and those of a look before; empty if there was none.
-        limit, hard: seconds. A wait longer than `hard` is never waited out.
+        limit, hard: seconds. A wait of the host longer than `hard` is never waited out.
     """
     longest = max([status["waited"] for status in now if status["waited"] is not None], default=0.0)
-    if not longest:
-        return False
-    raised = any([status["raised"] is not None and status["waited"] is None for status in now])
-    soon = (raised and longest > min(limit, 5.0)) or (longest > min(limit, 2.0) and _apart(now))
-    if soon or longest > hard or any([_lost(status) for status in now]):
+    own = max([status["own"] for status in now if status.get("own") is not None], default=0.0)
+    if _fails(now, longest, limit, hard):
         return True
-    if longest < limit:
+    if max(longest, own) < limit:
         return False
-    busy = [status for status in now if status["waited"] is None or status["idle"]]
+    earlier = {status["rank"]: status for status in before}
+    busy = [status for status in now if not _waits(status)]
     if not busy:  # all wait: for one thing, which may be slow, or for several, which never comes
         return len({_point(status) for status in now}) > 1 and list(map(_point, now)) == list(map(_point, before))
-    earlier = {status["rank"]: status for status in before}
-    if any([status["steps"] == 0 for status in busy]) and longest < _FIRST * limit:
+    if not earlier or any([_moved(status, earlier.get(status["rank"])) for status in busy]):
         return False
-    return bool(earlier) and not any([_moved(status, earlier.get(status["rank"])) for status in busy])
+    if all([_waits(status) or status.get("own") is not None for status in now]):
+        return len({_place(status) for status in now}) > 1
+    beginning = any([status["steps"] == 0 and status["state"] != "unreachable" for status in busy])
+    # Where others wait for a rank that is elsewhere in collectives of the program's own only, it is not our business.
+    return longest >= (_FIRST * limit if beginning else limit)
+
+
+def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> bool:
+    """Whether the ranks need not be compared any further: one is gone, stopped or raises, or a wait was too long."""
+    if longest:
+        by_host = max([status["waited"] for status in now if _waits(status)], default=0.0)
+        raised = any([status["raised"] is not None and status["waited"] is None for status in now])
+        soon = (raised and longest > min(limit, 5.0)) or (longest > min(limit, 2.0) and _apart(now))
+        if soon or by_host > hard or any([_lost(status) for status in now]):
+            return True
+    silent = max([status["silent"] for status in now if status.get("silent") is not None], default=0.0)
+    return silent > 1.0 and any([_failed(status) for status in now])
 
 
 def sure(statuses: Sequence[Status]) -> bool:
@@ -51,9 +71,14 @@ def sure(statuses: Sequence[Status]) -> bool:
     return raised or any([_lost(status) for status in statuses]) or _apart(statuses)
 
 
+def _waits(status: Status) -> bool:
+    """Whether the rank's host waits for a collective of ours."""
+    return status["waited"] is not None and not status["idle"]
+
+
 def _apart(statuses: Sequence[Status]) -> bool:
     """Whether a rank compares its next step with others of which one waits for what that rank will not issue before."""
-    waiting = [s for s in statuses if s["waited"] is not None and not s["idle"] and s["waits_for"] is not None]
+    waiting = [s for s in statuses if _waits(s) and s["waits_for"] is not None]
     compares = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] == VERBS[COMPARE]]
     others = [s["waits_for"]["turn"] for s in waiting if s["waits_for"]["verb"] != VERBS[COMPARE]]
     return bool(compares and others) and max(others) >= min(compares)
@@ -65,25 +90,44 @@ def _point(status: Status) -> tuple[Any, ...]:
     return last.get("turn"), last.get("verb"), last.get("unit")
 
 
+def _place(status: Status) -> tuple[Any, ...]:
+    """Where in the program a rank is."""
+    call = status.get("call")
+    return (call["did"], call["at"]) if call else _point(status)
+
+
 def _lost(status: Status) -> bool:
-    return status["gone"] is not None or status["state"] in ("T", "unreachable")
+    return status["gone"] is not None or status["state"] == "T"
+
+
+def _failed(status: Status) -> bool:
+    """Whether the rank ended in another way than programs that are done."""
+    return status["gone"] is not None and (status["raised"] is not None or BY_ITSELF not in status["gone"])
 
 
 def _moved(now: Status, before: Status | None) -> bool:
-    """Whether a rank that does not wait has got anywhere since.
+    """Whether a rank that does not wait for a collective of ours has got anywhere since.
 
     One that says that it reads or writes files is believed. In its first step whatever a rank does counts (it may
-    compile, or read); later it has to leave the line it was at, its children have to compute, or it has to read or
-    write a quarter of a megabyte.
+    compile, or read). Later it has to leave the line it was at, compute there (unless the host may spin there for a
+    device), wake up often (as one does that sends or receives), read or write a quarter of a megabyte, or its children
+    have to compute. In a collective computing is none: its threads do a little for ever.
     """
-    if before is None or now["count"] != before["count"] or now["state"] == "absent":
+    if before is None or now["state"] == "absent":
         return True
-    if now.get("ticks") != before.get("ticks"):
+    if "unreachable" in (now["state"], before["state"]):
+        return now["state"] != before["state"]
+    if now["count"] != before["count"] or now.get("ticks") != before.get("ticks"):
         return True
-    if now["steps"] == 0:
-        return now["cpu"] - before["cpu"] > 0.02 or now["io"] != before["io"]
+    seconds = now["time"] - before["time"]
+    stands = now.get("own") is not None
+    if now["steps"] == 0 and not stands:
+        return now["cpu"] - before["cpu"] > 0.02 + 0.01 * seconds or now["io"] != before["io"]
+    computes = now.get("runs") and before.get("runs") and not now["idle"] and not stands
+    woke = now.get("wakes", 0) - before.get("wakes", 0) > _WAKES * max(seconds, 1.0)
     children = now["children"] - before["children"] > 0.1
-    return len({*now["samples"], *before["samples"]}) > 1 or children or now["io"] - before["io"] > 1 << 18
+    changed = len({*now["samples"], *before["samples"]}) > 1
+    return bool(changed or computes or woke or children or now["io"] - before["io"] > 1 << 18)
 
 
 def first_difference(statuses: Sequence[Status]) -> str | None:
@@ -113,36 +157,188 @@ def of_last_root(status: Status) -> list[dict[str, Any]]:
     return [record for record in found if record["root"] == found[-1]["root"]]
 
 
-def conclusion(statuses: Sequence[Status]) -> str:
-    """In one sentence, what went wrong."""
-    for test, told in _CAUSES:
-        found = [status for status in statuses if test(status)]
-        if found:
-            who = ranks_of([s["rank"] for s in found])
-            return f"{who} {_agreeing(who, told(found[0]))}."
-    departed = [s for s in statuses if s["last"] and s["last"]["verb"] == VERBS[COMPARE]]
-    if departed and len(departed) < len(statuses):
-        who = ranks_of([s["rank"] for s in departed])
-        return f"{who} left the order that all ranks share: next {departed[0]['last']['unit']}."
-    busy = [status for status in statuses if status["waited"] is None]
-    if busy:
-        who = ranks_of([s["rank"] for s in busy])
-        return f"{who} did not come, and {_agreeing(who, _elsewhere(busy[0]))}."
-    if len({_point(status) for status in statuses}) > 1:
-        return "ranks wait for each other at different points."
-    return "all ranks wait at the same point, and nothing arrives: the network, or what transports over it, is stuck."
+@dataclass(frozen=True)
+class Verdict:
+    """What went wrong: the first sentence of a report, and of `fullshard doctor`'s.
+
+    Attributes:
+        kind: "raised", "gone", "stopped", "unreachable", "data", "absent", "calls", "departed", "elsewhere", "apart" or
+            "transport".
+        ranks: to blame; empty if nobody is, or nobody can be told.
+        what: the sentence.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    what: str
 
 
-def _elsewhere(status: Status) -> str:
+def verdict(statuses: Sequence[Status]) -> Verdict:
+    """The first cause that holds: what follows from a failure must not be taken for it."""
+    for find in (_raised, _killed, _stopped, _unreachable, _ended, _absent, _calls, _departed, _elsewhere, _apart_at):
+        if (found := find(statuses)) is not None:
+            return found
+    what = "all ranks wait at the same point, and nothing arrives: the network, or what transports over it, is stuck."
+    return Verdict("transport", (), what)
+
+
+def _verdict(kind: str, found: Sequence[Status], what: str) -> Verdict:
+    """`what`, which begins with a verb in the singular, said of these ranks."""
+    ranks = tuple(sorted(status["rank"] for status in found))
+    return Verdict(kind, ranks, f"{ranks_of(ranks)} {_agreeing(ranks_of(ranks), what)}.")
+
+
+def first_hand(statuses: Sequence[Status]) -> list[Status]:
+    """Ranks that raised an error of their own; a DivergenceError says that another rank failed."""
+    raised = [s for s in statuses if line_of_error(s) and (s["gone"] is not None or s["waited"] is None)]
+    return [status for status in raised if "DivergenceError" not in line_of_error(status)]
+
+
+def line_of_error(status: Status) -> str:
+    """The line of what it raised that has its type; empty if it raised nothing."""
+    return headline(status["raised"]) if status["raised"] else ""
+
+
+def _raised(statuses: Sequence[Status]) -> Verdict | None:
+    found = first_hand(statuses)
+    same = [status for status in found if line_of_error(status) == line_of_error(found[0])]
+    return _verdict("raised", same, f"raised {line_of_error(same[0])} ({_after(same[0])})") if same else None
+
+
+def ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
+    """Ranks that ended alike, of those that ended so; not those that ended because another one had failed.
+
+    Args:
+        by_itself: whether the program came to its end.
+    """
+    found = [s for s in statuses if s["gone"] is not None and (BY_ITSELF in s["gone"]) == by_itself]
+    found = [status for status in found if "DivergenceError" not in line_of_error(status)] or found
+    chosen = [s for s in found if "signal" in s["gone"] and "SIGTERM" not in s["gone"]] or found
+    return [status for status in chosen if status["gone"] == chosen[0]["gone"]]
+
+
+def _killed(statuses: Sequence[Status]) -> Verdict | None:
+    found = ended(statuses, by_itself=False)
+    return _verdict("gone", found, f"is gone: {found[0]['gone']} ({_after(found[0])})") if found else None
+
+
+def _stopped(statuses: Sequence[Status]) -> Verdict | None:
+    found = [status for status in statuses if status["state"] == "T"]
+    return _verdict("stopped", found, f"is stopped by a signal (SIGSTOP; {_after(found[0])})") if found else None
+
+
+def _unreachable(statuses: Sequence[Status]) -> Verdict | None:
+    found = [status for status in statuses if status["state"] == "unreachable"]
+    if not found:
+        return None
+    ranks = tuple(sorted(status["rank"] for status in found))
+    hosts = ", ".join(sorted({status["host"] for status in found if status["host"]})) or "its machine"
+    whose = f"rank {ranks[0]}'s watcher" if len(ranks) == 1 else f"the watchers of {ranks_of(ranks)}"
+    return Verdict(
+        "unreachable",
+        ranks,
+        f"no answer from {whose} ({hosts}): the machine is down or overloaded, or the network is cut.",
+    )
+
+
+def _ended(statuses: Sequence[Status]) -> Verdict | None:
+    found = ended(statuses, by_itself=True)
+    what = "is gone: ended by itself while others went on: out of data?"
+    return _verdict("data", found, f"{what} ({_after(found[0])})") if found else None
+
+
+def _absent(statuses: Sequence[Status]) -> Verdict | None:
+    found = [status for status in statuses if status["state"] == "absent"]
+    return (
+        _verdict("absent", found, "did not come to a first forward: it has not built its model yet") if found else None
+    )
+
+
+def _calls(statuses: Sequence[Status]) -> Verdict | None:
+    """Ranks made different calls, each of which waits for the others: those that fewer made come first."""
+    if not all([s.get("call") and (s["waited"] is not None or s.get("own") is not None) for s in statuses]):
+        return None
+    sides: dict[tuple[Any, ...], list[Status]] = {}
+    for status in statuses:
+        sides.setdefault(_place(status), []).append(status)
+    if len(sides) < 2:
+        return None
+
+    def order(side: list[Status]) -> tuple[int, bool, bool, int]:
+        of_model = side[0]["call"]["did"] in (FORWARD, BACKWARD)
+        return len(side), of_model, not any(map(_compares, side)), side[0]["rank"]
+
+    first, *others = sorted(sides.values(), key=order)
+    clear = order(first)[:3] < order(others[0])[:3]
+    ranks = tuple(status["rank"] for status in first)
+    beside = [f"{ranks_of([status['rank'] for status in side])} {_called(side[0])}" for side in others[:3]]
+    what = f"{ranks_of(ranks)} {_called(first[0])} while {', and '.join(beside)}."
+    return Verdict("calls", ranks if clear else (), what)
+
+
+def _called(status: Status) -> str:
+    return f"{status['call']['did']} ({status['call']['at']})"
+
+
+def _compares(status: Status) -> bool:
+    return bool(status["last"]) and status["last"]["verb"] == VERBS[COMPARE]
+
+
+def departed(statuses: Sequence[Status]) -> list[Status]:
+    """Ranks that compare their next step with the others, which do not, though they wait, too, as far as is known."""
+    found = [status for status in statuses if _compares(status)]
+    elsewhere = [status for status in statuses if status["waited"] is None and not status["idle"]]
+    return found if len(found) < len(statuses) and not elsewhere else []
+
+
+def _departed(statuses: Sequence[Status]) -> Verdict | None:
+    found = departed(statuses)
+    if not found:
+        return None
+    last = found[0]["last"]
+    at = f"at {last['unit']}, step {last['step']}"
+    return _verdict("departed", found, f"left the order that all ranks share ({at})")
+
+
+def _elsewhere(statuses: Sequence[Status]) -> Verdict | None:
+    found = [status for status in statuses if status["waited"] is None]
+    if not found:
+        return None
+    call = f"; it {_called(found[0])}" if found[0].get("call") else ""
+    return _verdict("elsewhere", found, f"did not come, and {_is_elsewhere(found[0])} ({_after(found[0])}{call})")
+
+
+def _apart_at(statuses: Sequence[Status]) -> Verdict | None:
+    if len({_point(status) for status in statuses}) < 2:
+        return None
+    issued = first_issued(statuses)
+    most = max(issued.values(), key=list(issued.values()).count)
+    odd = tuple(sorted(rank for rank, what in issued.items() if what != most))
+    if 2 * len(odd) >= len(issued):
+        return Verdict("apart", (), "ranks wait for each other at different points.")
+    what = f"{ranks_of(odd)} issued something else than the others; ranks wait for each other at different points."
+    return Verdict("apart", odd, what)
+
+
+def first_issued(statuses: Sequence[Status]) -> dict[int, str]:
+    """What each rank issued where they differ first: nothing, perhaps."""
+    by_rank = {s["rank"]: {r["turn"]: f"{r['verb']} of {r['unit']}" for r in of_last_root(s)} for s in statuses}
+    begun = max([min(turns) for turns in by_rank.values() if turns], default=0)
+    for turn in sorted({turn for turns in by_rank.values() for turn in turns}):
+        issued = {rank: turns.get(turn, "nothing") for rank, turns in by_rank.items()}
+        if turn >= begun and len(set(issued.values())) > 1:
+            return issued
+    return {status["rank"]: str(_point(status)) for status in statuses}
+
+
+def _is_elsewhere(status: Status) -> str:
     if status["state"] == "absent":
         return "has not built its model yet"
+    if status.get("own") is not None:
+        return "is elsewhere, in a collective that is not the engine's"
     if status["state"] == "R":
         return "computes elsewhere"
     return "is elsewhere, in code that is not the engine's"
-
-
-def _raised(status: Status) -> str:
-    return f"raised {headline(status['raised'])}{_where(status)}"
 
 
 def headline(trace: str) -> str:
@@ -155,9 +351,9 @@ def headline(trace: str) -> str:
     return next((line for line in last if not line.startswith(" ")), last[-1])
 
 
-def _where(status: Status) -> str:
+def _after(status: Status) -> str:
     last = status["last"]
-    return f" (last: {_at(last)})" if last else " (before its first forward)"
+    return f"after {_at(last)}" if last else "before its first forward"
 
 
 def _at(record: dict[str, Any]) -> str:
@@ -174,14 +370,6 @@ def _agreeing(who: str, what: str) -> str:
     return (_OF_SEVERAL.get(verb, verb) if who.startswith("ranks ") else verb) + space + rest
 
 
-_CAUSES: list[tuple[Callable[[Status], bool], Callable[[Status], str]]] = [
-    (lambda s: s["raised"] is not None and (s["gone"] is not None or s["waited"] is None), _raised),
-    (lambda s: s["gone"] is not None, lambda s: f"is gone: {s['gone']}{_where(s)}"),
-    (lambda s: s["state"] == "T", lambda s: f"is stopped (SIGSTOP){_where(s)}"),
-    (lambda s: s["state"] == "unreachable", lambda s: "cannot be reached: its machine is down, or the network is cut"),
-]
-
-
 def line_of(status: Status) -> str:
     """What one rank does, in a line."""
     last = status["last"]
@@ -190,15 +378,19 @@ def line_of(status: Status) -> str:
         quoted = f"; raised {headline(status['raised'])}" if status["raised"] else ""
         return f"is gone: {status['gone']}{quoted}; last: {at}"
     if status["state"] == "unreachable":
-        return f"cannot be reached; last: {at}"
+        return f"gives no answer: its watcher cannot be reached; last: {at}"
     if status["state"] == "T":
         return f"is stopped ({signal.SIGSTOP.name}); last: {at}"
     if status["waited"] is not None:
         what = status["waits_for"]
-        return f"waits for {_at(what)}" if what else "waits for other ranks"
+        return (f"waits for {_at(what)}" if what else "waits for other ranks") + _calling(status)
     if status["raised"] is not None:
         return f"raised {headline(status['raised'])}; last: {at}"
-    return f"{_elsewhere(status)}; last: {at}"
+    return f"{_is_elsewhere(status)}; last: {at}{_calling(status)}"
+
+
+def _calling(status: Status) -> str:
+    return f"; {_called(status)}" if status.get("call") else ""
 
 
 def grouped(told: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
@@ -228,8 +420,9 @@ def ranks_of(ranks: Sequence[int]) -> str:
 def words(statuses: Sequence[Status]) -> str:
     """The whole report."""
     statuses = sorted(statuses, key=lambda status: status["rank"])
-    waited = max([status["waited"] for status in statuses if status["waited"] is not None], default=0.0)
-    lines = [f"Ranks are stuck: {conclusion(statuses)}"]
+    waits = [status["waited"] for status in statuses if status["waited"] is not None]
+    waited = max([*waits, *[status["own"] for status in statuses if status.get("own") is not None]], default=0.0)
+    lines = [f"Ranks are stuck: {verdict(statuses).what}"]
     told = grouped([(status["rank"], line_of(status)) for status in statuses])
     width = max(len(who) for who, _ in told)
     lines += [f"  {who:<{width}}  {_agreeing(who, what)}" for who, what in told]

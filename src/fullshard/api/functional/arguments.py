@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...errors import ArgumentTypeError, AssertedError, ConfigError, class_and_value
 from ...layout import Blocks
 from ...names import plain_class
-from ...policies import OffloadPolicy
+from ...policies import MixedPrecisionPolicy, OffloadPolicy
 from ...runtime import is_unit
 
 LAYOUTS = ("rows", "flat", "owner")
@@ -22,11 +22,23 @@ def has_forward(module: nn.Module) -> bool:
     return not without and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
+def check_policy(mp_policy: Any) -> None:
+    """Refuse what is no `MixedPrecisionPolicy` of ours."""
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            "mp_policy is of another class.",
+            expected="a fullshard.MixedPrecisionPolicy",
+            got=class_and_value(mp_policy),
+            remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
+            code="C004",
+        )
+
+
 def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layout: Any, prefetch: int) -> None:
     """Refuse what no unit can be made of, or with."""
     if not modules:
         raise ConfigError("fully_shard was given an empty list of modules", code="C009")
-    for module in modules:
+    for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
                 f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}", code="C010"
@@ -38,7 +50,7 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
                 remedy="apply fully_shard to each module in it, or to the list of them as one unit",
                 code="C011",
             )
-        if is_unit(module):
+        if is_unit(module) or any(module is earlier for earlier in modules[:index]):
             raise AssertedError(
                 f"fully_shard was applied to this {plain_class(module).__name__} already.",
                 remedy="apply it once to each module, innermost first",

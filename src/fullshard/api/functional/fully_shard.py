@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import ConfigError, class_and_value, message
+from ...errors import ConfigError, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -33,6 +33,7 @@ from ...runtime import (
     left_alone,
     mark_managed,
     move_buffers,
+    name_members,
     notice_torch,
     own_modules,
     runners_in,
@@ -52,8 +53,9 @@ from ...shard import (
 from ..gradients import check_reduction
 from ..whole import saving_methods
 from ..wrapping import plan_wrapping
-from .arguments import LAYOUTS, check_arguments, check_ignored, has_forward
+from .arguments import LAYOUTS, check_arguments, check_ignored, check_policy, has_forward
 from .module import FSDPModule
+from .reduce_dtype import log_difference, reduces_as_computed
 from .state import state_of
 
 logger = logging.getLogger("fullshard")
@@ -88,6 +90,11 @@ def fully_shard(
     block, then to the model. A unit's parameters are gathered together before its forward and freed after it. The
     interface is `torch.distributed.fsdp.fully_shard`'s; the arguments from `layout` on are Fullshard's own.
 
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+
     A parameter whose class has `fsdp_pre_all_gather` and `fsdp_post_all_gather` (a quantised weight) says itself what
     is gathered, as PyTorch documents; it is split into rows whatever the layout.
 
@@ -98,8 +105,9 @@ def fully_shard(
             int (a divisor of the shard axis) keeps 1/int of it, to gather in backward among that many consecutive
             ranks (the axis' size is True; 1 is False, with a warning); None is True, except False for the root.
         shard_placement_fn: may return `Shard(dim)` for a parameter to be split on another dim, evenly, or a
-            `ShardPlacementResult` with a mesh of its own (an expert's). A unit with such meshes is freed whole
-            after forward, also if `reshard_after_forward` is an int.
+            `ShardPlacementResult` with a mesh of its own (an expert's). A `BlockShard` (of torch 2.16, taken by its
+            name) cuts a parameter between rows of its last dim, as `layout=Blocks(shape[-1])` would. A unit with meshes
+            of its parameters' own is freed whole after forward, also if `reshard_after_forward` is an int.
         mp_policy: dtypes of gathers, reductions and outputs.
         offload_policy: None or `OffloadPolicy()`, nothing; or `CPUOffloadPolicy()`: sharded parameters, gradients and
             optimizer state live in host memory (on a CPU mesh they do anyway). Not for tensor-parallel parameters.
@@ -127,7 +135,9 @@ def fully_shard(
             order, each as often as in the first pass; with check="every" in any, at the price of one small collective
             at each unit's beginning and end. Writes through `.data` in a forward go unnoticed then.
         sync_module_states: make the parameters and buffers that become units here those of the mesh's first rank, on
-            all ranks; collective. Without it ranks that start from different weights are refused at the first forward.
+            all ranks; collective. Give it to every call, or to one with `auto_wrap_policy`: units that were made before
+            have cut their weights. Without it different weights are warned of at the first forward, or refused where
+            replicas differ or some ranks loaded weights.
         reduction: what becomes of the ranks' gradients: their "mean"; their "sum"; or "tokens", their sum divided by
             the number of tokens that `set_token_count` was told of on all ranks, for losses that are sums over tokens.
             The same for all units of a model; `docs/gradients.md` has the formulas.
@@ -148,14 +158,7 @@ def fully_shard(
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
         raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80], code="C003")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(
-            "mp_policy is of another class.",
-            expected="a fullshard.MixedPrecisionPolicy",
-            got=class_and_value(mp_policy),
-            remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
-            code="C004",
-        )
+    check_policy(mp_policy)
     spmd = None
     if dp_mesh_dims is None:
         refuse_misread(mesh)
@@ -164,7 +167,14 @@ def fully_shard(
     axes, kind = resolve_mesh(mesh), make_comm(comm)
     check_reduction(reduction, kind)
     settings = BuildSettings(
-        axes, kind, mp_policy, layout, shard_placement_fn, spmd, home=home_of(offload_policy, axes.device)
+        axes,
+        kind,
+        mp_policy,
+        layout,
+        shard_placement_fn,
+        spmd,
+        home=home_of(offload_policy, axes.device),
+        reduces_as_computed=reduces_as_computed(),
     )
     keep = _check_reshard(reshard_after_forward, axes)
     below = [runner for one in modules for runner in runners_in(one)]
@@ -183,6 +193,7 @@ def fully_shard(
         broadcast_states(own_modules(one), axes, kind, ignored)
     for units, arguments in planned:
         _make_unit(units, *arguments, check, unused, reduction)
+    name_members(modules)
     optimizer_guard.install()
     notice_torch()
     return module
@@ -322,6 +333,7 @@ def _make_unit(
     check_parameters(found, settings.axes, settings.layout)
     shared = find_shared(modules, unit_of, ignored)
     unit = build_unit(found, settings)
+    log_difference(unit, settings.policy)
     show_shared(shared)
     reshard, unit.kept_axis = keep
     if any(bucket.axes is not settings.axes or not bucket.form.plain for bucket in unit.buckets):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -12,9 +12,24 @@ from torch import nn
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
 from ...errors import ConfigError, PhaseError
 from ...names import plain_class
-from ...runtime import RUNNER_KEY, InFlight, Runner, deepcopy_module, run, run_method, runner_of, runners_in
+from ...runtime import (
+    RUNNER_KEY,
+    InFlight,
+    Runner,
+    copy_module,
+    deepcopy_module,
+    pickling_error,
+    run,
+    run_method,
+    runner_of,
+    runners_in,
+)
+from ...runtime.reduce_kept import GradientReductionHandle, finalize
 from ..gradients import refuse_divisor
 from .state import UnitState
+
+logger = logging.getLogger("fullshard")
+_logged_symm_mem: list[str] = []  # once a process
 
 
 class UnshardHandle:
@@ -38,7 +53,9 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An unsharded instance of the class that was sharded: what a slice of a container makes, or `type(self)(...)`.
-        An instance of `cls` without a unit could not run."""
+
+        An instance of `cls` without a unit could not run.
+        """
         plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return plain(*args, **kwargs)
 
@@ -48,6 +65,15 @@ class FSDPModule:
         if runner is None:
             runner = self._runner()  # which says what is wrong
         return run(runner, self, super().__call__, args, kwargs)  # type: ignore[arg-type,misc]
+
+    def _get_name(self) -> str:
+        """The name of the module's own class, by which Transformers' `Trainer` looks up a model's loss."""
+        name: str = super()._get_name()  # type: ignore[misc]
+        return plain_class(self).__name__ if name == type(self).__name__ else name
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return f"FSDP{text}" if text.startswith(f"{plain_class(self).__name__}(") else text
 
     def _runner(self) -> Runner:
         found = runner_of(self)  # type: ignore[arg-type]
@@ -108,6 +134,62 @@ class FSDPModule:
         """
         self._runner()
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say that `finalize_backward()` ends each iteration, after one backward or several, as pipelines need it.
+
+        Gradients of a backward with gradient sync are complete when it returns, as always; those of backwards without
+        sync wait for `finalize_backward()`.
+
+        Raises:
+            PhaseError: this is not the root; or a backward has begun that was not finalized yet.
+        """
+        runner = self._root_runner("set_manual_backward_finalization()")
+        root = runner.root
+        if runner.settings.manual_finalization is bool(enabled):
+            return
+        if root is not None and (root.in_backward or root.unfinalized or root.finalizing is not None):
+            raise PhaseError(
+                "set_manual_backward_finalization() cannot change within an iteration whose backward has begun.",
+                remedy="call it before the first forward, or after finalize_backward()",
+                code="P346",
+            )
+        runner.set(manual_finalization=bool(enabled))
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backwards without gradient sync left, by the present settings; ends the iteration.
+
+        Units are freed by their setting of `set_reshard_after_backward`. Before the first forward nothing is done.
+        Collective.
+
+        Args:
+            async_op: return with the reductions in flight, and a handle whose `wait()` completes `.grad`. Until then a
+                forward or another finalization raises, also of roots that share the communication context.
+
+        Raises:
+            PhaseError: this is not the root; `set_manual_backward_finalization(True)` was not called; the model runs;
+                the last handle was not waited for; or hybrid sharding does not reduce between replicas.
+        """
+        runner = self._root_runner("finalize_backward()")
+        handle = GradientReductionHandle(None)
+        if runner.root is not None:
+            if not runner.settings.manual_finalization:
+                raise PhaseError(
+                    "finalize_backward() needs manual finalization.",
+                    expected="set_manual_backward_finalization(True) before the forward",
+                    code="P347",
+                )
+            handle = finalize(runner.root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _root_runner(self, method: str) -> Runner:
+        runner = self._runner()
+        if runner.root is not None and not runner.is_top:
+            raise PhaseError(f"{method} is for the root unit; {runner.unit.name!r} is below it", code="P348")
+        return runner
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients after backward (True), or keep them unsharded without communication (False).
 
@@ -136,6 +218,15 @@ class FSDPModule:
         """
         for runner in self._units(recurse):
             runner.set(reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of gathered parameters when they are freed (True), so that their addresses stay the same.
+
+        For graphs of kernels and generators that hold on to data pointers. The unit then takes as much memory
+        as if it were never freed; values are gathered anew all the same.
+        """
+        for runner in self._units(recurse):
+            runner.unit.keep_storage(keep)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch exactly these units' parameters in this unit's forward, in place of the recorded order."""
@@ -220,19 +311,14 @@ class FSDPModule:
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Would gather through symmetric memory. Fullshard has no such path, on any backend, and says so.
+        """Accepted for programs written for PyTorch; changes nothing, and says so once in the log.
 
-        Raises:
-            ConfigError: always; it names the backend of the unit's process group.
+        Gathers go straight into the unit's own memory; there is no path through symmetric memory.
         """
-        used = {bucket.axes.shard.backend for runner in self._units() for bucket in runner.unit.buckets}
-        raise ConfigError(
-            f"Symmetric memory ({backend}) cannot be used for this model's communication.",
-            got=f"process groups of backend {', '.join(sorted(used)) or 'none'}",
-            remedy="leave the call out: gathers already go straight into the unit's own memory; or, on NCCL, try "
-            "set_allocate_memory_from_process_group_for_comm(True)",
-            code="C022",
-        )
+        self._runner()
+        if not _logged_symm_mem:
+            _logged_symm_mem.append(backend)
+            logger.info("set_symm_mem_for_comm(%r) changes nothing: units gather without symmetric memory", backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce over a process group of its own (True), so that reductions and gathers can share the wire.
@@ -315,9 +401,10 @@ class FSDPModule:
         """As `copy.copy` copies any module: the same parameters, submodules and unit. `__new__` would unshard it."""
         if (own := getattr(super(), "__copy__", None)) is not None:
             return own()
-        new = object.__new__(type(self))
-        new.__setstate__(self.__reduce_ex__(4)[2])  # type: ignore[attr-defined]
-        return new
+        return copy_module(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickling_error(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with shards of its own, on the same mesh; see `runtime/copy.py`. For averages of weights (EMA)."""
@@ -371,7 +458,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     if not runners:
         return
     first = runners[0]
-    in_flight: InFlight = deque()
+    in_flight = InFlight()
     if first.root is not None:
         in_flight = first.root.reducer.in_flight
     elif first.settings.in_flight is not None:
@@ -393,7 +480,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
-        raise ConfigError(
-            f"{plain_class(module).__name__} has no method {method_name!r} to register as a forward", code="C029"
-        )
+        name = plain_class(module).__name__
+        raise ConfigError(f"{name} has no method {method_name!r} to register as a forward", code="C029")
     run_method(module, module._runner(), method_name)

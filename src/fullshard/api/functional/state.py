@@ -43,6 +43,12 @@ class UnitState:
         """What all units below one root have in common: `all_states`."""
         return SimpleNamespace(all_states=[UnitState(one) for one in self._root().units if isinstance(one, Runner)])
 
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for roots that `share_comm_ctx` made share one."""
+        root, in_flight = self._runner.root, self._runner.settings.in_flight
+        return root.reducer.in_flight if root is not None else self._runner if in_flight is None else in_flight
+
     def _lazy_init(self) -> None:
         """Settle the root, as the first forward does. Collective."""
         self._root()

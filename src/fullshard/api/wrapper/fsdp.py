@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
-from ...containers import map_tensors
+from ...containers import Borrowed, borrowed_from, map_tensors
 from ...errors import PhaseError, UsageError
+from ...forms import NAME_KEY, PART_KEY, owner_of
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...policies import Check, Unused
@@ -22,11 +24,14 @@ from ...runtime import (
     RUNNER_KEY,
     Root,
     Runner,
+    copy_module,
     deepcopy_module,
     find_root,
     move_buffers,
+    name_members,
     notice_torch,
     own_modules,
+    pickling_error,
     run,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
@@ -36,7 +41,7 @@ from .optimizer_state import OptimizerStateMethods
 from .precision import Buffers, use_full_precision
 from .settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictSettings
 from .setup import check_arguments, materialise, warn_of_host
-from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around
+from .summon import is_summoned, may_run_summoned, summon_full_params, summoned_around, without_backward
 from .training import clip_gradients, register_hook
 
 
@@ -161,6 +166,8 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         settings = plan.build_settings()
         unit_settings = plan.unit_settings(settings.policy, 1 if limit_all_gathers else 2)
         self.__dict__[RUNNER_KEY] = Runner(plan.build(settings), [self], unit_settings, _find_root)
+        self._guard()
+        name_members([self])
         move_buffers(own_modules(module, arguments.ignored_modules), arguments.axes.device)
         self.register_load_state_dict_pre_hook(type(self)._before_load)
         self.register_load_state_dict_post_hook(type(self)._after_load)
@@ -249,18 +256,29 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             if not may_run_summoned(self):
                 raise UsageError(
                     "forward() was called inside summon_full_params() of the same model",
-                    expected="torch.no_grad(), on ranks that show whole parameters",
+                    expected="a rank that shows whole parameters",
+                    got="rank0_only=True, on another rank",
                     code="P013",
                 )
-            return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+            return without_backward(self._modules[WRAPPED](*args, **kwargs))  # type: ignore[misc]
         if runner.root is None:
             self._lazy_init()
+        wrapped: nn.Module = self._modules[WRAPPED]  # type: ignore[assignment]
         if runner.is_top:
-            if arguments.axes.device.type != "cpu":
-                args, kwargs = map_tensors(lambda t: t.to(arguments.axes.device, non_blocking=True), (args, kwargs))
             if self.full_precision_in_eval:
                 use_full_precision(self, not self.training)
-        return run(runner, self, self._modules[WRAPPED], args, kwargs)  # type: ignore[arg-type]
+            if _moves_inputs(arguments.axes.device):
+                return run_on(arguments.axes.device, runner, self, wrapped, args, kwargs)
+        return run(runner, self, wrapped, args, kwargs)
+
+    def _guard(self) -> None:
+        """Refuse forwards of the wrapped module that pass the instance by, where they would compute with local parts.
+
+        Other forms of parameters refuse such use themselves.
+        """
+        unit = self._runner().unit
+        if any(bucket.form.keeps_originals and bucket.layout.world > 1 for bucket in unit.buckets):
+            unit.showing.guard(self.module, refuse_bypass)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -282,7 +300,16 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         copied = deepcopy_module(self, memo)
         for instance in self.fsdp_modules(self):
             memo[id(instance)]._buffers_cast.follow(memo)
+            if RUNNER_KEY in memo[id(instance)].__dict__:  # else an instance around it is being copied
+                memo[id(instance)]._guard()
         return copied
+
+    def __copy__(self) -> Any:
+        """As `copy.copy` copies any module: the same parameters, submodules and unit."""
+        return copy_module(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickling_error(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective."""
@@ -379,8 +406,58 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which parameters of instances are whole; see `fullshard.api.summon.summon_full_params`."""
+        """A context in which parameters of instances are whole; see `summon_full_params` in `summon.py`."""
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+
+def run_on(device: torch.device, runner: Runner, module: nn.Module, wrapped: nn.Module, args: Any, kwargs: Any) -> Any:
+    """As `run`, with inputs moved to `device`: in the caller's containers for the time of the call."""
+    borrowed, args, kwargs = _moved(device, args, kwargs)
+    try:
+        return run(runner, module, wrapped, args, kwargs)
+    finally:
+        if borrowed is not None:
+            _give_back(borrowed)
+
+
+def _moves_inputs(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _on_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _moved(device: torch.device, args: Any, kwargs: Any) -> tuple[Borrowed | None, Any, Any]:
+    borrowed = borrowed_from(args, kwargs)
+    return borrowed, *map_tensors(partial(_on_device, device), (args, kwargs), borrowed)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _give_back(borrowed: Borrowed) -> None:
+    borrowed.give_back()
+
+
+def refuse_bypass(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of wrapped modules, which is there while they show sharded parameters.
+
+    Raises:
+        UsageError: the module has parameters of which it shows this rank's parts. (A copy of the module has none.)
+    """
+    for owner in own_modules(module):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and PART_KEY in parameter.__dict__ and owner_of(parameter) is not None:
+                raise UsageError(
+                    "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
+                    "it would compute with this rank's parts of its parameters.",
+                    parameter=parameter.__dict__.get(NAME_KEY, name),
+                    expected="a call of the instance: model(x)",
+                    got="a call of the module that it wraps: model.module(x)",
+                    remedy="call the instance; to generate or evaluate with the plain module, do it inside "
+                    "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
+                    code="P381",
+                )
 
 
 def _find_root(top: Runner) -> Root:

@@ -77,6 +77,7 @@ class Plan:
             form=FlatParameterForm if self.flat else LocalForm,
             home=home_of(offload, arguments.axes.device),
             keeps_compute_dtype=arguments.mixed_precision.keep_low_precision_grads,
+            reduces_as_computed=True,
         )
 
     def unit_settings(self, policy: MixedPrecisionPolicy, prefetch: int) -> UnitSettings:

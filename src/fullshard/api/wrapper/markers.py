@@ -11,7 +11,6 @@ and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runt
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UsageError
-from ...forms import FlatParamShardMetadata, shard_metadata
+from ...forms import FlatParamShardMetadata, Owner, shard_metadata
 from ...names import WRAPPED
 from ...runtime import Runner, mark_managed, own_modules, runner_of, runners_in
 from ...shard import Bucket, Unit
@@ -35,13 +34,13 @@ def mark_wrapped(instance: Any, module: nn.Module, ignored: Iterable[nn.Module])
     """Register `module` on its instance, and let it know; the modules in it know that their parameters are managed."""
     instance._modules[WRAPPED] = module
     mark_managed(own_modules(module, ignored), instance.use_orig_params)
-    module.__dict__[WRAPPER_KEY] = weakref.ref(instance)
+    module.__dict__[WRAPPER_KEY] = Owner(instance)
 
 
 def wrapper_of(module: nn.Module) -> Any:
     """The instance whose `module` this is; None if it is of none. A copy of a wrapped module is of none."""
     reference = module.__dict__.get(WRAPPER_KEY)
-    instance = reference() if reference is not None else None
+    instance = reference() if reference else None
     return instance if instance is not None and instance.module is module else None
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from ...comm import reduce_value
-from ...errors import ConfigError, NotSupportedError, UsageError
+from ...dtypes import as_bits
+from ...errors import ConfigError, NotSupportedError, ReplacementError, UsageError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...runtime import Runner, runner_of
+from ...runtime.outputs import tensors_behind
 from ...shard import Bucket, Gradients
 from ...torch_private.local_tensor import local_part, read_grad
 
@@ -26,12 +28,18 @@ def is_summoned(module: nn.Module) -> bool:
 
 
 def may_run_summoned(module: nn.Module) -> bool:
-    """Whether a forward of `module`, a summoned instance, can do with the whole parameters that it shows.
-
-    As generation does. With gradients it could not: they would be those of whole parameters, which are not trained.
-    """
+    """Whether a forward of `module`, a summoned instance, has whole parameters on this rank, as generation needs."""
     runner = runner_of(module)
-    return runner is not None and runner.unit.showing.whole_here and not torch.is_grad_enabled()
+    return runner is not None and runner.unit.showing.whole_here
+
+
+def without_backward(output: Any) -> Any:
+    """What a forward of a summoned instance returned: no backward goes through it, as whole parameters do not train."""
+    if torch.is_grad_enabled():
+        for tensor in tensors_behind(output)[0]:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(_refuse_gradient)
+    return output
 
 
 def summoned_around(module: nn.Module) -> Runner | None:
@@ -57,9 +65,9 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, on the modules of instances; sharded again when the context ends.
 
-    Collective: every rank enters and leaves. Not inside forward or backward. Under `torch.no_grad()` the module can be
-    called meanwhile, to generate text, say, and computes in the parameters' own dtype, without communication; without
-    `recurse` the wrapped module can, and instances inside gather what is theirs. No backward goes through either.
+    Collective: every rank enters and leaves. Not inside forward or backward. The module can be called meanwhile, to
+    generate text, say, and computes in the parameters' own dtype, without communication; without `recurse` the wrapped
+    module can, and instances inside gather what is theirs. A backward through either is an error.
 
     Args:
         module: an instance, or a module that contains some.
@@ -73,8 +81,8 @@ def summon_full_params(
     Raises:
         NotSupportedError: `writeback` together with `rank0_only`.
         UsageError: called inside forward or backward, or inside another `summon_full_params` of the same instance; by
-            a forward with gradients of a summoned instance, a backward that reaches other instances of its model, or
-            one later that reaches parameters that were summoned.
+            a forward of a summoned instance on a rank that shows no whole parameters, a backward through such a
+            forward or to other instances of its model, or one later that reaches parameters that were summoned.
         ConfigError: on leaving, a parameter was replaced by one of another shape.
     """
     if writeback and rank0_only:
@@ -127,9 +135,11 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
 
 
 def _refuse_gradient(grad: Any) -> None:
-    """Of a whole parameter whose context is over: nothing would be trained by it."""
+    """Of a whole parameter: nothing would be trained by it."""
     raise UsageError(
-        "backward() reached parameters that summon_full_params() showed, which are sharded again", code="P021"
+        "backward() goes through whole parameters that summon_full_params() showed, which are not trained",
+        remedy="call the model outside of summon_full_params() to train it",
+        code="P021",
     )
 
 
@@ -163,7 +173,8 @@ class _Whole:
         self.bucket, self.gradients = bucket, gradients
         comm, axis = runner.settings.comm, bucket.axes.shard
         split = bucket.layout.world > 1
-        self.whole = bucket.gather_whole(comm, bucket.shard) if split or to_cpu else bucket.shard
+        self.apart = split or to_cpu  # whether the whole values lie elsewhere than in the shard
+        self.whole = bucket.gather_whole(comm, bucket.shard) if self.apart else bucket.shard
         self.grads: torch.Tensor | None = None
         self.with_grad = [False] * len(bucket.members)
         if with_grads:
@@ -176,7 +187,8 @@ class _Whole:
             for member in bucket.members:
                 grad = self._local_grad(member)
                 if grad is not None:
-                    bucket.part(local, member).copy_(bucket.local(grad, member))
+                    with torch.no_grad():  # it may carry a node, after create_graph
+                        bucket.part(local, member).copy_(bucket.local(grad, member))
             self.grads = bucket.gather_whole(comm, local)
         if not visible:
             self.whole = self.whole[:0]
@@ -239,7 +251,7 @@ class _Whole:
             UsageError: the flat parameter was changed besides: whole values are not written over it.
         """
         bucket = self.bucket
-        stepped = self._shard_version() != self.version
+        stepped = self.apart and self._shard_version() != self.version
         error: ConfigError | None = None
         for i, (member, parameter) in enumerate(zip(bucket.members, self.parameters, strict=True)):
             try:
@@ -260,10 +272,12 @@ class _Whole:
                 place.show(member.sharded if member.stand_in is None else member.stand_in)
         if isinstance(bucket.form, FlatParameterForm):
             bucket.form.register_again()
-        if writeback and not stepped and self.whole.data_ptr() != bucket.shard.data_ptr():
+        if writeback and not stepped and self.apart:
             low = bucket.axes.shard.rank * bucket.layout.shard_numel
-            with torch.no_grad():
-                bucket.shard.copy_(self.whole[low : low + bucket.layout.shard_numel])
+            mine = self.whole[low : low + bucket.layout.shard_numel].to(bucket.shard.device)
+            if not torch.equal(as_bits(mine), as_bits(bucket.shard)):  # what was only read may have a backward to come
+                with torch.no_grad():
+                    bucket.shard.copy_(mine)
         if writeback and self.grads is not None:
             self._write_gradients()
         if error is not None:
@@ -286,7 +300,7 @@ class _Whole:
         value = local_part(value)
         view = self._view(self.whole, member)
         if value.shape != view.shape:
-            raise ConfigError(
+            raise ReplacementError(
                 "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
                 parameter=member.name,
                 expected=slot.shape,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...watcher.report import Status, first_difference, grouped, line_of, ranks_of
+from ...watcher.report import Status, first_difference, grouped, line_of, line_of_error, ranks_of
 from . import remedies
-from .causes import Cause, cause_of, line_of_error, place
+from .causes import Cause, cause_of, place
 from .evidence import Evidence
 from .merge import Incident, merged
 from .read import read

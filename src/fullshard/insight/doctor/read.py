@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...errors import ConfigError
+from ...store.pickles import look_through
 from .evidence import Dump, Evidence, Foreign, WatcherReport, dump_of, report_of
 
 _MOST = 512 << 20  # bytes of a file
@@ -72,7 +74,8 @@ def _read_one(path: Path) -> WatcherReport | Dump:
         if path.stat().st_size > _MOST:
             raise Foreign(f"it has more than {_MOST >> 20} MiB")
         with path.open("rb") as file:
-            value = _unpickled(file) if file.peek(1)[:1] == b"\x80" else _parsed(file.read())
+            data = file.read()
+        value = _unpickled(data) if data[:1] == b"\x80" else _parsed(data)
     except OSError as error:
         raise Foreign(f"the system says: {error.strerror}") from error
     if not isinstance(value, dict):
@@ -99,9 +102,10 @@ def _parsed(data: bytes) -> Any:
         raise Foreign("its JSON is nested too deep") from error
 
 
-def _unpickled(file: BinaryIO) -> Any:
+def _unpickled(data: bytes) -> Any:
     try:
-        return Plain(file).load()
+        look_through(data)
+        return Plain(io.BytesIO(data)).load()
     except Foreign:
         raise
     except Exception as error:  # whatever a broken pickle makes of the machine that reads it

@@ -125,6 +125,11 @@ NOT_ISSUED = (
     "Look where that rank was: the program's line above is of what it issued last. It ended or hangs after it, or "
     "took another branch: all ranks have to make the same calls in the same order.",
 )
+CALLS = (
+    "Every rank has to make both calls, in the same order, or none. Look for `if rank == 0:` around the call that is "
+    "named first: fullshard.save, load, clip_grad_norm_, state_dict, full_tensor() and all_reduce need all ranks.",
+    "If each rank decides by its own data (an empty batch, an evaluation on one rank), let them agree first.",
+)
 OWN_COLLECTIVE = (
     "It waits in a collective of the program's own, which the other ranks did not call: make it on all ranks or on "
     "none. Look for `if rank == 0:` around a barrier, a reduced loss, a checkpoint or an evaluation.",

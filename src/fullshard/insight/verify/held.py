@@ -59,10 +59,10 @@ class Held:
     def dtypes(self) -> set[torch.dtype]:
         """Those in which parameters are stored, computed with and reduced."""
         found = {self.dtype(row) for row in self.rows.values()}
-        for unit, runner in self.table.units:
-            found |= {bucket.compute_dtype for bucket in unit.buckets if bucket.storage_dtype.is_floating_point}
-            if runner is not None and (reduced := runner.settings.policy.reduce_dtype) is not None:
-                found.add(reduced)
+        for unit, _ in self.table.units:
+            for gradients in unit.gradients:
+                if gradients.bucket.storage_dtype.is_floating_point:
+                    found |= {gradients.bucket.compute_dtype, gradients.reduce_dtype}
         return found
 
     @staticmethod

@@ -14,11 +14,11 @@ from torch import nn
 from ...api.whole import gathered
 from ...errors import ConfigError
 from ...store.hugging_face import save_safetensors
+from ...store.in_place import put_weights
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def save_pretrained(
@@ -79,7 +79,9 @@ def write_weights(
 ) -> None:
     """Write weights and configuration of a model, or of its adapter, into a folder that may be in use. Collective.
 
-    Files are written in a folder within, and take the place of those that are there once they are whole.
+    Files are written in a folder within, and take the place of those that are there once they are whole: at once, so
+    that a process which is killed leaves the old weights or the new ones. Of several files those that replace others
+    get names that the index alone knows.
 
     Raises:
         ConfigError: a size that is none.
@@ -96,19 +98,7 @@ def write_weights(
     save_safetensors(model, fresh, dtype=dtype, max_file_bytes=size, adapter=adapter, process_group=process_group)
     with ranks.step("putting weights in their places", files=True):  # no rank returns before they are
         if ranks.is_first:
-            _put(fresh, where)
-
-
-def _put(fresh: Path, where: Path) -> None:
-    """Move files of a folder within another out into that one, in the place of weights that are there."""
-    made = sorted(fresh.iterdir(), key=lambda path: path.name.endswith(".index.json"))  # which names the others
-    names = {path.name for path in made}
-    for path in made:
-        path.replace(where / path.name)
-    for old in list(where.iterdir()):
-        if _WEIGHTS.fullmatch(old.name) and old.name not in names:
-            old.unlink()  # of a save in another number of files
-    fresh.rmdir()
+            put_weights(fresh, where)
 
 
 def bytes_of(size: int | str) -> int:

@@ -109,22 +109,24 @@ class ShardedTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        if not _internal_call or self.args.save_only_model:
-            save_pretrained(self.model, folder)
+        weights = not _internal_call or self.args.save_only_model
+        if weights:
+            save_pretrained(self.model, folder)  # and their configuration
         with Ranks().step("save_model", files=True):  # no rank returns before all files are there
             if self.args.should_save:
                 self._save_beside(folder)
+                if not weights and not self._has_adapter and hasattr(self.model, "config"):
+                    self.model.config.save_pretrained(str(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_beside(self, folder: Path) -> None:
-        """What Trainer saves with weights: configuration, tokenizer, arguments."""
+        """What Trainer saves with a model: tokenizer, arguments."""
         folder.mkdir(parents=True, exist_ok=True)
         own: Any = self
         processing = own.processing_class or getattr(own.data_collator, "tokenizer", None)
-        for one in (getattr(self.model, "config", None), processing):
-            if one is not None and hasattr(one, "save_pretrained"):
-                one.save_pretrained(str(folder))
+        if processing is not None and hasattr(processing, "save_pretrained"):
+            processing.save_pretrained(str(folder))
         torch.save(self.args, folder / ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -176,4 +178,9 @@ class ShardedTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _load_weights(self, folder: str) -> None:
-        load_safetensors(self.model, folder, adapter=any(is_peft_model(module) for module in self.model.modules()))
+        load_safetensors(self.model, folder, adapter=self._has_adapter)
+
+    @property
+    def _has_adapter(self) -> bool:
+        """Whether PEFT made the model: its files are the adapter's, and a config.json would hide that."""
+        return any(is_peft_model(module) for module in self.model.modules())

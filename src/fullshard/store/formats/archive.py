@@ -110,7 +110,7 @@ class Archive:
         """
         self.check(name, stored)
         if 0 in stored.shape:
-            return torch.empty(stored.shape, dtype=stored.dtype)
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
         start = self.place(stored)[0] + stored.offset * stored.dtype.itemsize
@@ -129,10 +129,10 @@ class Archive:
     ) -> torch.Tensor:
         """Read from the first element to the last; some rows at a time where far more lies there than is asked."""
         if 0 in shape:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         span = extent(shape, stride)
         if span > 2 * numel(shape) and span * dtype.itemsize > BUFFER:
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
             rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
             for row in range(0, shape[0], rows):
                 some = min(rows, shape[0] - row)
@@ -142,7 +142,7 @@ class Archive:
                     part = self._strided(base, dtype, start + row * stride[0], (some, *shape[1:]), stride)
                 whole[row : row + some] = part
             return whole
-        raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8)
+        raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
         return raw.view(dtype).as_strided(shape, stride)
 

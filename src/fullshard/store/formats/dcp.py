@@ -43,7 +43,7 @@ class DcpSource(Source):
 
     def __init__(self, path: str | os.PathLike[str], hashes: bool = True) -> None:
         where = Folder(path)
-        name = "" if where.is_checkpoint else where.latest()
+        name = where.newest()
         if name is None:
             raise CheckpointError("There is no checkpoint here.", got=str(path), code="K056")
         self.files = Files(LocalStorage(where.at(name)), hashes)
@@ -80,9 +80,10 @@ class DcpSource(Source):
             for key in outer:
                 place = place.setdefault(str(key), {})
             place[str(last)] = self.files.value(name)
-        groups = found.get("optimizer", {}).get("param_groups")
-        if isinstance(groups, dict):
-            found["optimizer"]["param_groups"] = [groups[key] for key in sorted(groups, key=int)]
+        if groups := self.files.groups(self._tensor):
+            own = found.get("optimizer", {})
+            found["optimizer"] = {key: own[key] for key in own if not str(key).startswith("param_groups.")}
+            found["optimizer"]["param_groups"] = groups
         return found
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -93,7 +94,7 @@ class DcpSource(Source):
         if entry is None:
             raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name, code="K057")
         extent = entry.shape if sizes is None else tuple(sizes)
-        made = torch.empty(extent, dtype=entry.dtype)
+        made = torch.empty(extent, dtype=entry.dtype, device="cpu")
         begin = (0,) * len(extent) if offsets is None else tuple(offsets)
         copies = copies_for(Piece(name, entry.shape, begin, extent, made), entry, self.files.index.stored[name])
         self.files.check(copies)

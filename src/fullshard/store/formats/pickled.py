@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import CheckpointError
+from ..pickles import HUGE, refuse_alike
 from .built import DTYPES, STORAGES, Made, Named, Storage, build, key_of
 
 LARGEST = 128 * 2**20  # bytes of a pickle; one with 100,000 tensors takes about 20 MiB
@@ -51,26 +52,6 @@ def decode(data: bytes, what: str) -> Any:
     return machine.result
 
 
-def unknown(root: Any, known: Callable[[str], bool]) -> str | None:
-    """The name of a class or function somewhere in what was decoded that is not `known`; None: there is none."""
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, Named | Made) and not known(one.name):
-            return one.name
-        if not isinstance(one, dict | list | tuple | set | frozenset | Made) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            stack += [*one.keys(), *one.values()]
-        elif isinstance(one, Made):
-            stack += [*one.given, one.state, *one.items]
-        else:
-            stack += one
-    return None
-
-
 class _Machine:
     """The stack machine that pickles are programs of.
 
@@ -82,7 +63,7 @@ class _Machine:
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
-        self._left = 2 * size
+        self._left, self._huge = 2 * size, 0
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -91,6 +72,9 @@ class _Machine:
     def step(self, name: str, argument: Any) -> None:
         """One opcode, by `pickletools`' name."""
         if name in _VALUES:
+            if type(argument) is int and abs(argument) >= HUGE:
+                self._huge += 1
+                refuse_alike(self._huge)
             self._stack.append(argument)
         elif name in _CONSTANTS:
             self._stack.append(_CONSTANTS[name])

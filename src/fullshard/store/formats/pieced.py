@@ -89,7 +89,7 @@ class PiecedSource(Source):
 
 def _elements(runs: Sequence[Run], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements [start, stop) of what the runs are together. One-dimensional."""
-    found = torch.empty(stop - start, dtype=dtype)
+    found = torch.empty(stop - start, dtype=dtype, device="cpu")
     at = 0  # where a run begins in the whole
     for run in runs:
         first, last = max(start, at), min(stop, at + run.count)

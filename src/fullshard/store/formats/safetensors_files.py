@@ -11,6 +11,7 @@ import torch
 
 from ...errors import CheckpointError, ConfigError
 from ..source import MODEL, Entry
+from ..write import bytes_of
 
 SUFFIX = ".safetensors"
 
@@ -26,9 +27,8 @@ class PlannedFile:
     def write(self, folder: Path, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; the file is closed after its last."""
         file = self._opened(folder)
-        octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.seek(self.begins[name])
-        file.write(octets.numpy().data)
+        file.write(bytes_of(tensor))
         self._left -= 1
         if not self._left:
             self.close(folder)

@@ -55,8 +55,8 @@ class SafetensorsSource(Source):
         self._renamed: dict[str, str] = {}  # by the entry's name: what files call it
         entries: dict[str, Entry] = {}
         try:
-            for file, names in _files_of(Path(path), stem):
-                one = _File(file)
+            for file, real, names in _files_of(Path(path), stem):
+                one = _File(file, real)
                 self._files.append(one)
                 self._check(one, names)
                 for name, entry in one.header.entries.items():
@@ -109,12 +109,17 @@ class SafetensorsSource(Source):
 
 
 class _File:
-    """One file, mapped into memory."""
+    """One file, mapped into memory.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: as it is named.
+        real: where it is, links followed: it must not be a link itself when it is opened.
+    """
+
+    def __init__(self, path: Path, real: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        with path.open("rb") as file:
+        with open(real, "rb", opener=_no_link) as file:
             size = os.fstat(file.fileno()).st_size
             self.header: Header = read_header(file, size, str(path))
             # Private and writable, as torch wants it; nothing is written.
@@ -123,7 +128,7 @@ class _File:
     def tensor(self, name: str, entry: Entry) -> torch.Tensor:
         """A view of the whole tensor in the file."""
         if not entry.numel:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if self._map is None:
             raise ConfigError(
                 "A safetensors file was closed and then read.", parameter=name, got=str(self.path), code="C187"
@@ -139,12 +144,17 @@ class _File:
         self._map = None
 
 
-def _files_of(path: Path, stem: str) -> list[tuple[Path, set[str] | None]]:
-    """The files to read, and which names the index says are in each."""
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file: nothing else, and no link that has taken its place since it was looked at."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _files_of(path: Path, stem: str) -> list[tuple[Path, Path, set[str] | None]]:
+    """The files to read, as they are named and where they are, and which names the index says are in each."""
     if path.is_file():
         if path.name.endswith(INDEX):
             return _indexed(path.parent, path.name)
-        return [(path, None)]
+        return [(path, path.resolve(), None)]
     single, index = path / f"{stem}{SUFFIX}", path / f"{stem}{INDEX}"
     if single.exists() and index.exists():
         raise CheckpointError(
@@ -164,10 +174,10 @@ def _files_of(path: Path, stem: str) -> list[tuple[Path, set[str] | None]]:
             remedy="name the folder that has them; adapter=True reads adapter_model.safetensors",
             code="K087",
         )
-    return [(_inside(path, single.name), None)]
+    return [(single, _inside(path, single.name), None)]
 
 
-def _indexed(folder: Path, index: str) -> list[tuple[Path, set[str] | None]]:
+def _indexed(folder: Path, index: str) -> list[tuple[Path, Path, set[str] | None]]:
     where = _inside(folder, index)
     if where.stat().st_size > MOST_BYTES:
         raise DamagedCheckpointError(
@@ -188,11 +198,11 @@ def _indexed(folder: Path, index: str) -> list[tuple[Path, set[str] | None]]:
     names: dict[str, set[str]] = {}
     for name, file in placed.items():
         names.setdefault(file, set()).add(name)
-    return [(_inside(folder, file), held) for file, held in names.items()]
+    return [(folder / file, _inside(folder, file), held) for file, held in names.items()]
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name in a folder, if it lies in it.
+    """Where the file of that name in a folder is, links followed, if it lies in the folder.
 
     Hugging Face's own cache keeps files in `blobs` beside `snapshots`, and links to them in each snapshot.
 
@@ -216,7 +226,7 @@ def _inside(folder: Path, name: str) -> Path:
         raise DamagedCheckpointError(
             "A checkpoint names a file that is not there.", expected=str(folder / name), got="no such file", code="K091"
         )
-    return here / name
+    return found
 
 
 def _disagree(path: Path, name: str, expected: str, got: str) -> DamagedCheckpointError:

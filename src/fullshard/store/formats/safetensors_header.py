@@ -21,6 +21,7 @@ import torch
 
 from ...errors import CheckpointError, DamagedCheckpointError
 from ..source import Entry
+from ..tree import once
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -83,7 +84,7 @@ def read_header(file: IO[bytes], size: int, called: str) -> Header:
     if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
         raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
     try:
-        said = json.loads(file.read(length).decode(), object_pairs_hook=_once)
+        said = json.loads(file.read(length).decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
         raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
     if not isinstance(said, dict):
@@ -105,14 +106,6 @@ def read_header(file: IO[bytes], size: int, called: str) -> Header:
     return Header(entries, {name: data + begin for begin, _, name in found}, metadata)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
-
-
 def parse_json(data: bytes, called: str) -> Any:
     """JSON of which no name is there twice.
 
@@ -120,7 +113,7 @@ def parse_json(data: bytes, called: str) -> Any:
         DamagedCheckpointError: it is something else.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=_once)
+        return json.loads(data.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise _damaged(called, "JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
 

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ...errors import CheckpointError
-from ..source import MODEL, OPTIMIZER
+from ..source import MODEL, MOST_NAME, OPTIMIZER
 from .built import Made, Named, Sharded, Stored
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -76,6 +76,14 @@ class State:
 
     def add(self, name: str, value: Any) -> None:
         """A tensor, or what is in place of one."""
+        if len(name) > MOST_NAME:
+            raise CheckpointError(
+                f"{self.what}: the name of a tensor is too long to be one.",
+                parameter=f"{name[:100]}...",
+                expected=f"at most {MOST_NAME} characters",
+                got=len(name),
+                code="K406",
+            )
         value = self.understood(value, name)
         if isinstance(value, Stored | Sharded):
             if name in self.tensors:

@@ -21,6 +21,7 @@ from torch.serialization import skip_data
 from ...errors import CheckpointError
 from ..folder import sync_folder
 from ..source import Entry, Sink, Source
+from ..write import bytes_of
 from .archive import Archive
 from .built import Stored
 from .state import State, leaves, nested, replaced
@@ -113,7 +114,7 @@ class TorchFileSink(Sink):
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give a tensor among the values a name, by which it is written."""
         self._inner[f"\0{len(self._inner)}"] = tensor.detach()
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def _save(
         self, memory: mmap.mmap, entries: Mapping[str, Entry], values: Mapping[str, Any], ties: Mapping[str, str]
@@ -140,7 +141,7 @@ class TorchFileSink(Sink):
     def write(self, name: str, tensor: torch.Tensor) -> None:
         assert self._file is not None
         key, position, size = self._places[name]
-        data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        data = bytes_of(tensor)
         if len(data) != size:
             raise CheckpointError(
                 "A tensor is of another size than was said.", parameter=name, expected=size, got=len(data), code="K110"
@@ -174,5 +175,5 @@ def _aligned(nbytes: int) -> int:
 def _in_memory(memory: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
     """A tensor of storage of its own, whose elements nobody reads."""
     if not entry.numel:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     return torch.frombuffer(memory, dtype=entry.dtype, count=entry.numel, offset=start).reshape(entry.shape)

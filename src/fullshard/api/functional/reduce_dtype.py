@@ -1,0 +1,52 @@
+"""What `MixedPrecisionPolicy(reduce_dtype=None)` means: the rule of torch 2.15, or in adopted programs torch's own."""
+
+from __future__ import annotations
+
+import logging
+
+from ...policies import MixedPrecisionPolicy
+from ...shard import Unit
+from ...torch_private.releases import REDUCES_AS_COMPUTED
+
+logger = logging.getLogger("fullshard")
+
+
+class _Rule:
+    """One for the process, as `adopt` is.
+
+    Attributes:
+        as_computed: gradients are reduced in `param_dtype`.
+        logged: whether it was said that this changes results.
+    """
+
+    as_computed = False
+    logged = False
+
+
+def follow_torch() -> None:
+    """From now on `reduce_dtype=None` means what it means in the installed torch's `fully_shard`."""
+    _Rule.as_computed = REDUCES_AS_COMPUTED
+
+
+def reduces_as_computed() -> bool:
+    """Whether `reduce_dtype=None` means `param_dtype`."""
+    return _Rule.as_computed
+
+
+def log_difference(unit: Unit, policy: MixedPrecisionPolicy) -> None:
+    """Say once, on the first rank, that the installed torch would reduce a unit's gradients in another dtype."""
+    if _Rule.logged or not REDUCES_AS_COMPUTED or _Rule.as_computed or policy.reduce_dtype is not None:
+        return
+    for gradients in unit.gradients:
+        bucket = gradients.bucket
+        if bucket.storage_dtype.is_floating_point and gradients.reduce_dtype is not bucket.compute_dtype:
+            _Rule.logged = True
+            if unit.rank == 0:
+                logger.warning(
+                    "reduce_dtype=None reduces gradients in %s, the parameters' grad_dtype, as in torch 2.15; the "
+                    "installed torch reduces them in %s, the param_dtype. MixedPrecisionPolicy(reduce_dtype=...) "
+                    "chooses one.",
+                    gradients.reduce_dtype,
+                    bucket.compute_dtype,
+                )
+            return

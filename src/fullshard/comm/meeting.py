@@ -1,0 +1,75 @@
+"""Ranks meet before the engine says anything else over a gloo group: they open connections of the engine's own.
+
+Until these are open the user's group has to serve, on which a collective of the engine's pairs up with whatever another
+rank calls there: a hang, wrong numbers, or an abort in gloo's thread where sizes differ. Gloo pairs all-to-alls with
+all-to-alls only, which programs hardly call: by that ranks exchange a line of text, and nothing but that.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..mesh import Lines, backend_of, device_type_of, lines_of, open_lines
+from ..watcher import RANK, Address
+from .watched import Watched
+
+_met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those that may have no connections even so, too
+
+
+def own_lines(group: dist.ProcessGroup, backend: str | None = None) -> Lines:
+    """The connections of this group's ranks, opened now if they are not; the group itself where there can be none.
+
+    Collective over the group, the first time.
+
+    Args:
+        backend: by which the group serves the device that is meant; None: the device of `device_type_of`.
+
+    Raises:
+        DivergenceError: other ranks do not come, or are gone.
+    """
+    lines, size = lines_of(group), dist.get_world_size(group)
+    if lines.is_open or group in _met or not can_open(group, size, backend or backend_of(group, device_type_of(group))):
+        return lines
+    _met.add(group)
+    name, known = introduced(_exchanged(introduction(), group))
+    RANK.meet(known)
+    return open_lines(group, dist.get_rank(group), size, name, on_host=True)
+
+
+def can_open(group: dist.ProcessGroup, size: int, backend: str | None) -> bool:
+    """Whether ranks that talk over this group can have connections of the engine's own."""
+    return size > 1 and type(group) is dist.ProcessGroup and backend == "gloo"
+
+
+def introduction() -> str:
+    """What a rank says first: a name for connections, and where watchers are, as far as it knows (from other axes)."""
+    return json.dumps([secrets.token_hex(8), list(RANK.known.items())])
+
+
+def introduced(texts: Sequence[str]) -> tuple[str, dict[int, Address]]:
+    """From what all ranks said: the name that the first one chose, and where watchers are."""
+    names, known = zip(*map(json.loads, texts), strict=True)
+    return names[0], {rank: tuple(address) for each in known for rank, address in each}
+
+
+def _exchanged(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, in the order of the group's ranks. Collective over a gloo group."""
+    size, data = dist.get_world_size(group), text.encode()
+    room = max(int(each) for each in _of_all(torch.tensor([len(data)]), size, group))
+    rows = _of_all(torch.frombuffer(bytearray(data.ljust(room, b"\0")), dtype=torch.uint8), size, group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+
+
+def _of_all(mine: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor, as [ranks, n]."""
+    sent = mine.repeat(size)
+    received = torch.empty_like(sent)
+    RANK.talks("texts")
+    Watched(dist.all_to_all_single(received, sent, group=group, async_op=True)).wait()
+    return received.view(size, -1)

@@ -1,0 +1,94 @@
+"""What sharding has to do with an error of torch's own that a forward raised: a note on it.
+
+Such an error tells of shapes, dtypes or memory, and names neither the parameter nor what to do instead. It is looked
+at once it was raised, and only if its text is one of those that sharding is known to cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import FullshardError
+from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
+from .runner import Runner
+
+_FREED = "data is not allocated yet"
+_SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
+_DTYPES = re.compile(r"same dtype|expected scalar type")
+_SEEN = "_fullshard_seen"  # on an error: outer units see it when the inner ones show other parameters
+
+
+def add_hint(error: RuntimeError, runner: Runner) -> None:
+    """Add a note if the error is one of those that sharding causes. For the innermost unit, before it is put back."""
+    if isinstance(error, FullshardError) or _SEEN in error.__dict__:
+        return
+    error.__dict__[_SEEN] = True
+    text, hint = str(error), None
+    if _FREED in text:
+        hint = _of_freed(error)
+    elif _SHAPES.search(text):
+        hint = _of_parts(error)
+    elif _DTYPES.search(text):
+        hint = _of_dtypes(runner)
+    if hint is not None:
+        error.add_note(f"Fullshard: {hint}")
+
+
+def _of_freed(error: RuntimeError) -> str:
+    names = [
+        tensor.__dict__[WHOLE_KEY]
+        for tensor in _at_hand(error)
+        if WHOLE_KEY in tensor.__dict__ and tensor.numel() and not tensor.untyped_storage().nbytes()
+    ]
+    which = f"parameter {names[0]!r}" if names else "a parameter"
+    return (
+        f"this is probably a gathered weight ({which}) that was stored in a forward and is used after its unit was "
+        "freed. Use the parameter in its unit's own forward, store a copy (weight.clone()), or keep the unit gathered "
+        "meanwhile (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
+    )
+
+
+def _of_parts(error: RuntimeError) -> str | None:
+    for tensor in _at_hand(error):
+        if PART_KEY in tensor.__dict__:
+            return (
+                f"parameter {tensor.__dict__.get(NAME_KEY, '?')!r} is sharded at this point and shows this rank's "
+                f"1-D part, of {tensor.numel()} elements: its unit is not gathered. A weight can be used inside the "
+                "forward of its own FullyShardedDataParallel instance; wrap the module that uses it together with the "
+                "one that owns it, and return results from a forward, not a generator that computes them later."
+            )
+    return None
+
+
+def _of_dtypes(runner: Runner) -> str | None:
+    units = runner.root.units if runner.root is not None else [runner]
+    for one in units:
+        policy = one.settings.policy
+        if policy.param_dtype is not None and policy.output_dtype is None:
+            return (
+                f"unit {one.unit.name or '(root)'!r} computes in {policy.param_dtype} (mixed precision), and so "
+                "are its outputs. Convert the other tensor (y.to(x.dtype)), or the unit's output, with "
+                "MixedPrecisionPolicy(output_dtype=...)."
+            )
+    return None
+
+
+def _at_hand(error: RuntimeError) -> Iterator[torch.Tensor]:
+    """Tensors that the frame that raised had in variables, or as attributes that its code names, one module deep."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return
+    names = set(traceback.tb_frame.f_code.co_names)
+    for value in list(traceback.tb_frame.f_locals.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                if not name or name.split(".")[0] in names:
+                    yield from [p for key, p in module._parameters.items() if p is not None and key in names]

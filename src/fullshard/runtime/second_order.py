@@ -1,0 +1,53 @@
+"""The gradients that a backward with `create_graph` leaves, which a unit's parameters have no second derivatives of.
+
+They are reduced over ranks outside of autograd. Taken as constants they are right; a loss that is computed from them
+would lose its own gradient without a word, so they carry a node that says so when a backward comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import PhaseError
+from ..shard import Unit
+
+
+class _Reduced(torch.autograd.Function):
+    """A reduced gradient, as a function of nothing that can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise PhaseError(
+            "A loss was computed from .grad of a sharded parameter after backward(create_graph=True): the reduced "
+            "gradient is no part of the graph, and the second-order term would be missing.",
+            parameter=ctx.name,
+            expected="a loss that depends on gradients with respect to inputs or activations, or takes .grad as a "
+            "constant (.grad.detach())",
+            remedy="for a penalty on weights' gradients take finite differences of two backwards, or compute it in a "
+            "unit that is not sharded",
+            code="P320",
+        )
+
+
+def refuse_second_derivatives(units: Iterable[Unit]) -> None:
+    """Let whoever differentiates what these units' `.grad` hold now meet a `PhaseError`. With gradients enabled."""
+    anchor = torch.zeros((), requires_grad=True)
+    for unit in units:
+        for bucket in unit.buckets:
+            flat = bucket.flat_parameter
+            shown = [member.sharded for member in bucket.members] if flat is None else [flat]
+            for parameter in shown:
+                gradient = parameter.grad
+                if gradient is not None and not gradient.requires_grad:
+                    name = ", ".join(
+                        member.name for member in bucket.members if flat is not None or member.sharded is parameter
+                    )
+                    parameter.grad = _Reduced.apply(anchor, gradient, name)

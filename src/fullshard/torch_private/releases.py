@@ -1,0 +1,14 @@
+"""What torch's own `fully_shard` does differently from release to release, for programs that adopt Fullshard.
+
+There is nothing private in this but the knowledge; the public alternative is to read `torch.__version__` where it
+matters. `tests/test_private_api.py` compares with what the installed torch does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+REDUCES_AS_COMPUTED = RELEASE < (2, 15)
+"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` reduces in `param_dtype`; from 2.15 on in `grad_dtype`."""

@@ -1,0 +1,31 @@
+"""Steps of an optimizer that are nobody's business but ours: without the hooks that programs registered on them.
+
+Private torch API: `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and the same for all
+optimizers in `torch.optim.optimizer`. The public alternative would be a step that runs the hooks, which count it, write
+it down or wait for other ranks. `tests/test_private_api.py` says when they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which no hook runs before or after a step of `optimizer`."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in names]
+    tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)

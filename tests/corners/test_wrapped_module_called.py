@@ -1,0 +1,83 @@
+"""A forward of `wrapper.module` gathers nothing: refused where it would compute with parts of weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy
+from fullshard.errors import UsageError
+from ways import batch, but_last, layers, loss_of, shard
+
+REFUSED = "called directly"
+
+
+def fitting() -> nn.Linear:
+    """Two ranks hold a row each, which `F.linear` takes for a whole weight of one output."""
+    torch.manual_seed(0)
+    return nn.Linear(4, 2, bias=False)
+
+
+def test_a_forward_that_passes_the_instance_by_is_refused(run_ranks):
+    run_ranks(passed_by)
+
+
+def passed_by() -> None:
+    x = torch.randn(3, 4)
+    for wrapped in (fitting(), checkpoint_wrapper(fitting())):
+        model = FSDP(wrapped, use_orig_params=True)
+        for _ in range(2):  # before the first forward and after it
+            with pytest.raises(UsageError, match=REFUSED) as error:
+                model.module(x)
+            assert "weight" in str(error.value)
+            model(x).sum().backward()
+        copied = copy.deepcopy(model)
+        copied(x)
+        with pytest.raises(UsageError, match=REFUSED):
+            copied.module(x)
+
+
+def test_what_else_is_done_with_the_wrapped_module_works(run_ranks):
+    run_ranks(used_otherwise)
+
+
+def used_otherwise() -> None:
+    plain = layers()
+    x = batch(0)
+    for nested in (False, True):
+        model = shard(layers(), "originals", but_last)
+        if nested:  # the instances around it have no parameters: those inside gather theirs
+            model = FSDP(nn.Sequential(model), use_orig_params=True)
+            model(x)
+            assert torch.allclose(model.module(x), plain(x))
+        loss_of(model, x).backward()
+        assert len(model.module.state_dict()) == len(list(model.module.named_parameters())) == 10
+        model.module.eval()
+        with FSDP.summon_full_params(model), torch.no_grad():
+            assert torch.allclose(model.module(x), plain(x))
+        if not nested:
+            with FSDP.summon_full_params(model, recurse=False), torch.no_grad():
+                assert torch.allclose(model.module(x), plain(x))
+    model = FSDP(layers(), use_orig_params=True)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    loss_of(model, x).backward()
+    model = FSDP(layers(), use_orig_params=True)
+    with FSDP.summon_full_params(model):
+        whole = copy.deepcopy(model.module)
+        torch.save(whole, file := io.BytesIO())
+    file.seek(0)
+    for taken in (whole, torch.load(file, weights_only=False)):
+        assert torch.allclose(taken(x), plain(x))
+    unsplit = FSDP(layers(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert torch.allclose(unsplit.module(x), plain(x))
+    both = FSDP(checkpoint_wrapper(layers()), use_orig_params=True)
+    loss_of(both, x).backward()

@@ -1,0 +1,135 @@
+"""Saves in the background that end badly, or meet ranks of another group: nobody waits for ever, all are told once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import threads
+from torch import nn
+
+import fullshard
+from fullshard import CheckpointError
+from fullshard.store import background, writer_process
+from fullshard.store.folder import Folder
+from raising import raises
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def group_of_two() -> dist.ProcessGroup | None:
+    return dist.new_group([0, 1])
+
+
+def saves_of_some_and_of_all(folder: Path) -> list[str]:
+    """The first two ranks save; then all do; then the first two ask how theirs ended, after it was settled in another
+    group. Then the other way around."""
+    few, rank = group_of_two(), dist.get_rank()
+    sharded = fullshard.fully_shard(model_of(2.0))
+    with threads():
+        first = None
+        if rank < 2:
+            first = fullshard.save(folder / "few", model_of(1.0), step=1, asynchronous=True, process_group=few)
+        second = fullshard.save(folder / "all", sharded, step=2, asynchronous=True)
+        paths = [] if first is None else [first.wait()]
+        if rank < 2:
+            third = fullshard.save(folder / "few", model_of(3.0), step=3, asynchronous=True, process_group=few)
+            paths.append(third.wait())
+        paths.append(second.wait())
+    return [Path(path).name for path in paths]
+
+
+def test_a_save_of_some_ranks_then_one_of_all(run_ranks: Any, tmp_path: Path) -> None:
+    names = [f"step-{step:09d}" for step in (1, 3, 2)]
+    told = run_ranks(saves_of_some_and_of_all, tmp_path, world=4, timeout=40)
+    assert told == [names, names, names[2:], names[2:]]
+
+
+def no_disk(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def a_disk_that_fails(folder: Path, failing: int) -> tuple[list[str], list[str], list[str]]:
+    """Texts of errors and warnings of saves, while a rank's disk fails for good, and after; what is there then."""
+    errors: list[str] = []
+    model = fullshard.fully_shard(model_of(1.0))
+    with threads(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with contextlib.ExitStack() as faults:
+            if dist.get_rank() == failing:
+                faults.enter_context(mock.patch.multiple(writer_process, write=no_disk, note_written=no_disk))
+                faults.enter_context(mock.patch.object(Path, "touch", no_disk))
+            saving = fullshard.save(folder, model, step=1, asynchronous=True)
+            for _ in range(2):  # the same each time that it is asked
+                try:
+                    saving.wait()
+                except CheckpointError as error:
+                    errors.append(str(error))
+            unasked = fullshard.save(folder, model, step=2, asynchronous=True)  # nobody waits for it
+            while dist.get_rank() == failing and not unasked.done:
+                time.sleep(0.01)
+        fullshard.save(folder, model, step=3)
+        fullshard.save(folder, model, step=4, asynchronous=True).wait()
+    texts = [str(one.message) for one in seen if "W422" in str(one.message)]
+    return errors, texts, Folder(folder).names()
+
+
+def test_a_disk_of_one_rank_that_fails_for_good(run_ranks: Any, tmp_path: Path) -> None:
+    """All ranks are told, once; the next save saves."""
+    for failing in (0, 1):
+        folder = tmp_path / str(failing)
+        for rank, (errors, texts, names) in enumerate(run_ranks(a_disk_that_fails, folder, failing, timeout=40)):
+            assert len(errors) == 2 and errors[0] == errors[1] and "Input/output error" in errors[0], errors
+            assert f"rank:      {failing}" in errors[0] and "K041" in errors[0]
+            assert len(texts) == (rank == 0) and all("Input/output error" in text for text in texts), texts
+            assert names == ["step-000000003", "step-000000004"]
+
+
+def test_no_room_for_another_process(tmp_path: Path) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    writer = background.Writer()
+    with (
+        mock.patch.object(background, "WRITER", writer),
+        mock.patch("fullshard.store.save.WRITER", writer),
+        mock.patch.object(subprocess, "Popen", refuse),
+        pytest.raises(CheckpointError, match="ulimit"),
+    ):
+        fullshard.save(tmp_path, model_of(1.0), asynchronous=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_what_the_first_ranks_process_learns_of_another(tmp_path: Path) -> None:
+    """From the folder, from its own rank, or not at all."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        order = mock.Mock(patience=0.0)
+        with raises("K167"):
+            writer_process.wait_for(tmp_path, 1, order, theirs)
+        order.patience = 60.0
+        background.note_written(tmp_path, 1, "no room", failed=True)
+        with raises("K165"):
+            writer_process.wait_for(tmp_path, 1, order, theirs)
+        ours.sendall(background.GIVE_UP)
+        with raises("K424"):
+            writer_process.wait_for(tmp_path, 2, order, theirs)
+        with raises("K166"):
+            writer_process.wait_for(tmp_path / "removed", 1, order, theirs)

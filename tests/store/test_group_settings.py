@@ -1,0 +1,148 @@
+"""Settings of optimizers belong to parameters: loaded into other groups, each keeps its own, or there is an error."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import fullshard
+from fullshard import CheckpointError
+from fullshard.errors import MissingStateError
+from fullshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+WEIGHTS, BIASES = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
+SPLIT = [(WEIGHTS, {"lr": 0.1, "weight_decay": 0.3}), (BIASES, {"lr": 0.1, "weight_decay": 0.0})]
+ONE = [(WEIGHTS + BIASES, {"lr": 0.7})]
+
+
+def trained(groups: list[tuple[list[str], dict[str, Any]]], shard: bool = False) -> tuple[Any, torch.optim.AdamW]:
+    """A model and its optimizer of these groups, after one step."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if shard:
+        fullshard.fully_shard(model)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [named[name] for name in names], **own} for names, own in groups])
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def through_a_folder(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
+    fullshard.save(folder, model, optimizer)
+    fullshard.load(folder, *into)
+
+
+def through_a_flat_folder(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
+    """A program's that saves with DCP, and flattens."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(state, checkpoint_id=folder)
+    fullshard.load(folder, *into)
+
+
+def through_a_state_dict(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(*into, optim_state_dict=state, options=StateDictOptions(full_state_dict=True))
+
+
+def through_a_flat_state_dict(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(*into, optim_state_dict=state, options=options)
+
+
+THROUGH = (through_a_folder, through_a_flat_folder, through_a_state_dict, through_a_flat_state_dict)
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
+    return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def test_every_parameter_keeps_its_settings(tmp_path: Path, fake_world: Any) -> None:
+    """By other groups, in another order: each way that state takes."""
+    fake_world(1)
+    alone = [([name], {"lr": 0.9}) for name in (*BIASES, *WEIGHTS)]
+    for number, through in enumerate(THROUGH):
+        for groups, want in ((SPLIT[::-1], [(0.1, 0.0), (0.1, 0.3)]), (alone, [(0.1, 0.0)] * 2 + [(0.1, 0.3)] * 2)):
+            model, optimizer = trained(groups, shard=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Groups")
+                through(tmp_path / f"{number}-{len(groups)}", *trained(SPLIT, shard=True), (model, optimizer))
+            assert settings(optimizer) == want, through
+
+
+def test_one_group_cannot_have_two_values(tmp_path: Path, fake_world: Any) -> None:
+    fake_world(1)
+    for number, through in enumerate(THROUGH):
+        model, optimizer = trained(ONE, shard=True)
+        before = [p.clone() for p in optimizer.state[next(iter(optimizer.state))].values()]
+        with pytest.raises(CheckpointError, match=r"group 0 .*'weight_decay'") as caught:
+            through(tmp_path / str(number), *trained(SPLIT, shard=True), (model, optimizer))
+        assert "weight_decay=0.3, as 0.weight" in str(caught.value) and "weight_decay=0.0" in str(caught.value)
+        assert settings(optimizer) == [(0.7, 0.01)]
+        after = optimizer.state[next(iter(optimizer.state))].values()
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_groups_that_were_one_are_told_of(tmp_path: Path, fake_world: Any) -> None:
+    fake_world(1)
+    for number, through in enumerate((through_a_folder, through_a_state_dict)):
+        model, optimizer = trained(SPLIT, shard=True)
+        with pytest.warns(UserWarning, match=r"Groups 0 and 1 .*'weight_decay'"):
+            through(tmp_path / str(number), *trained(ONE, shard=True), (model, optimizer))
+        assert settings(optimizer) == [(0.7, 0.01)] * 2
+
+
+def test_text_in_place_of_a_number(tmp_path: Path) -> None:
+    for number, change in enumerate(({"lr": "0.1"}, {"betas": (0.9, "0.99")}, {"eps": [1e-8]}, {"lr": torch.ones(2)})):
+        model, optimizer = trained(SPLIT)
+        optimizer.param_groups[1].update(change)
+        fullshard.save(tmp_path / str(number), model, optimizer)
+        with pytest.raises(CheckpointError, match="another type"):
+            fullshard.load(tmp_path / str(number), *trained(SPLIT))
+
+
+def test_settings_of_other_types_that_mean_the_same(tmp_path: Path) -> None:
+    """A learning rate in a tensor, or None where it was a number, is no damage."""
+    model, optimizer = trained(SPLIT)
+    optimizer.param_groups[0].update(lr=torch.tensor(0.25), betas=[0.8, 0.9], foreach=None, capturable=False)
+    fullshard.save(tmp_path, model, optimizer)
+    model, optimizer = trained(SPLIT)
+    optimizer.param_groups[0].update(foreach=False)
+    fullshard.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["foreach"] is None
+
+
+def sgd(model: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def test_an_optimizer_that_keeps_no_state(tmp_path: Path, fake_world: Any) -> None:
+    """Its settings load, by each way; state that another optimizer would need is missed, as before."""
+    fake_world(1)
+    for number, through in enumerate(THROUGH):
+        model, _ = trained(ONE, shard=True)
+        into, _ = trained(ONE, shard=True)
+        optimizer = sgd(into, 0.9)
+        through(tmp_path / str(number), model, sgd(model, 0.25), (into, optimizer))
+        assert optimizer.param_groups[0]["lr"] == 0.25 and not optimizer.state
+    for through in THROUGH[2:]:
+        adam = torch.optim.Adam(model.parameters())
+        with pytest.raises(MissingStateError, match=r"0.weight"):
+            through(tmp_path, model, sgd(model, 0.25), (model, adam))
+        assert not adam.state

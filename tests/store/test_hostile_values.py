@@ -1,0 +1,227 @@
+"""Values in files from elsewhere that are meant to take hours, all memory, or to reach what they must not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+import fullshard
+from forged import STEP, Forged, outcome, save_small, saved
+from fullshard import CheckpointError, DamagedCheckpointError
+from fullshard.store import entries, read
+from fullshard.store.formats import safetensors_folder
+from fullshard.store.formats.dcp import DcpSource
+from fullshard.store.formats.torch_file import TorchFileSource
+from fullshard.store.storage import LocalStorage
+
+WEIGHT = "model.0.weight"
+DOTS = "a." * 500_000
+"""A name whose beginnings take 250 GB."""
+ONE_HASH = [n * (2**61 - 1) for n in range(2, 20_000)]
+
+
+def long_path(forged: Forged) -> None:
+    forged.metadata.planner_data[WEIGHT] = ("model", DOTS)
+
+
+def long_name(forged: Forged) -> None:
+    forged.metadata.state_dict_metadata[f"model.{DOTS}"] = forged.metadata.state_dict_metadata[WEIGHT]
+    forged.manifest["tensors"][f"model.{DOTS}"] = forged.manifest["tensors"][WEIGHT]
+
+
+def keys_of_one_hash(forged: Forged) -> None:
+    forged.metadata.planner_data = dict.fromkeys(ONE_HASH, ("model",))
+
+
+def values_with_keys_of_one_hash(forged: Forged) -> None:
+    forged.manifest["values"]["state"]["order"] = {"$pairs": [[key, 0] for key in ONE_HASH]}
+
+
+def tuples_of_one_hash(forged: Forged) -> None:
+    forged.manifest["values"]["state"]["order"] = {"$set": [{"$tuple": [key]} for key in ONE_HASH]}
+
+
+def a_key_twice(forged: Forged) -> None:
+    forged.manifest["values"]["state"]["order"] = {"$pairs": [[1, "right"], [1, "wrong"]]}
+
+
+def a_rate_in_words(forged: Forged) -> None:
+    forged.manifest["values"]["optimizer"]["param_groups"][0]["lr"] = "0.1"
+
+
+def groups_without_parameters(forged: Forged) -> None:
+    del forged.manifest["values"]["optimizer"]["param_groups"][0]["params"]
+
+
+def a_foreign_setting_of_one_hash(forged: Forged) -> None:
+    """Where another program's checkpoint keeps a setting of the optimizer."""
+    forged.put_record("optimizer.param_groups.0.betas", saved(dict.fromkeys(ONE_HASH, 0)))
+
+
+ATTACKS = (
+    a_foreign_setting_of_one_hash,
+    long_path,
+    long_name,
+    keys_of_one_hash,
+    values_with_keys_of_one_hash,
+    tuples_of_one_hash,
+    a_key_twice,
+    a_rate_in_words,
+    groups_without_parameters,
+)
+
+
+def forged_in(root: Path) -> Forged:
+    save_small(root)
+    return Forged(root / STEP)
+
+
+def test_values_that_are_no_values(tmp_path: Path) -> None:
+    for attack in ATTACKS:
+        forged = forged_in(tmp_path / attack.__name__)
+        attack(forged)
+        forged.sign()
+        if "foreign" in attack.__name__:
+            (forged.folder / "manifest.json").unlink()
+        error, unchanged, _ = outcome(tmp_path / attack.__name__, check=False)
+        assert isinstance(error, CheckpointError) and unchanged, (attack.__name__, error)
+        assert len(str(error)) < 2000, attack.__name__
+
+
+def test_a_name_that_a_manifest_says_twice(tmp_path: Path) -> None:
+    forged = forged_in(tmp_path)
+    text = json.dumps(forged.manifest, separators=(",", ":"))
+    twice = text.replace('"step":3', '"step":4,"step":3')
+    assert twice != text
+    forged.write_manifest(twice.encode())
+    error, unchanged, _ = outcome(tmp_path)
+    assert isinstance(error, DamagedCheckpointError) and "twice" in str(error) and unchanged
+
+
+def test_classes_stay_as_they_are(tmp_path: Path) -> None:
+    """A pickle may set attributes of what it names: they are not those of the process."""
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    change = b"N}X\x07\x00\x00\x00changedK\x01s\x86b"
+    forged = forged_in(tmp_path)
+    forged.sign(metadata=b"\x80\x02" + name + change + b".")
+    error, unchanged, _ = outcome(tmp_path)
+    assert isinstance(error, CheckpointError) and unchanged
+    assert not hasattr(Metadata, "changed")
+
+
+def test_files_of_torch_with_such_values(tmp_path: Path) -> None:
+    for number, state in enumerate(({DOTS: torch.ones(1)}, {"step": dict.fromkeys(ONE_HASH, 0), "model": {}})):
+        path = tmp_path / f"{number}.pt"
+        torch.save(state, path)
+        with pytest.raises(CheckpointError) as caught:
+            TorchFileSource(path)
+        assert len(str(caught.value)) < 2000
+
+
+def test_metadata_may_be_as_long_as_what_it_describes(tmp_path: Path, monkeypatch: Any) -> None:
+    """A job of thousands of ranks has more than any fixed limit; holes in files are no data."""
+    save_small(tmp_path)
+    monkeypatch.setattr(read, "MOST_WHOLE", 1024)
+    manifest = tmp_path / STEP / "manifest.json"
+    assert (tmp_path / STEP / ".metadata").stat().st_size > 1024
+    manifest.unlink()
+    with DcpSource(tmp_path / STEP) as source:
+        assert source.read(WEIGHT).numel()
+    for name in (".metadata", "__0_0.distcp"):  # of which holes make 8 GiB
+        os.truncate(tmp_path / STEP / name, 2**33)
+        with pytest.raises(DamagedCheckpointError, match="too large"):
+            DcpSource(tmp_path / STEP)
+
+
+def test_metadata_of_many_small_pieces_is_shorter_than_they_are(tmp_path: Path) -> None:
+    """What `most_metadata` relies on, at its worst: one element in each piece, and long names."""
+    model = torch.nn.ParameterDict({f"{'layer_' * 30}{n}": torch.nn.Parameter(torch.ones(1)) for n in range(200)})
+    path = fullshard.save(tmp_path, model).wait()
+    storage = LocalStorage(Path(str(path)))
+    assert storage.sizes[".metadata"] < read.most_metadata(storage)
+
+
+def test_what_is_saved_can_be_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    """Large values: bytes are kept beside the manifest; of text what is too much is refused before it is written."""
+    monkeypatch.setattr(entries, "MOST_JSON", 50_000)
+    large = os.urandom(200_000)
+    model = torch.nn.Linear(2, 2)
+    state = {"bytes": {"it": large}, "array": np.arange(50_000), "text": "a" * 20_000, "bytearray": bytearray(70_000)}
+    fullshard.save(tmp_path, model, state=state)
+    found = fullshard.load(tmp_path, model).state
+    assert found["bytes"] == {"it": large} and found["text"] == state["text"] and found["bytearray"] == bytes(70_000)
+    assert (found["array"] == state["array"]).all()
+    assert (tmp_path / "step-000000000" / "manifest.json").stat().st_size < 50_000
+    with pytest.raises(CheckpointError, match="too long") as caught:
+        fullshard.save(tmp_path, model, state={"few": [1], "many": list(range(20_000))})
+    assert "many" in str(caught.value)
+    assert len(fullshard.Folder(tmp_path).names()) == 1
+
+
+def test_a_sharded_state_that_is_not_there(tmp_path: Path, fake_world: Any) -> None:
+    """A sharded tensor of an object, which the files lack: an error, rather than whatever memory holds."""
+    fake_world(1)
+    model = torch.nn.Linear(2, 2)
+    fullshard.fully_shard(model)
+    average = Average(model)
+    fullshard.save(tmp_path, model, state={"average": average})
+    forged = Forged(tmp_path / "step-000000000")
+    value = forged.manifest["values"]["state"]["average"]["weight"]
+    forged.manifest["values"]["state"]["average"]["weight"] = {"$tensor": value["$tensor"] + ".not"}
+    forged.sign()
+    model.weight = torch.nn.Parameter(model.weight.detach().clone())
+    average.tensors[value["$tensor"]] = 0
+    average.name = "weight.not"
+    with pytest.raises(DamagedCheckpointError, match="manifest names is missing"):
+        fullshard.load(tmp_path, model, state={"average": average})
+    assert not average.taken
+
+
+class Average:
+    """Keeps sharded tensors; may call one otherwise than it did."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.name, self.taken = model, "weight", False
+        self.tensors: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.name: self.model.weight.detach()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = True
+
+
+def test_the_state_of_an_accelerators_generator(monkeypatch: Any) -> None:
+    """Checked before anything is changed, as all others are."""
+    state = entries.Generators().state_dict()
+    state["accelerator"] = torch.zeros(3, dtype=torch.uint8)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="RNG state"):
+        entries.Generators().check(state)
+
+
+def test_a_link_that_takes_a_files_place(tmp_path: Path, monkeypatch: Any) -> None:
+    """Between the look at a name and the opening of its file."""
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (tmp_path, tmp_path / "elsewhere"):
+        save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    inside = safetensors_folder._inside
+
+    def swapped(folder: Path, name: str) -> Path:
+        found = inside(folder, name)
+        found.unlink()
+        found.symlink_to(tmp_path / "elsewhere" / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(safetensors_folder, "_inside", swapped)
+    with pytest.raises(OSError, match="symbolic links"):
+        safetensors_folder.SafetensorsSource(tmp_path)

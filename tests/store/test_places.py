@@ -1,0 +1,303 @@
+"""Which checkpoint of a folder is meant, whatever was done to the folder: copied, moved, merged, renamed, pruned."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from forged import Forged
+from fullshard import CheckpointError, DamagedCheckpointError
+from fullshard.exchange.inspect import inspect
+from fullshard.store.folder import Folder
+from fullshard.store.remote import RemoteFolder, folder_at
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def save(folder: Any, step: int, **options: Any) -> None:
+    """A checkpoint whose values are its step."""
+    fullshard.save(folder, model_of(float(step)), step=step, rng=False, **options)
+
+
+def loaded(folder: Any, **options: Any) -> int:
+    """The step of what is loaded; every value is that step's."""
+    model = model_of(-1.0)
+    found = fullshard.load(folder, model, rng=False, **options)
+    assert all(bool((p == found.step).all()) for p in model.parameters()), (found, list(model.parameters()))
+    return found.step
+
+
+def name_of(step: int, turn: int = 1) -> str:
+    return f"step-{step:09d}" + (f".{turn}" if turn > 1 else "")
+
+
+def both_kinds(folder: Path) -> list[Folder]:
+    """The same folder as a path, and as the address of an object store."""
+    return [Folder(folder), RemoteFolder(f"file://{folder}")]
+
+
+# In which order they were saved.
+
+
+def test_a_folder_that_was_copied_in_any_order(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step)
+    for number, order in enumerate(((3, 2, 1), (2, 3, 1), (1, 3, 2))):
+        copy = tmp_path / f"copy{number}"
+        copy.mkdir()
+        for at, step in enumerate(order):
+            shutil.copytree(tmp_path / "run" / name_of(step), copy / name_of(step))
+            for path in (copy / name_of(step)).rglob("*"):
+                os.utime(path, (1000.0 + at, 1000.0 + at))
+        for folder in both_kinds(copy):
+            assert folder.names() == [name_of(1), name_of(2), name_of(3)]
+        assert loaded(copy) == 3  # `latest` was not copied
+        inspect(copy)
+        damaged = copy / name_of(3) / "__0_0.distcp"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert loaded(copy, fall_back=True) == 2
+        save(copy, 4, keep_last=2)
+        assert Folder(copy).names() == [name_of(3), name_of(4)]
+
+
+def test_a_clock_that_was_wrong(tmp_path: Path, monkeypatch: Any) -> None:
+    """Ahead, set back, and stopped: the order is that of the saves."""
+    for folder in (Folder(tmp_path / "path"), RemoteFolder(f"file://{tmp_path}/address")):
+        for step, ahead in ((1, 86400.0), (2, 0.0), (3, -86400.0), (4, -86400.0)):
+            with monkeypatch.context() as clock:
+                now = time.time() + ahead
+                clock.setattr(time, "time", lambda now=now: now)
+                save(folder, step)
+        assert folder.names() == [name_of(step) for step in (1, 2, 3, 4)]
+        save(folder, 2)  # a run that went back to step 1: of step 2 there are two now
+        assert folder.names() == [name_of(1), name_of(2), name_of(3), name_of(4), name_of(2, 2)]
+        save(folder, 3, keep_last=2)
+        assert folder.names() == [name_of(2, 2), name_of(3, 2)]
+        assert loaded(folder) == 3
+
+
+def test_equal_times_and_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        save(tmp_path, step)
+        forged = Forged(tmp_path / name_of(step))
+        forged.manifest["time"] = 1000.0
+        forged.sign()
+    for folder in both_kinds(tmp_path):
+        assert folder.names() == [name_of(9), name_of(10), name_of(11)]
+    for step, text in ((10, b""), (11, b'{"sha256":"')):
+        (tmp_path / name_of(step) / "manifest.json").write_bytes(text)
+    for folder in both_kinds(tmp_path):  # they stay where their steps are: damage is reported, not passed over
+        assert folder.names() == [name_of(9), name_of(10), name_of(11)]
+    (tmp_path / "latest").unlink()
+    with pytest.raises(DamagedCheckpointError):
+        loaded(tmp_path)
+    save(tmp_path, 12)
+    assert Folder(tmp_path).names()[-1] == name_of(12)
+
+
+# Files that were moved, and folders that were renamed.
+
+
+def test_files_that_were_moved_up_a_folder(tmp_path: Path) -> None:
+    """Any part of them: the checkpoint that lacks them is damaged, and what lies above is not taken for one."""
+    save(tmp_path / "whole", 1)
+    save(tmp_path / "whole", 2)
+    files = sorted(path.name for path in (tmp_path / "whole" / name_of(2)).iterdir())
+    assert len(files) == 3
+    for number in range(1, 8):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        for bit, file in enumerate(files):
+            if number >> bit & 1:
+                (folder / name_of(2) / file).rename(folder / file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(DamagedCheckpointError):
+                loaded(folder)
+            with pytest.raises(CheckpointError):
+                inspect(folder)
+            assert loaded(folder, fall_back=True) == 1, files
+
+
+def test_a_checkpoint_that_has_checkpoints_in_it(tmp_path: Path) -> None:
+    """Of a save into the folder of a checkpoint, and of a copy into the folder above: the newest that `save` made."""
+    save(tmp_path, 1)
+    nested = tmp_path / name_of(1)
+    save(nested, 2)
+    with pytest.warns(UserWarning, match="W420"):
+        assert loaded(nested) == 2
+    assert loaded(nested, step=2) == 2
+    assert loaded(tmp_path) == 1
+    for path in (nested / name_of(2)).iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    with pytest.warns(UserWarning, match="W420"):
+        assert loaded(tmp_path) == 1
+    (tmp_path / "alone").mkdir()
+    for path in (nested / name_of(2)).iterdir():
+        shutil.copy(path, tmp_path / "alone" / path.name)
+    assert loaded(tmp_path / "alone") == 2
+
+
+def test_a_renamed_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / name_of(1)).rename(tmp_path / name_of(2))
+    save(tmp_path, 5)
+    with pytest.raises(DamagedCheckpointError, match="step 1"):
+        loaded(tmp_path, step=2)
+    (tmp_path / "latest").write_text(name_of(2))
+    with pytest.raises(DamagedCheckpointError, match="step 1"):
+        loaded(tmp_path)
+    with pytest.warns(UserWarning, match="W014"):
+        assert loaded(tmp_path, fall_back=True) == 5
+    assert loaded(tmp_path / name_of(2)) == 1  # named as it is
+
+
+def test_without_a_manifest_nothing_is_checked_and_that_is_said(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    (tmp_path / name_of(0) / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="W421"):
+        loaded(tmp_path / name_of(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded(tmp_path / name_of(0), check=False)  # nothing was to be checked
+
+
+# A save beside it.
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    """At any moment: the newer one is loaded."""
+    save(tmp_path, 1)
+    steps = [1]
+    before = Folder.storage
+
+    def replaced_first(self: Folder, name: str) -> Any:
+        if len(steps) < 4:
+            steps.append(steps[-1] + 1)
+            save(tmp_path, steps[-1], keep_last=1)
+        return before(self, name)
+
+    with monkeypatch.context() as beside:
+        beside.setattr(Folder, "storage", replaced_first)
+        assert loaded(tmp_path) == 4
+    steps[:] = [4]
+    beside_opened = Folder.storage
+
+    def replaced_after(self: Folder, name: str) -> Any:
+        storage = beside_opened(self, name)
+        if len(steps) < 3:
+            steps.append(steps[-1] + 1)
+            save(tmp_path, steps[-1], keep_last=1)
+        return storage
+
+    with monkeypatch.context() as beside:
+        beside.setattr(Folder, "storage", replaced_after)
+        assert loaded(tmp_path) == 6
+        steps[:] = [6]
+        with pytest.raises(CheckpointError, match="removed while it was being read"):
+            loaded(tmp_path, step=6)
+        steps[:] = [7]
+        with pytest.raises(CheckpointError, match="removed while it was being read"):
+            loaded(tmp_path / name_of(7))
+
+
+def test_the_first_start_and_a_restart_by_one_call(tmp_path: Path) -> None:
+    model = model_of(7.0)
+    start = fullshard.load(tmp_path / "run", model, missing_ok=True)
+    assert start.path is None and start.step == 0 and bool((model.weight == 7.0).all())
+    save(tmp_path / "run", 3)
+    assert loaded(tmp_path / "run", missing_ok=True) == 3
+    with pytest.raises(CheckpointError, match="step 4"):
+        loaded(tmp_path / "run", missing_ok=True, step=4)
+
+
+# Object stores.
+
+
+def test_a_save_that_ended_between_the_manifest_and_its_marker(tmp_path: Path) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}")
+    save(folder, 1)
+    marker = tmp_path / name_of(1) / "saving"
+    marker.write_text(str(time.time() - 25 * 3600.0))
+    save(folder, 2)
+    assert folder.names() == [name_of(1), name_of(2)] and not marker.exists()
+    broken = tmp_path / name_of(3)
+    broken.mkdir()
+    (broken / "saving").write_text(str(time.time() - 25 * 3600.0))
+    save(folder, 4)
+    assert not broken.exists()
+
+
+def test_a_marker_that_does_not_say_when(tmp_path: Path) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}")
+    for text in ("", "yesterday", "nan"):
+        broken = tmp_path / name_of(3)
+        broken.mkdir()
+        (broken / "saving").write_text(text)
+        save(folder, 4)
+        assert broken.exists()  # it may have begun just now
+        assert abs(float((broken / "saving").read_text()) - time.time()) < 3600.0
+        shutil.rmtree(broken)
+
+
+def test_a_local_path_written_as_an_address(tmp_path: Path) -> None:
+    for address in (f"file://{tmp_path}", f"local://{tmp_path}"):
+        folder = folder_at(address)
+        assert type(folder) is Folder and folder.path == tmp_path
+    save(f"file://{tmp_path}", 1)
+    assert (tmp_path / "lock").exists() and loaded(tmp_path) == 1
+
+
+# What another user may have prepared.
+
+
+def test_links_and_pipes_in_the_way(tmp_path: Path) -> None:
+    """A save neither writes outside of its folder nor waits for a reader of a pipe."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "latest.new").symlink_to(victim)
+    save(run, 1)
+    (run / "latest.new").symlink_to(victim)
+    save(run, 2)
+    os.mkfifo(run / "latest.new")
+    save(run, 3)
+    assert loaded(run) == 3 and victim.read_text() == "precious"
+    for prepare in (lambda path: path.symlink_to(victim), os.mkfifo, os.mkdir):
+        (run / "lock").rmdir() if (run / "lock").is_dir() else (run / "lock").unlink()
+        prepare(run / "lock")
+        with pytest.raises(CheckpointError, match="lock"):
+            save(run, 4)
+        assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_place_of_a_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError):
+        inspect(tmp_path / "pipe")
+    save(tmp_path, 1)
+    for file in ("manifest.json", ".metadata", "__0_0.distcp"):
+        copy = tmp_path / f"with {file}"
+        shutil.copytree(tmp_path / name_of(1), copy / name_of(1))
+        (copy / name_of(1) / file).unlink()
+        os.mkfifo(copy / name_of(1) / file)
+        with pytest.raises(CheckpointError):
+            loaded(copy / name_of(1))

@@ -1,0 +1,271 @@
+"""Parameters without dims, NaN, conjugated values, ties that come and go, a default device without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward import differences
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import fullshard
+from fullshard import CheckpointError
+from fullshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from ways import shard
+
+WHOLE = StateDictOptions(full_state_dict=True)
+WAYS = ("flat", "blocks", "owner", "wrapper", "originals")  # `rows` refuses parameters without dims
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def made(way: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: Any = Scaled()
+    if way != "plain":
+        model = shard(model, way, lambda whole: [])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    found = {f"model.{k}": v.clone() for k, v in get_model_state_dict(model, options=WHOLE).items()}
+    state = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
+    for name, own in state.items():
+        found |= {f"{name}.{k}": torch.as_tensor(v).clone() for k, v in own.items()}
+    return found
+
+
+def through_everything(folder: Path) -> dict[str, list[str]]:
+    """Train, then save and load by each way: in a folder, and in state dicts, whole and sharded; train on."""
+    problems: dict[str, list[str]] = {}
+    for number, way in enumerate(WAYS):
+        model, optimizer = made(way, 0)
+        train(model, optimizer)
+        fullshard.save(folder / way, model, optimizer)
+        want = whole(model, optimizer)
+        other = WAYS[number - 1]
+        taken = [(made(way, 1), None), (made(other, 1), None)]
+        taken += [(made(way, 1), WHOLE), (made(way, 1), StateDictOptions())]
+        for (into, its), options in taken:
+            if options is None:
+                fullshard.load(folder / way, into, its)
+            else:
+                set_model_state_dict(into, get_model_state_dict(model, options=options), options=options)
+                state = get_optimizer_state_dict(model, optimizer, options=options)
+                set_optimizer_state_dict(into, its, state, options=options)
+            problems[f"{way} {options}"] = differences(whole(into, its), want)
+            train(into, its)
+        train(model, optimizer)
+        problems[f"{way} on"] = differences(whole(into, its), whole(model, optimizer))
+    return problems
+
+
+def test_parameters_without_dims(run_ranks: Any, tmp_path: Path) -> None:
+    for problems in run_ranks(through_everything, tmp_path):
+        assert not any(problems.values()), problems
+    model, optimizer = made("plain", 1)
+    fullshard.load(tmp_path / "flat", model, optimizer)
+    train(model, optimizer)
+    fullshard.save(tmp_path / "plain", model, optimizer)
+
+
+def test_nan_is_equal_to_nan(tmp_path: Path, fake_world: Any) -> None:
+    """State that is NaN for all parameters of one tensor: trained, saved, and loaded into the same."""
+    fake_world(1)
+    torch.manual_seed(0)
+    for through_a_folder in (True, False):
+        model: Any = shard(nn.Sequential(nn.Linear(2, 2)), "flat", lambda whole: [])
+        views = fullshard.optimizer_view(model)
+        optimizer = torch.optim.NAdam(views)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["mu_product"] = torch.tensor(float("nan"))
+        if through_a_folder:
+            fullshard.save(tmp_path, model, optimizer)
+            fullshard.load(tmp_path, model, optimizer)
+        else:
+            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+        assert all(state["mu_product"].isnan() for state in optimizer.state.values())
+
+
+def test_scalars_of_another_type(tmp_path: Path) -> None:
+    model, optimizer = made("plain", 0)
+    train(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"] = "2"
+    fullshard.save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"'step' .* another type"):
+        fullshard.load(tmp_path, *made("plain", 1))
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tokens(x))
+
+
+def tied(with_ties: bool, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = shard(Tied(with_ties), "flat", lambda whole: [])
+    optimizer = torch.optim.AdamW(fullshard.optimizer_view(model), lr=0.3)
+    for _ in range(steps):
+        model(torch.tensor([1, 2])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.1
+    return model, optimizer
+
+
+def test_ties_that_are_none_any_more(tmp_path: Path, fake_world: Any) -> None:
+    """Each of the parameters gets what they had together: values, state and settings."""
+    fake_world(1)
+    fullshard.save(tmp_path, *(before := tied(True)))
+    model, optimizer = tied(False, steps=0)
+    optimizer.param_groups[0]["lr"] = 0.9
+    fullshard.load(tmp_path, model, optimizer)
+    want, got = whole(*before), whole(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(got[f"head.weight.{key}"], want[f"tokens.weight.{key}"])
+        assert torch.equal(got[f"tokens.weight.{key}"], want[f"tokens.weight.{key}"])
+    assert torch.equal(got["model.head.weight"], want["model.tokens.weight"])
+
+
+def test_ties_that_were_none(tmp_path: Path, fake_world: Any) -> None:
+    """Two values are not one; the same value twice is, as programs save that know of no ties."""
+    fake_world(1)
+    fullshard.save(tmp_path / "two", *tied(False))
+    model, optimizer = tied(True)
+    want = whole(model, optimizer)
+    with pytest.raises(CheckpointError, match="tied in the model, and files hold several values"):
+        fullshard.load(tmp_path / "two", model, optimizer)
+    assert not differences(whole(model, optimizer), want)
+    separate = Tied(False)
+    separate.head.weight.data.copy_(separate.tokens.weight.data)
+    fullshard.save(tmp_path / "one", separate)
+    fullshard.load(tmp_path / "one", model)
+    assert torch.equal(whole(model, optimizer)["model.tokens.weight"], separate.tokens.weight)
+
+
+def test_conjugated_and_negated_values(tmp_path: Path) -> None:
+    """They are views that say so, of memory that holds something else."""
+
+    def conjugated() -> Tensor:
+        return torch.randn(3, dtype=torch.complex64).conj()
+
+    def negated() -> Tensor:
+        return torch.randn(3, dtype=torch.complex64).conj().imag
+
+    for number, make in enumerate((conjugated, negated)):
+        model = nn.Linear(2, 2)
+        model.register_buffer("buffer", make())
+        model.parameter = nn.Parameter(make())
+        mine = make()
+        want = [one.detach().clone().resolve_conj() for one in (model.buffer, model.parameter, mine)]
+        fullshard.save(tmp_path / str(number), model, state={"mine": {"it": mine}})
+        model.buffer, model.parameter = make(), nn.Parameter(make())
+        loaded = fullshard.load(tmp_path / str(number), model)
+        assert all(map(torch.equal, (model.buffer, model.parameter, loaded.state["mine"]["it"]), want))
+
+
+def on_meta_by_default(run: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return run()
+
+
+def test_a_default_device_without_memory(tmp_path: Path) -> None:
+    """What is loaded and saved is where the model is, whatever new tensors are on."""
+    model, optimizer = made("plain", 0)
+    train(model, optimizer)
+    want = whole(model, optimizer)
+    state = {"mine": {"it": torch.ones(2)}}
+    on_meta_by_default(lambda: fullshard.save(tmp_path, model, optimizer, state=state))
+    on_meta_by_default(lambda: fullshard.save(tmp_path, model, optimizer, step=1, asynchronous=True).wait())
+    model, optimizer = made("plain", 1)
+    loaded = on_meta_by_default(lambda: fullshard.load(tmp_path, model, optimizer, step=0))
+    assert torch.equal(loaded.state["mine"]["it"], torch.ones(2))
+    assert not differences(whole(model, optimizer), want)
+
+
+def test_no_hook_learns_of_the_step_that_makes_state(tmp_path: Path) -> None:
+    """State is learnt from a step that changes nothing: hooks, counters, settings; nor does a patched step run."""
+    fullshard.save(tmp_path, *made("plain", 0))
+    model, optimizer = made("plain", 1)
+    train(model, optimizer)
+    fullshard.save(tmp_path, model, optimizer)
+    calls: list[str] = []
+
+    class Counts(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    optimizer = Counts(model.parameters(), lr=0.5)
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    for_all = register_optimizer_step_pre_hook(lambda *args: calls.append("all"))
+    optimizer.step = lambda *args: calls.append("patched")  # type: ignore[method-assign]
+    try:
+        fullshard.load(tmp_path, model, optimizer)
+    finally:
+        for_all.remove()
+    assert not calls and "count" not in optimizer.param_groups[0]
+    assert len(optimizer.state) == 3 and optimizer._optimizer_step_pre_hooks
+
+
+class Meets(torch.optim.Adam):
+    """Communicates in its step, as optimizers of whole matrices do."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.distributed.barrier()
+        return super().step(closure)
+
+
+def state_on_some_ranks(folder: Path) -> float:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = Meets(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    fullshard.save(folder, model, optimizer)
+    if torch.distributed.get_rank() == 0:
+        optimizer.state.clear()
+    fullshard.load(folder, model, optimizer)
+    return optimizer.state[model.weight]["exp_avg"].sum().item()
+
+
+def test_an_optimizer_that_communicates_and_lacks_state_on_one_rank(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(state_on_some_ranks, tmp_path)
+    assert first == second != 0

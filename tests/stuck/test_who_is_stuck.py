@@ -1,0 +1,258 @@
+"""Who counts as stuck: a rank that gets on in any way goes on, whatever the limit; one that does not is found.
+
+Of statuses as watchers send them, and of single processes as a watcher sees them. Whole runs: `test_stuck.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fullshard.watcher.board import Board
+from fullshard.watcher.calls import call_of, frames_of
+from fullshard.watcher.process import Options, Silence, Watcher
+from fullshard.watcher.report import Status, stuck, sure, verdict, words
+from fullshard.watcher.talk import unreachable
+
+SIGNAL = signal.SIGRTMAX - 3
+LIMIT, HARD = 10.0, 100.0
+POINT = {"number": 9, "root": 1, "verb": "gather", "unit": "blocks.2", "bytes": 64, "turn": 9, "step": 3, "time": 0.0}
+FORWARD = {"did": "ran the model's forward", "at": "train.py:80", "waits": False, "in_pass": True}
+
+
+def status(rank: int, **known: Any) -> Status:
+    """A rank that waits for a gather for longer than the limit; with `waited=None` one that is elsewhere."""
+    found = {"rank": rank, "host": "a", "pid": 100 + rank, "time": 0.0, "gone": None, "state": "S", "raised": None}
+    found |= {"idle": False, "waited": LIMIT + 1, "waits_for": POINT, "last": POINT, "count": 9, "steps": 3, "ticks": 0}
+    found |= {"cpu": 1.0, "children": 0.0, "io": 5, "records": [POINT], "stack": "", "samples": ["line 1"]}
+    return {**found, "call": None, "own": None, "runs": False, "wakes": 5, "silent": None, **known}
+
+
+def elsewhere(rank: int, **known: Any) -> Status:
+    return status(rank, **{"waited": None, "waits_for": None, **known})
+
+
+def looks(*ranks: Callable[[int], Status]) -> tuple[list[Status], list[Status]]:
+    """Two looks, a minute apart; each rank is a function of how many there were before."""
+    return tuple([{**rank(look), "time": 60.0 * look} for rank in ranks] for look in range(2))
+
+
+HEALTHY: dict[str, Callable[[int], Status]] = {
+    "evaluates": lambda look: elsewhere(1, samples=[f"line {look}"]),
+    "computes in one native call": lambda look: elsewhere(1, runs=True, state="R", cpu=1.0 + look),
+    "is starved of the processor": lambda look: elsewhere(1, runs=True, state="R", cpu=1.0),
+    "uploads from one line": lambda look: elsewhere(1, wakes=5 + 6000 * look),
+    "has children that generate": lambda look: elsewhere(1, children=50.0 * look),
+    "reads": lambda look: elsewhere(1, io=5 + (look << 20)),
+    "says that it writes files": lambda look: elsewhere(1, ticks=look),
+    "issues something": lambda look: elsewhere(1, count=9 + look),
+    "compiles in its first step": lambda look: elsewhere(1, steps=0, cpu=1.0 + 30 * look),
+    "has a watcher that answers now and then": lambda look: elsewhere(1) if look else lost(1),
+}
+STUCK: dict[str, Callable[[int], Status]] = {
+    "sleeps": lambda look: elsewhere(1),
+    "sleeps in its first step": lambda look: elsewhere(1, steps=0),
+    "stands in a collective of the program's own, whose threads do a little": lambda look: elsewhere(
+        1, steps=0, cpu=1.0 + look, own=50.0, call={**FORWARD, "did": "called torch.distributed.barrier"}
+    ),
+    "has a watcher that never answers": lambda look: lost(1),
+}
+
+
+def lost(rank: int) -> Status:
+    return unreachable((rank, "a", 1, "secret"))
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_rank_that_gets_on_is_waited_for(case: str) -> None:
+    waits: Callable[[int], Status] = lambda look: status(0, waited=5 * LIMIT)  # noqa: E731
+    before, now = looks(waits, HEALTHY[case])
+    assert not stuck(now, before, LIMIT, HARD), case
+
+
+@pytest.mark.parametrize("case", STUCK)
+def test_a_rank_that_does_not_is_reported(case: str) -> None:
+    waits: Callable[[int], Status] = lambda look: status(0, waited=5 * LIMIT, call=FORWARD)  # noqa: E731
+    before, now = looks(waits, STUCK[case])
+    assert stuck(now, before, LIMIT, HARD), case
+    assert verdict(now).ranks == (1,), verdict(now)
+
+
+def test_no_answer_is_no_proof() -> None:
+    """Before the limit it means nothing, and one look is never enough."""
+    waits = status(0, waited=LIMIT - 1)
+    assert not stuck([waits, lost(1)], [waits, lost(1)], LIMIT, HARD)
+    assert not sure([waits, lost(1)])
+    late = status(0)
+    assert not stuck([late, lost(1)], [], LIMIT, HARD)
+    assert stuck([late, lost(1)], [late, lost(1)], LIMIT, HARD)
+    assert "no answer from rank 1's watcher" in words([late, lost(1)])
+
+
+def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
+    """Eight minutes of generation, evaluation on one rank, or an upload: nothing is issued, and nothing is wrong."""
+    outside: Callable[[int], Status] = lambda look: elsewhere(look * 0, idle=True)  # noqa: E731
+    moves: Callable[[int], Status] = lambda look: elsewhere(1, idle=True, samples=[f"line {look}"])  # noqa: E731
+    in_pass: Callable[[int], Status] = lambda look: status(1, idle=True, waited=5 * HARD)  # noqa: E731
+    before, now = looks(outside, lambda look: elsewhere(1, idle=True))
+    assert not stuck(now, before, LIMIT, HARD)
+    before, now = looks(lambda look: status(0, idle=True, waited=5 * HARD), moves)  # beyond `hard`, too
+    assert not stuck(now, before, LIMIT, HARD)
+    before, now = looks(outside, in_pass)
+    assert stuck(now, before, LIMIT, HARD)
+    silent: Callable[[int], Status] = lambda look: elsewhere(0, idle=True, silent=5.0)  # noqa: E731
+    before, now = looks(silent, lambda look: elsewhere(1, gone="killed by signal 9 (SIGKILL)", state="gone"))
+    assert stuck(now, before, LIMIT, HARD)
+    before, now = looks(silent, lambda look: elsewhere(1, gone="it ended by itself (exit code 0)", state="gone"))
+    assert not stuck(now, before, LIMIT, HARD), "one rank is done, and the other uploads the model"
+
+
+def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands() -> None:
+    board = Board()
+    watcher = Watcher(Options(board.fd, -1, -1, SIGNAL, os.getpid(), 0, "", LIMIT, HARD, 1.0, idle=True))
+    board.record(1)
+    board.look()
+    inside, outside = call_of(frames_of(stack("train.py", OURS, MODEL))), call_of(frames_of(stack("train.py")))
+    assert inside is not None and outside is not None and inside.in_pass and not outside.in_pass
+    for call, waits in ((None, False), (outside, False), (inside, True)):
+        watcher._silence = Silence([], call, time.time() - 1000, board.count)
+        assert (watcher._waited() is not None) == waits, call
+    board.record(1)  # it goes on
+    assert watcher._waited() is None
+
+
+def test_ranks_in_collectives_of_their_own_are_stuck_only_if_all_are() -> None:
+    """Where one is elsewhere (asleep until a server answers, say), theirs is to end: they have a timeout."""
+    reduces = {**FORWARD, "did": "called torch.distributed.all_reduce", "in_pass": False}
+    gathers = {**reduces, "did": "called full_tensor", "at": "train.py:79"}
+    in_reduce: Callable[[int], Status] = lambda look: elsewhere(0, own=50.0, call=reduces)  # noqa: E731
+    in_gather: Callable[[int], Status] = lambda look: elsewhere(1, own=50.0, call=gathers)  # noqa: E731
+    also: Callable[[int], Status] = lambda look: elsewhere(2, own=50.0, call=reduces)  # noqa: E731
+    before, now = looks(in_reduce, in_gather, also)
+    assert stuck(now, before, LIMIT, HARD)
+    assert verdict(now).what == (
+        "rank 1 called full_tensor (train.py:79) while ranks 0, 2 called torch.distributed.all_reduce (train.py:80)."
+    )
+    for healthy in (lambda look: elsewhere(1), lambda look: {**in_gather(look), "io": look << 20}):
+        before, now = looks(in_reduce, healthy, also)
+        assert not stuck(now, before, LIMIT, HARD)
+    before, now = looks(in_reduce, lambda look: {**in_reduce(look), "rank": 1}, also)
+    assert not stuck(now, before, LIMIT, HARD), "all are in the same call, which may be slow"
+
+
+def test_the_innocent_are_not_blamed() -> None:
+    """Rank 0 saves; the others come to a forward that is new to them, and compare."""
+    compares = {**POINT, "verb": "compare", "unit": "(root)"}
+    saves = {**FORWARD, "did": "called fullshard.save", "at": "train.py:79"}
+    ranks = [status(0, call=saves)] + [status(n, call=FORWARD, last=compares, waits_for=compares) for n in (1, 2, 3)]
+    found = verdict(ranks)
+    assert found.what == (
+        "rank 0 called fullshard.save (train.py:79) while ranks 1-3 ran the model's forward (train.py:80)."
+    )
+    assert (found.kind, found.ranks) == ("calls", (0,))
+    assert verdict([elsewhere(0), *ranks[1:]]).ranks == (0,), "rank 0 sleeps, for which the others wait"
+
+
+# What a stack says.
+
+OURS = [frame.format(os.path.dirname(os.path.dirname(sys.modules[Board.__module__].__file__ or ""))) for frame in (
+    '  File "{}/watcher/rank.py", line 3 in wait',
+    '  File "{}/runtime/runner.py", line 3 in before_forward',
+    '  File "{}/api/functional/module.py", line 52 in __call__',
+)]  # fmt: skip
+MODEL = [
+    '  File "/home/me/model.py", line 33 in forward',
+    '  File "/x/site-packages/torch/nn/modules/module.py", line 9 in _call_impl',
+    OURS[2],
+]
+
+
+def stack(program: str, *parts: list[str]) -> str:
+    frames = [*(frame for part in parts for frame in part), f'  File "/home/me/{program}", line 80 in train']
+    return "Thread 0x1 (most recent call first):\n  File x\n\nCurrent thread 0x2:\n" + "\n".join(frames) + "\n"
+
+
+def test_a_stack_tells_the_call_and_the_users_line() -> None:
+    torchs = "/x/lib/site-packages/torch"
+    reduce = [f'  File "{torchs}/distributed/distributed_c10d.py", line 3 in all_reduce',
+              f'  File "{torchs}/distributed/c10d_logger.py", line 83 in wrapper']  # fmt: skip
+    gather = [
+        f'  File "{torchs}/_ops.py", line 8 in redispatch',
+        f'  File "{torchs}/_library/autograd.py", line 4 in forward',
+        f'  File "{torchs}/distributed/_functional_collectives.py", line 3 in all_gather_tensor',
+        OURS[0].replace("watcher/rank.py", "forms/row_shard.py").replace("in wait", "in full_tensor"),
+    ]
+    save = [OURS[0], OURS[0].replace("watcher/rank.py", "store/save.py").replace("in wait", "in save")]
+    backward = [OURS[0], f'  File "{torchs}/autograd/graph.py", line 3 in _engine_run_backward',
+                f'  File "{torchs}/_tensor.py", line 3 in backward']  # fmt: skip
+    said = {
+        "ran the model's forward (train.py:80)": [OURS],
+        "ran the model's forward (train.py:80) ": [OURS, MODEL],
+        "called torch.distributed.all_reduce (train.py:80)": [reduce],
+        "called torch.distributed.all_reduce (model.py:33)": [reduce, MODEL],
+        "called full_tensor (train.py:80)": [gather],
+        "called fullshard.save (train.py:80)": [save],
+        "ran a backward (train.py:80)": [backward],
+        "was in train (train.py:80)": [],
+    }
+    for what, parts in said.items():
+        call = call_of(frames_of(stack("train.py", *parts)))
+        assert str(call) == what.strip()
+        assert call is not None and call.waits == (parts[:1] in ([reduce], [gather])), what
+        assert call.in_pass == (OURS in parts or MODEL in parts or backward in parts), what
+    assert call_of(frames_of("")) is None
+
+
+# What a watcher sees of a process.
+
+BEGINS = """
+import faulthandler, hashlib, os, socket, sys, threading, time
+faulthandler.register({signal}, file={stacks}, all_threads=True, chain=False)
+a, b = socket.socketpair()
+def slowly():
+    while b.recv(1 << 16):
+        time.sleep(0.01)
+print("ready", flush=True)
+"""
+DOES = {
+    "computes": ("hashlib.pbkdf2_hmac('sha512', b'x', b'y', 1 << 30)", True),
+    "uploads": ("threading.Thread(target=slowly, daemon=True).start(); a.sendall(bytes(1 << 30))", True),
+    "sleeps": ("time.sleep(600)", False),
+    "waits for a lock": ("lock = threading.Lock(); lock.acquire(); lock.acquire()", False),
+}
+
+
+@contextmanager
+def watched(program: str) -> Iterator[Watcher]:
+    board = Board()
+    with tempfile.TemporaryFile() as stacks:
+        command = [sys.executable, "-c", BEGINS.format(signal=int(SIGNAL), stacks=stacks.fileno()) + program]
+        rank = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[stacks.fileno()])
+        try:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+            yield Watcher(Options(board.fd, stacks.fileno(), -1, int(SIGNAL), rank.pid, 1, "", 1.0, HARD, 1.0))
+        finally:
+            rank.kill()
+            rank.communicate()
+
+
+def test_what_a_process_does_in_one_line_counts() -> None:
+    for name, (program, gets_on) in DOES.items():
+        with watched(program) as watcher:
+            time.sleep(0.3)
+            before = {**asyncio.run(watcher.status()), "steps": 3}
+            time.sleep(1.0)
+            now = {**asyncio.run(watcher.status()), "steps": 3}
+        waits = status(0, waited=5 * LIMIT)
+        assert stuck([waits, now], [waits, before], LIMIT, HARD) != gets_on, (name, before, now)

@@ -1,0 +1,285 @@
+"""What ranks compare at the end of a backward: how often, over which groups, and when the host of a device reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
+
+import fullshard
+from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.mesh import axes as mesh_axes
+from fullshard.wrap import ModuleWrapPolicy
+
+USE = importlib.import_module("fullshard.agreement.use")
+WIDTH, BLOCKS = 4, 5
+
+
+def plain(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+
+
+def block_by_block(**keywords: Any) -> nn.Module:
+    """As users write it."""
+    model = plain()
+    for block in model:
+        fully_shard(block, **keywords)
+    return fully_shard(model, **keywords)
+
+
+def own_mesh_each() -> nn.Module:
+    """Every call with another `DeviceMesh` of the same ranks."""
+    model = plain()
+    for block in (*model, model):
+        fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def by_policy() -> nn.Module:
+    return fully_shard(plain(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def wrapped(**keywords: Any) -> nn.Module:
+    model = plain()
+    for index, block in enumerate(model):
+        model[index] = FullyShardedDataParallel(block, **keywords)
+    return FullyShardedDataParallel(model, **keywords)
+
+
+def wrapped_with_a_mesh() -> nn.Module:
+    return wrapped(device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def partly_replicated() -> nn.Module:
+    model = plain()
+    model[0] = FullyShardedDataParallel(model[0], sharding_strategy=fullshard.ShardingStrategy.NO_SHARD)
+    return FullyShardedDataParallel(model)
+
+
+def hybrid() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return block_by_block(mesh=mesh)
+
+
+def wrapped_hybrid() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return wrapped(device_mesh=mesh, sharding_strategy=fullshard.ShardingStrategy.HYBRID_SHARD)
+
+
+def dense_and_experts() -> nn.Module:
+    """The first two blocks belong to a pair of ranks each, the rest to all four."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    model = plain()
+    for index, block in enumerate(model):
+        fully_shard(block, mesh=pairs["edp"] if index < 2 else None)
+    return fully_shard(model)
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    data = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return model(torch.randn(2, WIDTH, generator=data)).square().mean()
+
+
+def train(model: nn.Module, steps: int, lr: float = 0.1, after: Callable[[int], None] = lambda step: None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+
+# How often.
+
+TWO = (block_by_block, own_mesh_each, by_policy, wrapped, wrapped_with_a_mesh, partly_replicated)
+FOUR = (hybrid, wrapped_hybrid, dense_and_experts)
+
+
+def test_one_small_all_reduce_a_backward(run_ranks):
+    for counts in run_ranks(small_all_reduces, TWO):
+        assert counts == {build.__name__: [1, 1, 1] for build in TWO}
+
+
+def test_one_small_all_reduce_a_backward_and_axis(run_ranks):
+    for counts in run_ranks(small_all_reduces, FOUR, world=4):
+        assert counts == {build.__name__: [2, 2, 2] for build in FOUR}
+
+
+def small_all_reduces(builds: Any) -> dict[str, list[int]]:
+    """All-reduces of integers in each of three steps after the first."""
+    return {build.__name__: counted_in_steps(build) for build in builds}
+
+
+def counted_in_steps(build: Callable[[], nn.Module]) -> list[int]:
+    counts, all_reduce = [0], fullshard.TorchComm.all_reduce
+
+    def counted(self: Any, axis: Any, tensor: Tensor, mean: bool) -> Any:
+        counts[-1] += not tensor.is_floating_point()
+        return all_reduce(self, axis, tensor, mean)
+
+    with mock.patch.object(fullshard.TorchComm, "all_reduce", counted):
+        train(build(), 4, after=lambda step: counts.append(0))
+    return counts[1:-1]  # the first compares more
+
+
+# An accelerator's host is ahead of its device.
+
+
+class Late:
+    """A copy that arrives when the host waits for it, and not before."""
+
+    def __init__(self, values: Tensor, out: Tensor) -> None:
+        self.values, self.out = values.clone(), out
+        out.fill_(-7)
+
+    def synchronize(self) -> None:
+        self.out.copy_(self.values)
+
+
+@contextlib.contextmanager
+def on_a_device() -> Iterator[list[Late]]:
+    """Answers come as on an accelerator. Gives the copies that were made."""
+    copies: list[Late] = []
+
+    def copy(values: Tensor, out: Tensor) -> Late:
+        copies.append(Late(values, out))
+        return copies[-1]
+
+    with (
+        mock.patch.object(USE, "has_streams", lambda device: True),
+        mock.patch.object(USE, "host_buffer", lambda numel: torch.full((numel,), -7)),
+        mock.patch.object(USE, "begin_copy_to_host", copy),
+    ):
+        yield copies
+
+
+def test_late_answers_raise_nothing(run_ranks):
+    assert all(run_ranks(late_answers, TWO))
+
+
+def test_late_answers_of_several_meshes_raise_nothing(run_ranks):
+    assert all(run_ranks(late_answers, FOUR, world=4))
+
+
+def late_answers(builds: Any) -> bool:
+    for build in builds:
+        expected, model = build(), build()
+        train(expected, 5)
+        with on_a_device() as copies:
+            train(model, 5)
+        assert len(copies) in (5, 10), build.__name__  # one a backward and mesh
+        assert len({copy.out.data_ptr() for copy in copies}) <= 4, "two buffers a mesh, for good"
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, other), build.__name__
+    return True
+
+
+def test_unused_parameters_are_agreed_on_at_once(run_ranks):
+    assert all(run_ranks(unused_on_a_device))
+
+
+def unused_on_a_device() -> bool:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sometimes(self.always(x)) if dist.get_rank() == 0 else self.always(x)
+
+    model = fully_shard(Skips())
+    with on_a_device():
+        for step in range(4):
+            loss_of(model, step).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+    return True
+
+
+def test_ranks_that_really_differ_are_told_so(run_ranks):
+    assert set(run_ranks(different_steps, block_by_block)) == {"D006 3"}
+
+
+def test_ranks_that_really_differ_are_told_so_whatever_their_mesh(run_ranks):
+    assert set(run_ranks(different_steps, dense_and_experts, world=4)) == {"D006 3"}
+
+
+def different_steps(build: Any) -> str:
+    """Learning rates that differ: seen in the second backward, read two later."""
+    done: list[int] = []
+    with on_a_device(), pytest.raises(fullshard.DivergenceError) as raised:
+        train(build(), 6, lr=0.1 + 0.1 * (dist.get_rank() % 2), after=done.append)
+    return f"{raised.value.code} {len(done)}"
+
+
+# One object for one mesh, and groups that are made once.
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_smaller_groups_are_made_once(fake_world):
+    fake_world(4)
+    block_by_block(reshard_after_forward=2)
+    count = groups()
+    again = block_by_block(reshard_after_forward=2)
+    assert groups() == count <= 1 + 2  # the default one, and the two dims of the smaller mesh
+    assert len({id(runner.kept_axis) for runner in [block._runner().unit for block in again]}) == 1
+
+
+def test_a_smaller_group_that_was_destroyed_is_made_again(fake_world):
+    fake_world(4)
+    axes = mesh_axes.resolve_mesh(None)
+    first = mesh_axes.subdivide(axes, 2)
+    assert mesh_axes.subdivide(axes, 2) is first
+    dist.destroy_process_group(first.group)
+    assert mesh_axes.subdivide(axes, 2) is not first
+
+
+def test_node_groups_are_made_once(fake_world):
+    fake_world(4)
+
+    def everyone(found: list[Any], value: Any, *given: Any, **keywords: Any) -> None:
+        found[:] = ["a", "a", "b", "b"]
+
+    with mock.patch.object(dist, "all_gather_object", everyone):
+        first = mesh_axes.axes_of_groups(None, hybrid=True)
+        count = groups()
+        assert mesh_axes.axes_of_groups(None, hybrid=True) is first and groups() == count
+
+
+def test_a_mesh_has_one_object_by_its_groups(fake_world):
+    fake_world(4)
+    axes = mesh_axes.resolve_mesh(None)
+    assert mesh_axes.resolve_mesh(init_device_mesh("cpu", (4,))) is axes
+    assert mesh_axes.axes_of_groups(None, hybrid=False) is axes
+    other = dist.new_group()
+    same_ranks = mesh_axes.resolve_mesh(DeviceMesh.from_group(other, "cpu"))
+    assert same_ranks is not axes and same_ranks.shard.group is other
+    assert mesh_axes.axes_of_groups(other, hybrid=False) is same_ranks
+
+
+def test_nothing_holds_a_group_that_was_destroyed(fake_world):
+    fake_world(4)
+    model = block_by_block(reshard_after_forward=2)
+    model(torch.zeros(1, WIDTH)).sum().backward()
+    world = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    del model
+    debug._clear_sharding_prop_cache()  # torch's own, which holds meshes
+    gc.collect()
+    assert world() is None
+    fake_world(2)
+    assert mesh_axes.resolve_mesh(None).shard.size == 2

@@ -1,0 +1,171 @@
+"""Connections of the engine's own: one set for each process group, and on accelerators one for comparisons alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fullshard
+from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.agreement import meeting
+from fullshard.agreement.aside import rows_of_all
+from fullshard.api.join import Count
+from fullshard.mesh import Axis, MeshAxes, lines
+from fullshard.watcher import RANK
+
+WIDTH, STEPS = 8, 6
+TWO = 2
+
+
+def blocks(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def functional(group: Any, seed: int) -> nn.Module:
+    model, mesh = blocks(seed), DeviceMesh.from_group(group, "cpu")
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrapper(group: Any, seed: int) -> nn.Module:
+    model = blocks(seed)
+    for index, block in enumerate(model):
+        model[index] = FullyShardedDataParallel(block, process_group=group)
+    return FullyShardedDataParallel(model, process_group=group)
+
+
+def train(model: nn.Module, seed: int) -> list[Tensor]:
+    """Outputs and norms of some steps with evaluations between them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    found = []
+    for step in range(STEPS):
+        output = model(torch.randn(3, WIDTH, generator=data))
+        output.square().mean().backward()
+        wrapped = isinstance(model, FullyShardedDataParallel)
+        norm = model.clip_grad_norm_(1.0) if wrapped else fullshard.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [output.detach(), norm]
+        if step % 3 == 0:
+            with torch.no_grad():
+                found.append(model(torch.randn(2, WIDTH, generator=data)))
+    return found
+
+
+def test_two_models_in_two_threads(run_ranks):
+    """Each with a process group of its own over the same ranks: actor and critic, policy and reference."""
+    assert all(run_ranks(side_by_side, functional))
+    assert all(run_ranks(side_by_side, wrapper))
+
+
+def side_by_side(build: Callable[[Any, int], nn.Module]) -> bool:
+    expected = [train(build(dist.new_group(), seed), seed) for seed in range(TWO)]
+    models = [build(dist.new_group(), seed) for seed in range(TWO)]
+    found: list[Any] = [None] * TWO
+
+    def run(seed: int) -> None:
+        try:
+            found[seed] = train(models[seed], seed)
+        except BaseException as error:
+            found[seed] = error
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(TWO)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(TWO):
+        if isinstance(found[seed], BaseException):
+            raise found[seed]
+        for mine, other in zip(found[seed], expected[seed], strict=True):
+            assert torch.equal(mine, other), seed
+    return True
+
+
+def test_lines_belong_to_a_group(run_ranks):
+    assert all(run_ranks(lines_of_two_groups))
+
+
+def lines_of_two_groups() -> bool:
+    groups = [dist.new_group() for _ in range(TWO)]
+    models = [functional(group, seed) for seed, group in enumerate(groups)]
+    for model in models:
+        model(torch.zeros(1, WIDTH))
+    found = [lines.lines_of(group) for group in groups]
+    assert all(one.is_open and one.all_own for one in found)
+    assert len({id(part) for one in found for part in (one.data, one.side, one.apart)}) == 3 * TWO
+    again = functional(groups[0], 7)
+    again(torch.zeros(1, WIDTH))
+    assert lines.lines_of(groups[0]).side is found[0].side
+    return True
+
+
+# Accelerators: the same, emulated by an axis that says it is one of theirs.
+
+
+def accelerated() -> Axis:
+    return Axis(dist.new_group(), 2, dist.get_rank(), "nccl", (0, 1))
+
+
+def test_ranks_of_accelerators_compare_on_the_host(run_ranks):
+    assert all(run_ranks(compared_on_the_host))
+
+
+def compared_on_the_host() -> bool:
+    axis, comm, device = accelerated(), fullshard.TorchComm(), torch.device("cpu")
+    with mock.patch.object(RANK, "waits_on_device"):
+        meeting.meet(axis, comm, device)
+    assert axis.lines.data is axis.group and axis.apart is axis
+    assert axis.aside is not axis and axis.aside.backend == "gloo"
+    nowhere = torch.device("meta")  # what lies on the mesh's device is not read
+    rank = dist.get_rank()
+    assert rows_of_all([[rank, 5]], [axis], comm, nowhere) == [[0, 5], [1, 5]]
+    axes = mock.Mock(spec=MeshAxes, all=[axis], device=nowhere)
+    assert Count(rank == 1, axes, comm).read() == 1
+    return True
+
+
+def test_ranks_that_cannot_connect_on_the_host_compare_on_the_device(run_ranks):
+    assert all(run_ranks(one_cannot_connect))
+
+
+def one_cannot_connect() -> bool:
+    axis, comm, device = accelerated(), fullshard.TorchComm(), torch.device("cpu")
+    make = lines.gloo_group
+    lost = (lambda *given, **keywords: None) if dist.get_rank() == 1 else make
+    with (
+        mock.patch.object(RANK, "waits_on_device"),
+        mock.patch.object(lines, "gloo_group", lost),
+        mock.patch.object(lines, "_CONNECTED", lines.timedelta(seconds=1)),
+    ):
+        meeting.meet(axis, comm, device)
+    assert axis.aside is axis
+    assert rows_of_all([[dist.get_rank()]], [axis], comm, device) == [[0], [1]]
+    return True
+
+
+def test_lines_of_a_group_that_is_gone_are_let_go(run_ranks):
+    assert set(run_ranks(lines_after, True)) == {0}
+    assert set(run_ranks(lines_after, False)) == {0}
+
+
+def lines_after(on_host: bool) -> int:
+    before = len(lines._opened)
+    group = dist.new_group()
+    lines.open_lines(group, dist.get_rank(), 2, f"test{on_host}", on_host)
+    assert len(lines._opened) == before + 1
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return len(lines._opened) - before
