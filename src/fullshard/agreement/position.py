@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol, get_args
 
 import torch
@@ -40,6 +41,9 @@ _SAID = (
     'give the root check="every" beside unused="zeros" if a backward runs several units forward again (activation '
     f"checkpointing) that some ranks leave out, or runs them in any order; else {_ALIKE}"
 )
+
+
+_MOVES = attrgetter("unit.touched.moves")
 
 
 class Holder(Protocol):
@@ -120,7 +124,7 @@ class Position:
             DivergenceError: other ranks gather other sizes, or begin a pass.
         """
         before, sizes = self._gathers
-        moves = sum([one.unit.touched.moves for one in self.units])
+        moves = sum(map(_MOVES, self.units))
         if moves != before:
             self._gathers = (moves, found := self._gathered())
             if found != sizes:

@@ -25,6 +25,7 @@ once, whatever other streams still do with it. So whoever frees sees to it that 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ MOST_LEAVING = 2
 """Slices on their way out at once: one is copied while the next is reduced."""
 
 
+@functools.cache  # asked in every backward; the accelerator of a process stays
 def has_streams(device: torch.device) -> bool:
     """Whether work on `device` is queued on streams."""
     accelerator = torch.accelerator.current_accelerator()

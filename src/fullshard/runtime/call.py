@@ -16,7 +16,7 @@ import torch
 
 from ..containers import Borrowed, leaves_in, map_own, tensors_in
 from ..shard import Unit
-from ..torch_private.graph_nodes import made_since, next_node, number_of
+from ..torch_private.graph_nodes import next_node, number_of
 from ..torch_private.tensor_hooks import hooks_of, on_gradient, on_gradient_first, put_first
 from .outputs import PLAIN, tensors_behind
 from .trace import Period
@@ -104,7 +104,7 @@ class Forward:
     """
 
     borrowed: Borrowed | None = None
-    call: Call | None = None
+    call: Any = None  # a `Call`
     watches = leads_back = hides = False
 
     def watch_inputs(
@@ -131,7 +131,6 @@ class Forward:
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        assert self.call is not None
         if tensor.is_nested or tensor.layout is not torch.strided:  # of which there are no views
             self._watch_in_place([tensor])
             return tensor
@@ -154,7 +153,7 @@ class Forward:
             if (call := reference()) is not None:
                 call.after_backward(gradient)
 
-        forget = on_gradient_first(max(made, key=number_of), after_backward)
+        forget = on_gradient_first(max(made, key=lambda tensor: number_of(tensor.grad_fn)), after_backward)
         call.forgets = [*(call.forgets or ()), forget]
 
     def watch_outputs(self, runner: Watcher, output: Any) -> None:
@@ -180,18 +179,19 @@ class Forward:
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Be told when one of these gets its gradient, of which only some were made by this call."""
         for tensor in tensors:
-            if made_since(tensor, self._first_node):
+            node = tensor.grad_fn
+            if node is not None and number_of(node) >= self._first_node:
                 self._watch_output(tensor)
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         if not tensor.requires_grad:
             return
-        assert self.call is not None
         self.leads_back = True
-        if made_since(tensor, self._first_node):
-            on_gradient(tensor, self.call.before_backward)
+        node, call = tensor.grad_fn, self.call
+        if node is not None and number_of(node) >= self._first_node:
+            on_gradient(tensor, call.before_backward)
         else:
-            self.call.hands_on = True
+            call.hands_on = True
 
     def _watch_producers(self) -> None:
         """An input that the call changed in place got another history, in which our view does not occur.
@@ -199,7 +199,6 @@ class Forward:
         What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
         its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
         """
-        assert self.call is not None
         for view, node, version, producer, hooks in self._views:
             if view._version != version and view.grad_fn is not node and producer is not None:
                 if hooks is not None:

@@ -13,6 +13,7 @@ How a sharded parameter shows is its form's affair (`forms/`). Gradients have a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access
 from ..watcher import RANK
 from .offload import Home
+
+# What users want of each parameter, and what its unsharded one has: asked of every unit twice a step, in C.
+_WANTED, _TRAINS = attrgetter("sharded.requires_grad"), attrgetter("trains")
 
 
 class Bucket:
@@ -379,8 +383,10 @@ class Bucket:
         """Let the unsharded parameters follow what the user set on the sharded ones."""
         self.form.follow(self.members)
         with plain_access():
-            wanted = [member.sharded.requires_grad for member in self.members]
+            wanted = list(map(_WANTED, self.members))
             self.trains = True in wanted
+            if wanted == list(map(_TRAINS, self.members)):
+                return
             for member, trains in zip(self.members, wanted, strict=True):
                 if member.trains is not trains and member.unsharded is not None:
                     member.trains = trains

@@ -8,6 +8,7 @@ when they go. Numbers are counted by thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -16,13 +17,5 @@ next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambd
 """The number that autograd's next node on this thread will have (0 where torch cannot tell)."""
 
 
-def made_since(tensor: torch.Tensor, node: int) -> bool:
-    """Whether `tensor` has a graph that was made since `next_node()` gave this number."""
-    made_by: Any = tensor.grad_fn
-    return made_by is not None and made_by._sequence_nr() >= node
-
-
-def number_of(tensor: torch.Tensor) -> int:
-    """The number of the node that made `tensor`, which has one."""
-    made_by: Any = tensor.grad_fn
-    return int(made_by._sequence_nr())
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The number of a node: `number_of(tensor.grad_fn)`. Called for every output, so that it is no Python function."""

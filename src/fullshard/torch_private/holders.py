@@ -22,4 +22,4 @@ def holders(storage: torch.UntypedStorage, tensors: Sequence[object]) -> tuple[i
     """
     if _use_count is None:
         return (-1, -1)
-    return int(_use_count(storage._cdata)), sum([sys.getrefcount(tensor) for tensor in tensors])
+    return int(_use_count(storage._cdata)), sum(map(sys.getrefcount, tensors))
