@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import debug
 
 import fullshard
+import ranks
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
@@ -278,7 +278,7 @@ def test_nothing_holds_a_group_that_was_destroyed(fake_world):
     world = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     del model
-    debug._clear_sharding_prop_cache()  # torch's own, which holds meshes
+    ranks.clear_torch_caches()
     gc.collect()
     assert world() is None
     fake_world(2)
