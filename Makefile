@@ -41,7 +41,7 @@ OTHER := .venv-torch-$(TORCH)
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	grep -vE '^(torch|torchao|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt torch==$(TORCH) numpy setuptools
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt torch==$(TORCH) numpy "setuptools>=77"
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint $(OTHER)/constraints.txt --editable ".[dev]"
 	@touch $@
 

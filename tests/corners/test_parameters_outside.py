@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -114,3 +115,19 @@ def test_one_rank_drifts_from_nobody(fake_world):
     model = Model()
     shard_blocks(model, "fully_shard")
     assert told_at_steps(model, SGD(model.parameters())) == []
+
+
+def unfinished(how: str) -> object:
+    """Something that keeps a module alive whose `nn.Module.__init__` has not run."""
+    if how == "made by __new__":
+        return nn.Linear.__new__(nn.Linear)
+    with pytest.raises(fullshard.ConfigError) as refused:
+        fullshard.FullyShardedDataParallel(nn.Linear(4, 4), process_group=(1, 2))
+    return refused  # its traceback holds the wrapper
+
+
+@pytest.mark.parametrize("how", ["made by __new__", "refused by the wrapper"])
+def test_modules_that_were_never_finished_are_passed_over(fake_world, how):
+    fake_world(2)
+    kept = unfinished(how)
+    assert len(without_the_root("fully_shard", separately=False)) == 1, kept

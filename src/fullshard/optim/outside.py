@@ -83,6 +83,7 @@ def _names_of(parameters: Sequence[torch.Tensor], beside: bool) -> list[str]:
         beside: take those of modules without units, too.
     """
     modules: list[nn.Module] = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [one for one in modules if "_modules" in vars(one)]  # the `__init__` of others has not run, or raised
     below = {id(child) for module in modules for child in module._modules.values() if child is not None}
     wanted = {id(one): f"of shape {tuple(one.shape)}" if beside else "" for one in parameters}
     averaged: set[int] = set()
