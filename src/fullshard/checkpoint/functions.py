@@ -27,7 +27,7 @@ from . import values
 from .held import held_by
 from .model import cut_whole_values, in_form, materialize
 from .names import Table, settle
-from .optimizer import blank_states, collect, cut_states, named_state, state_to_load
+from .optimizer import blank_states, collect, cut_states, load_state, named_state, state_to_load
 from .values import Form
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -294,7 +294,7 @@ def set_optimizer_state_dict(
         for optimizer in given
     ]
     for optimizer, state in zip(given, loaded, strict=True):
-        optimizer.load_state_dict(state)
+        load_state(optimizer, state)
 
 
 def _lacks(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:

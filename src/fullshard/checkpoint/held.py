@@ -98,8 +98,6 @@ def kinds_of(held: Held, state: Mapping[str, Any]) -> Kinds:
     found: Kinds = {row.name: {} for row in held.rows}
     expected = tuple(held.tensor.shape) if held.view is None else (held.view[1],)
     for key, value in state.items():
-        if value is None:
-            continue
         what: str
         detail: Any
         if isinstance(value, FlatShard) and tuple(value.shape) == expected:  # of a parameter without dims, too

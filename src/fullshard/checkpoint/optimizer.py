@@ -116,9 +116,8 @@ def collect(
     for row in table.parameters:
         if row.bucket is None and row.name in holder and kinds.get(row.name):
             one = holder[row.name]
-            state = {key: value for key, value in states[id(one)].items() if value is not None}
             result[row.name] = {
-                key: _as_shown(row, one, value, form, table.axes.device) for key, value in state.items()
+                key: _as_shown(row, one, value, form, table.axes.device) for key, value in states[id(one)].items()
             }
     for bucket, comm in table.buckets():
         known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
@@ -344,6 +343,17 @@ def named_state(
         settings = {key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**settings, "params": [row.name for one in held if one.group == g for row in one.rows]})
     return {"state": state, "param_groups": groups}
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, which makes "<generator object ...>" of a text among the state (PyTorch 2.13)."""
+    optimizer.load_state_dict(state)
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    keys = (key for group in state["param_groups"] for key in group["params"])
+    for tensor, key in zip(tensors, keys, strict=True):
+        texts = {name: value for name, value in state["state"].get(key, {}).items() if isinstance(value, str)}
+        if texts:
+            optimizer.state[tensor].update(texts)
 
 
 def state_to_load(

@@ -11,7 +11,7 @@ import torch
 from ..checkpoint.names import Named
 from ..checkpoint.optimizer import check_complete
 from ..checkpoint.settings import is_like, settings_to_load
-from ..checkpoint.values import same
+from ..checkpoint.values import is_array, same
 from ..errors import CheckpointError, DamagedCheckpointError
 from .contents import Contents, StateOf
 from .fit import check_fit, check_tied
@@ -180,11 +180,14 @@ class Reader:
         )
         scalars: dict[str, Any] = {}
         for row in rows:
+            plain = {key: None for name in names[row.name] for key in self._plain.get(name, ())}
             for piece in one.pieces[row.name]:
                 key = piece.name.removeprefix(f"{OPTIMIZER}{row.name}.")
-                if not self.want(piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]):
+                if key not in plain and not self.want(
+                    piece, [f"{OPTIMIZER}{name}.{key}" for name in names[row.name][1:]]
+                ):
                     self._missing[piece.name] = None
-            for key in one.scalars[row.name]:
+            for key in {**one.scalars[row.name], **plain}:  # what the first step does not make, a later one may
                 self._scalar(one, row, key, scalars)
             self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in one.state)
         self.after.append(lambda: _install(one, scalars))
@@ -195,15 +198,15 @@ class Reader:
 
     def _scalar(self, one: StateOf, row: Named, key: str, scalars: dict[str, Any]) -> None:
         """Read one value for a whole parameter; all parameters of a tensor must have the same."""
+        like = one.state.get(key)
         for name in self._all_names(row):
             if key in self._plain.get(name, {}):
                 value = self._plain[name][key]
             elif f"{OPTIMIZER}{name}.{key}" in self.files.index.entries:
-                value = self._one_value(f"{OPTIMIZER}{name}.{key}", one.scalars[row.name][key].value)
+                value = self._one_value(f"{OPTIMIZER}{name}.{key}", like)
             else:
                 continue
-            like = one.scalars[row.name][key].value
-            if not is_like(like, value):
+            if not is_like(like, value) or (is_array(like) and value is not None):
                 raise CheckpointError(
                     f"State {key!r} was saved as a value of another type; nothing was loaded.",
                     parameter=row.name,
@@ -224,7 +227,8 @@ class Reader:
                     code="K149",
                 )
             return
-        self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
+        if like is not None:
+            self._missing[f"{OPTIMIZER}{row.name}.{key}"] = None
 
     def _one_value(self, name: str, like: Any) -> torch.Tensor:
         """What is one number here must be one in the checkpoint."""

@@ -11,7 +11,7 @@ from torch import nn
 from ...checkpoint.functions import state_from_rank0
 from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
-from ...checkpoint.optimizer import named_state, state_to_load
+from ...checkpoint.optimizer import load_state, named_state, state_to_load
 from ...checkpoint.values import Form
 from ...errors import AssertedError, CheckpointError, message
 from .model_state import form_of, instances_of
@@ -77,7 +77,7 @@ class OptimizerStateMethods:
         sent = form_of(_first(model), optimizer=True).rank0_only
         result = _to_load(model, optim.param_groups, optim_state_dict, is_named_optimizer, sent)
         if load_directly:
-            optim.load_state_dict(result)
+            load_state(optim, result)
         return result
 
     # The older methods.
