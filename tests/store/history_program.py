@@ -214,17 +214,25 @@ class Rank:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         optimizer.step()
         optimizer.zero_grad()
+        first = self.resumed(model, optimizer) + 1 if order.get("resume") else 1
         if plan.order.get("where") == "rank":
             plan.install()
         if "delay" in plan.order:
             timer = threading.Timer(order["delay"], os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
-        for step in range(1, order["steps"] + 1):
+        for step in range(first, first + order["steps"]):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.to_local().fill_(value_at(step)(rank))
             self.save(model, optimizer, step)
+
+    def resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Loads the newest, and writes down which; its step."""
+        step = fullshard.load(self.folder / "run", model, optimizer, missing_ok=True).step
+        values = [bool((p.to_local() == value_at(step)(self.rank)).all()) for p in model.parameters()]
+        self.note("resumed", [step, all(values) or step == 0])
+        return step
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Saves once; what raises is written down, and the run goes on unless another rank is gone."""

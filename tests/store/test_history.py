@@ -14,6 +14,8 @@ import pytest
 from history import Zygote, check, lines, printed
 from history_program import LIMIT
 
+from fullshard.store.folder import step_and_turn
+
 PHASES = {  # phase: how often it comes in one save, on the first rank and on the other
     "set-up": (1, 1),
     "plan": (1, 0),
@@ -109,6 +111,33 @@ def test_killed_at_any_moment(zygote: Zygote, tmp_path: Path, number: int, async
     assert sorted(exits, key=str) == [-9, 1], (exits, printed(tmp_path))
     (error,) = lines(tmp_path, "errors", 1 - order["rank"])
     assert error["kind"] == "DivergenceError" and f"rank {order['rank']}" in error["text"], error
+
+
+PUBLISHING = (("sync", 12), ("rename", 2), ("sync", 13), ("sync", 14), ("replace", 2), ("sync", 15))
+"""The calls in which the first rank puts its second checkpoint in its place."""
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "at"),
+    [*(("rank", *point) for point in PUBLISHING), ("writer", "rename", 2), ("writer", "replace", 2)],
+)
+def test_a_restart_after_a_kill_while_publishing(
+    zygote: Zygote, tmp_path: Path, where: str, phase: str, at: int
+) -> None:
+    """Both ranks go on from one checkpoint, the old or the new one, and the next save leaves no rest.
+
+    A writer whose rank was killed may still be publishing when the job starts again.
+    """
+    fault = "kill" if where == "rank" else "kill the rank"
+    zygote.run(tmp_path, asynchronous=where == "writer", phase=phase, fault=fault, at=at, rank=0, where=where)
+    (tmp_path / "store").unlink(missing_ok=True)
+    assert zygote.run(tmp_path, resume=True, steps=1) == [0, 0], printed(tmp_path)
+    (first,), (other,) = (lines(tmp_path, "resumed", rank) for rank in range(2))
+    assert first == other == [first[0], True], (first, other)
+    assert first[0] in ([2] if (phase, at) == PUBLISHING[-1] else [1] if where == "rank" else [1, 2])
+    for path in (tmp_path / "run").iterdir():
+        assert path.name in ("latest", "lock") or step_and_turn(path.name), path
+    assert check(tmp_path)[-1] == first[0] + 1
 
 
 @pytest.mark.parametrize(
