@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
 
+import fullshard
 from forged import outcome, save_small
 from fullshard import CheckpointError
 from fullshard.exchange.inspect import inspect
@@ -132,3 +138,47 @@ def test_other_systems_import_it(monkeypatch):
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
+
+
+class Counting(LocalFileSystem):
+    """A disk behind an address, which counts the bytes that are read of each file."""
+
+    protocol = "counting"
+    read: ClassVar[Counter[str]] = Counter()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("counting://"))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
+        inner = file.readinto
+
+        def readinto(target: Any) -> int:
+            count = inner(target)
+            Counting.read[Path(path).name] += count
+            return count
+
+        file.readinto = readinto
+        return file
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_bytes_behind_an_address_are_read_once(tmp_path: Path, monkeypatch: Any, room: bool) -> None:
+    """Compared with their hashes, and what was compared is used; without room for it, they are read again."""
+    fsspec.register_implementation("counting", Counting, clobber=True)
+    models = [nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 7)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), momentum=0.9) for model in models]
+    models[0](torch.ones(1, 300)).sum().backward()
+    optimizers[0].step()
+    fullshard.save(tmp_path, models[0], optimizers[0], step=1)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "step-000000001").iterdir()}
+    if not room:
+        monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    Counting.read.clear()
+    fullshard.load(f"counting://{tmp_path}", models[1], optimizers[1])
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    if room:
+        assert {name: Counting.read[name] for name in files} == files
+    else:
+        assert all(Counting.read[name] <= 2 * size + 2**12 for name, size in files.items())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fullshard
@@ -301,3 +304,58 @@ def test_a_pipe_in_place_of_a_checkpoint(tmp_path: Path) -> None:
         os.mkfifo(copy / name_of(1) / file)
         with pytest.raises(CheckpointError):
             loaded(copy / name_of(1))
+
+
+def dcp_folder(folder: Path) -> None:
+    model = model_of(1.0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def safetensors_folder(folder: Path) -> None:
+    fullshard.save_safetensors(nn.Sequential(model_of(1.0), model_of(1.0)), folder, max_file_bytes=30)
+
+
+KINDS = {
+    "fullshard": lambda folder: save(folder, 1),
+    "dcp": dcp_folder,
+    "safetensors": safetensors_folder,
+    "deepspeed": lambda folder: shutil.copytree(Path(__file__).parent / "data" / "zero3", folder),
+}
+
+IN_PLACE = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "holes": lambda path: path.touch() or os.truncate(path, 2**40),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_something_else_in_place_of_a_file(tmp_path: Path, kind: str) -> None:
+    """An error that says where, at once: nobody waits for a pipe, or reads what has no end."""
+
+    def late(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    KINDS[kind](tmp_path / "whole")
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    before, limits = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**30, limits[1]))  # bytes
+    try:
+        for number, (file, what) in enumerate((file, what) for file in files for what in IN_PLACE):
+            if file.name == "lock":
+                continue  # nobody reads it
+            copy = tmp_path / str(number)
+            shutil.copytree(tmp_path / "whole", copy)
+            (copy / file).unlink()
+            IN_PLACE[what](copy / file)
+            signal.alarm(60)
+            with pytest.raises(CheckpointError) as caught:
+                fullshard.convert(copy, tmp_path / "copy.pt")
+            signal.alarm(0)
+            assert str(copy) in str(caught.value) or file.name in str(caught.value), (file, what, caught.value)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)

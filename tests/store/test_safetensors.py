@@ -5,20 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import shutil
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import CheckpointError
 from fullshard.errors import DamagedCheckpointError
+from fullshard.store import folder as folders
 from fullshard.store.formats import safetensors_folder
+from fullshard.store.formats.dcp import DcpSink
 from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
 from fullshard.store.formats.safetensors_header import DTYPES
 from fullshard.store.source import Entry
@@ -451,3 +457,97 @@ def test_rectangles_of_unaligned_tensors(tmp_path):
     with SafetensorsSource(tmp_path) as source:
         assert torch.equal(source.read("model.b"), values)
         assert torch.equal(source.read("model.b", (1, 1), (1, 2)), values[1:, 1:])
+
+
+# What the library refuses, and what changes under a reader.
+
+
+def header(facts: str, name: str = "a") -> bytes:
+    return f'{{"{name}": {{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]{facts}}}}}'.encode()
+
+
+REFUSED = {
+    "minus zero": header("").replace(b"[0,", b"[-0,"),
+    "half a character": header("", r"\ud800"),
+    "half a character of metadata": b'{"__metadata__": {"a": "\\ud800"}}',
+    "not a number": header(', "x": NaN'),
+    "infinity": header(', "x": -Infinity'),
+    "a number without end": header(', "x": 1e999'),
+    "deep": header(f', "x": {"[" * 300}{"]" * 300}'),
+    "a sign": header("").replace(b"[1]", b"[+1]"),
+    "text as a size": header("").replace(b"[1]", b'["1"]'),
+}
+
+
+def taken_by(reader: Any, path: Path) -> bool:
+    try:
+        reader(path)
+    except (CheckpointError, SafetensorError):
+        return False
+    return True
+
+
+def by_us(path: Path) -> None:
+    with SafetensorsSource(path) as source:
+        for name in source.entries:
+            source.read(name)
+
+
+def test_what_the_library_refuses_is_refused(tmp_path):
+    """Named cases, then headers with bytes changed at random."""
+    path, rng = tmp_path / "model.safetensors", random.Random(time.time_ns() // 10**9 // 86400)
+    good = [header(""), header("", "name.weight"), b'{"__metadata__": {"a": "b"}}', b"{}   "]
+    changed = []
+    for _ in range(400):
+        text = bytearray(rng.choice(good))
+        at = rng.randrange(len(text))
+        text[at : at + rng.randrange(2)] = bytes([rng.choice(b'0123456789{}[]",:-.eE \\ud' + bytes(range(256)))])
+        changed.append(bytes(text))
+    for text in [*REFUSED.values(), *changed]:
+        path.write_bytes(raw(text, b"" if b"F32" not in text else bytes(4)))
+        assert taken_by(load_file, path) or not taken_by(by_us, path), text
+    for text in REFUSED.values():
+        path.write_bytes(raw(text, b"" if b"F32" not in text else bytes(4)))
+        assert not taken_by(load_file, path)
+    path.write_bytes(raw(b'{"__metadata__": null, "a": %b}' % header("")[6:-1], bytes(4)))
+    assert taken_by(load_file, path) and taken_by(by_us, path)
+    path.write_bytes(raw({"a": tensor(0, 0, [0, 2**62, 2**62])}))
+    assert not taken_by(by_us, path), "torch cannot make it"
+
+
+@pytest.mark.parametrize("left", [0, 60, 1000])
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, left):
+    """Mapped into memory it would end the process."""
+    path = tmp_path / "model.safetensors"
+    model = nn.Linear(100, 100)
+    save_file(dict(model.state_dict()), path)
+
+    def cut(name: str) -> str:
+        os.truncate(path, left)
+        return name
+
+    with pytest.raises(DamagedCheckpointError, match=r"truncated(.|\n)*model\.safetensors"):
+        fullshard.load_safetensors(model, tmp_path, rename=cut)
+
+
+@pytest.mark.parametrize("what", ["a write", "the last sync", "room"])
+def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch, what):
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    names = {"a write": "os.fsync", "the last sync": "sync_folder", "room": "shutil.disk_usage"}
+    module, _, name = names[what].rpartition(".")
+    model, target = nn.Linear(3, 2), tmp_path / "runs" / "a" / "saved"
+    for kind in ("safetensors", "fullshard"):
+        with monkeypatch.context() as patch, pytest.raises((CheckpointError, OSError), match="No space"):
+            if name == "sync_folder":
+                patch.setattr(folders, name, lambda path: path == target.parent and fails())
+            else:
+                patch.setattr({"os": os, "shutil": shutil}[module], name, fails)
+            if kind == "safetensors":
+                fullshard.save_safetensors(model, target)
+            else:
+                with DcpSink(target, {"model.a": Entry((2,), torch.float32)}, {}) as sink:
+                    sink.write("model.a", torch.ones(2))
+                    fails() if what == "room" else sink.finish()
+        assert not list(tmp_path.iterdir()), (kind, list(tmp_path.rglob("*")))

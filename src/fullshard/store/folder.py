@@ -375,6 +375,38 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def make_folders(path: Path) -> list[Path]:
+    """Make a folder, and those above that are missing; the ones that were made, innermost first."""
+    made: list[Path] = []
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        for folder in reversed(missing):
+            folder.mkdir()
+            made.insert(0, folder)
+    except BaseException:
+        remove_empty(made)
+        raise
+    return made
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, in this order."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def put_in_place(fresh: Path, path: Path) -> None:
+    """Give a folder its name, for good; or, with the error, leave it where it was."""
+    sync_folder(fresh)
+    fresh.rename(path)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        path.rename(fresh)
+        raise
+
+
 def sync_folder(path: Path) -> None:
     """Wait until a folder's entries are on the disk."""
     fd = os.open(path, os.O_RDONLY)

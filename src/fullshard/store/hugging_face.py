@@ -91,6 +91,7 @@ def save_safetensors(
                         sink.write(MODEL + name, tensor)
                 except Exception as error:
                     tensors.throw(error)  # tells the other ranks why
+        with ranks.step("finishing save_safetensors"):  # no rank can fail after it
             if sink is not None:
                 if own is None:
                     _save_configs(model, sink.folder, dtype, merge_lora)
@@ -203,7 +204,7 @@ def load_safetensors(
     """Read safetensors files into a sharded model, each rank only what it owns, straight into its shard. Collective.
 
     Everything is compared on all ranks before anything is changed: names, shapes, dtypes, and that all files are whole.
-    No tensor is whole in memory: files are mapped, and this rank's rectangles are copied out of them.
+    Besides the shards this takes the memory of this rank's part of one tensor.
 
     Args:
         model: sharded by either front-end, in whole or in part, or not at all; between steps. One that was made on the

@@ -129,7 +129,6 @@ class Files:
             self._check_sizes()
             metadata = self._small(METADATA)
             self.digest = hashlib.sha256(told + metadata).hexdigest()
-            self.verify(METADATA, 0, sizes[METADATA])
             self.index: Index = read_index(metadata, sizes, storage.called(METADATA))
             self._check_same()
         except BaseException:
@@ -148,6 +147,7 @@ class Files:
                 got=f"{self.storage.called(name)} of {nbytes} bytes",
                 code="K138",
             )
+        self.verify(name, 0, nbytes)
         return self.storage.read(name, 0, nbytes)
 
     def _check_same(self) -> None:
@@ -215,6 +215,7 @@ class Files:
                 data = self._scratch[: min(CHUNK, end - part)]
                 self.storage.read_into(name, part, data)
                 found.update(data)
+                self.storage.keep(name, part, data)
             if found.hexdigest() != facts.hashes[block]:
                 raise DamagedCheckpointError(
                     "A file of a checkpoint is damaged: it is not what was written.",

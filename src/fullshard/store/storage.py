@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from ..errors import ConfigError, DamagedCheckpointError
+from .hashed import CHUNK
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint whole; see manifest.py."""
@@ -54,6 +57,13 @@ class Storage(Protocol):
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         """So many bytes; raises as `read_into`."""
 
+    def keep(self, name: str, begin: int, data: memoryview) -> None:
+        """Bytes of a file that were compared with their hash, and will be used: they need not be read again.
+
+        Args:
+            begin: a multiple of `CHUNK`; `data` has as many bytes, or ends where the file does.
+        """
+
     def called(self, name: str) -> str:
         """A file, as errors speak of it."""
 
@@ -88,14 +98,16 @@ class LocalStorage:
         self.allocated = allocated if any(allocated.values()) else self.sizes  # some file systems do not say
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        with _told(self, name):
+        with _told(self.called(name)):
             if name not in self._open:
-                self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fd = self._open[name]
-            _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, self, name)
+                self._open[name] = open_file(self._path / name)
+        read_exactly(self._open[name], begin, target, self.called(name))
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         return _read(self, name, begin, nbytes)
+
+    def keep(self, name: str, begin: int, data: memoryview) -> None:
+        """Nothing: the system's page cache has them."""
 
     def called(self, name: str) -> str:
         return str(self._path / name)
@@ -109,6 +121,9 @@ class LocalStorage:
 class RemoteStorage:
     """A folder behind an address that fsspec knows, such as `s3://bucket/run/step-000000100`. See `Storage`.
 
+    What was compared with its hash is kept in a temporary file, while there is room: it crosses the network once, and
+    what is used is what was compared.
+
     Raises:
         DamagedCheckpointError: there is no such folder.
         ConfigError: fsspec, or what it needs for this kind of address, is not installed.
@@ -118,6 +133,8 @@ class RemoteStorage:
         self._fs, self._path = file_system(url)
         self._url = url
         self._open: dict[str, Any] = {}
+        self._kept: IO[bytes] | None = None
+        self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_kept`, in bytes
         if not self._fs.isdir(self._path):
             raise DamagedCheckpointError("There is no such checkpoint.", got=url, code="K157")
         listed = self._fs.ls(self._path, detail=True)
@@ -125,15 +142,40 @@ class RemoteStorage:
         self.allocated = self.sizes
 
     def read_into(self, name: str, begin: int, target: memoryview) -> None:
-        with _told(self, name):
+        if self._from_kept(name, begin, target):
+            return
+        with _told(self.called(name)):
             if name not in self._open:
                 self._open[name] = self._fs.open(f"{self._path}/{name}", "rb")
             file = self._open[name]
             file.seek(begin)
-            _fill(lambda rest, _: file.readinto(rest), target, self, name)
+            _fill(lambda rest, _: file.readinto(rest), target, self.called(name))
 
     def read(self, name: str, begin: int, nbytes: int) -> bytes:
         return _read(self, name, begin, nbytes)
+
+    def _from_kept(self, name: str, begin: int, target: memoryview) -> bool:
+        """Fill `target` from what was kept, if all of it was."""
+        end = begin + len(target)
+        chunks = range(begin // CHUNK, -(-end // CHUNK))
+        if self._kept is None or not all((name, chunk) in self._places for chunk in chunks):
+            return False
+        for chunk in chunks:
+            first, last = max(begin, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
+            place = self._places[name, chunk] + first - chunk * CHUNK
+            read_exactly(self._kept.fileno(), place, target[first - begin : last - begin], self.called(name))
+        return True
+
+    def keep(self, name: str, begin: int, data: memoryview) -> None:
+        place = len(self._places) * CHUNK
+        try:
+            if self._kept is None:
+                self._kept = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed in `close`
+            whole = os.pwrite(self._kept.fileno(), data, place) == len(data)
+        except OSError:  # no room
+            whole = False
+        if whole:
+            self._places[name, begin // CHUNK] = place
 
     def called(self, name: str) -> str:
         return f"{self._url}/{name}"
@@ -142,6 +184,9 @@ class RemoteStorage:
         for file in self._open.values():
             file.close()
         self._open.clear()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
 
 _ON_DISK = ("file://", "local://")
@@ -179,14 +224,45 @@ def file_system(url: str) -> tuple[Any, str]:
     return fs, str(path).rstrip("/")
 
 
+def open_file(path: Path, follow_links: bool = False) -> int:
+    """File descriptor of a file to read. Never waits, as opening a pipe without a writer would.
+
+    Raises:
+        DamagedCheckpointError: a pipe, a device or a folder is in its place.
+        OSError: it cannot be opened; a link, unless these are followed.
+    """
+    links = 0 if follow_links else os.O_NOFOLLOW
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise DamagedCheckpointError(
+        "Something else is in the place of a checkpoint's file.",
+        expected="a regular file",
+        got=f"{path}, a folder, a pipe or a device",
+        remedy="copy the checkpoint again from where it was whole",
+        code="K440",
+    )
+
+
+def read_exactly(fd: int, begin: int, target: memoryview, called: str) -> None:
+    """Fill `target` from a file's byte `begin` on.
+
+    Raises:
+        DamagedCheckpointError: the file ends before, or cannot be read.
+    """
+    with _told(called):
+        _fill(lambda rest, at: os.preadv(fd, [rest], begin + at), target, called)
+
+
 @contextmanager
-def _told(storage: Storage, name: str) -> Iterator[None]:
+def _told(called: str) -> Iterator[None]:
     """Say of which file a system's error is."""
     try:
         yield
     except OSError as error:
         raise DamagedCheckpointError(
-            "A file of a checkpoint cannot be read.", got=f"{storage.called(name)}: {error}", code="K158"
+            "A file of a checkpoint cannot be read.", got=f"{called}: {error}", code="K158"
         ) from error
 
 
@@ -196,7 +272,7 @@ def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _fill(read: Callable[[memoryview, int], int], target: memoryview, storage: Storage, name: str) -> None:
+def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: str) -> None:
     done = 0
     while done < len(target):
         got = read(target[done:], done)
@@ -204,7 +280,7 @@ def _fill(read: Callable[[memoryview, int], int], target: memoryview, storage: S
             raise DamagedCheckpointError(
                 "A file of a checkpoint is truncated.",
                 expected=f"{len(target) - done} bytes more",
-                got=storage.called(name),
+                got=called,
                 code="K159",
             )
         done += got

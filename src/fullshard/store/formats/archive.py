@@ -11,6 +11,7 @@ the part that is asked for: nothing is mapped, so that what a process holds is w
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -20,12 +21,12 @@ from typing import IO, Any
 import torch
 
 from ...errors import CheckpointError
+from ..storage import open_file, read_exactly
 from .built import Stored
+from .elements import extent, numel, read_strided
 from .pickled import decode
 
 LOCAL_HEADER = 30  # bytes of a zip's local header, before the record's name and extra field
-BUFFER = 16 * 2**20  # bytes that are read at once for a few elements of each row
-ONE_READ = 2**30  # bytes: the kernel gives at most 2 GiB a call
 
 
 class Archive:
@@ -41,10 +42,10 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] = path.open("rb", buffering=0)
+        self._file: IO[bytes] = os.fdopen(open_file(path, follow_links=True), "rb", buffering=0)
         self._map: mmap.mmap | None = None
         try:
-            self._size = path.stat().st_size
+            self._size = os.fstat(self._file.fileno()).st_size
             self._records = self._directory()
             self.root: Any = decode(self._record("data.pkl"), str(path))
             order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
@@ -100,7 +101,7 @@ class Archive:
         if offsets is not None:
             start += sum(at * step for at, step in zip(offsets, stored.stride, strict=True))
         base = self._records[f"data/{stored.key}"][0]
-        return self._strided(base, stored.dtype, start, shape, stored.stride)
+        return read_strided(self._fill, base, stored.dtype, start, shape, stored.stride)
 
     def mapped(self, name: str, stored: Stored) -> torch.Tensor:
         """A tensor as a view of the file: takes memory only while it is read, and stays when the archive is closed.
@@ -124,36 +125,8 @@ class Archive:
         """Where the record of a tensor begins in the file, and its size, in bytes."""
         return self._records[f"data/{stored.key}"]
 
-    def _strided(
-        self, base: int, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Read from the first element to the last; some rows at a time where far more lies there than is asked."""
-        if 0 in shape:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        span = extent(shape, stride)
-        if span > 2 * numel(shape) and span * dtype.itemsize > BUFFER:
-            whole = torch.empty(shape, dtype=dtype, device="cpu")
-            rows = max(1, BUFFER // max(1, stride[0] * dtype.itemsize))
-            for row in range(0, shape[0], rows):
-                some = min(rows, shape[0] - row)
-                if some == 1:
-                    part = self._strided(base, dtype, start + row * stride[0], shape[1:], stride[1:])
-                else:
-                    part = self._strided(base, dtype, start + row * stride[0], (some, *shape[1:]), stride)
-                whole[row : row + some] = part
-            return whole
-        raw = torch.empty(span * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        self._fill(base + start * dtype.itemsize, memoryview(raw.numpy().data))
-        return raw.view(dtype).as_strided(shape, stride)
-
     def _fill(self, position: int, buffer: memoryview) -> None:
-        self._file.seek(position)
-        done = 0
-        while done < len(buffer):
-            count = self._file.readinto(buffer[done : done + ONE_READ])  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(f"{self.path} ends early: it became shorter while it was read.", code="K049")
-            done += count
+        read_exactly(self._file.fileno(), position, buffer, str(self.path))
 
     def _record(self, name: str) -> bytes:
         if name not in self._records:
@@ -197,16 +170,3 @@ class Archive:
             raise zipfile.BadZipFile("a record is not where the directory says")
         name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
         return one.header_offset + LOCAL_HEADER + name + extra, one.file_size
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements of a tensor: Python integers, which do not overflow."""
-    product = 1
-    for one in shape:
-        product *= one
-    return product
-
-
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last; its shape has no zero."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ...errors import CheckpointError
-from ..folder import Folder, sync_folder, write_synced
+from ..folder import Folder, make_folders, put_in_place, remove_empty, write_synced
 from ..hashed import Hashed
 from ..manifest import NAME as MANIFEST
 from ..manifest import Manifest, versions
@@ -132,9 +132,13 @@ class DcpSink(Sink):
             )
         self._entries, self._values, self._ties = dict(entries), dict(values), dict(ties or {})
         self._here = self._path.with_name(f"{self._path.name}.saving-{secrets.token_hex(4)}")
-        self._here.mkdir(parents=True)
-        self._writer = LocalWriter(self._here)
-        self._file = (self._here / "__0_0.distcp").open("wb")
+        self._made = make_folders(self._here)
+        try:
+            self._writer = LocalWriter(self._here)
+            self._file = (self._here / "__0_0.distcp").open("wb")
+        except BaseException:
+            remove_empty(self._made)
+            raise
         self._stream = Hashed(self._file)
         self._records = RecordWriter(self._stream, "__0_0.distcp")
         self._results: list[Any] = []
@@ -201,10 +205,9 @@ class DcpSink(Sink):
             writer=versions(),
         )
         write_synced(self._here / MANIFEST, manifest.text())
-        sync_folder(self._here)
-        self._here.rename(self._path)
-        sync_folder(self._path.parent)
+        put_in_place(self._here, self._path)
 
     def abort(self) -> None:
         self._file.close()
         shutil.rmtree(self._here, ignore_errors=True)
+        remove_empty(self._made)

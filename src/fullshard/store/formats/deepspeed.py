@@ -28,8 +28,9 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..source import MODEL, OPTIMIZER, Entry
-from .archive import Archive, numel
+from .archive import Archive
 from .built import Made, Stored
+from .elements import numel
 from .pieced import PiecedSource, Run, Whole
 from .state import State
 

@@ -28,8 +28,9 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError
 from ..source import MODEL, Entry
-from .archive import Archive, numel
+from .archive import Archive
 from .built import Made, Sharded, Stored
+from .elements import numel
 from .pieced import PiecedSource, Run, Whole
 from .state import State
 

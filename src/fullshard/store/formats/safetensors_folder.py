@@ -10,7 +10,6 @@ A folder is not trusted: what it names must lie in it, and every size is checked
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -21,8 +20,11 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
-from ..folder import sync_folder
+from ...layout import dense_strides
+from ..folder import make_folders, put_in_place, remove_empty, sync_folder
 from ..source import MODEL, Entry, Sink, Source
+from ..storage import open_file, read_exactly
+from .elements import read_strided
 from .safetensors_files import SUFFIX, PlannedFile, index_of, split_files
 from .safetensors_header import MOST_BYTES, Header, make_header, parse_json, read_header
 
@@ -33,7 +35,7 @@ MAX_FILE_BYTES = 5 * 2**30
 class SafetensorsSource(Source):
     """A folder of safetensors files, or one file.
 
-    Files are mapped into memory: a tensor that is read whole, or some rows of it, is a view of the file's pages.
+    Only what is asked for is read, into memory of its own.
 
     Args:
         path: the folder, or a file whose name ends in `.safetensors`.
@@ -82,12 +84,8 @@ class SafetensorsSource(Source):
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         entry = self.entries[name]
         key = self._renamed.get(name, name).removeprefix(MODEL)
-        whole = self._where[key].tensor(key, entry)
-        if offsets is None or sizes is None:
-            return whole
-        for dim, (at, extent) in enumerate(zip(offsets, sizes, strict=True)):
-            whole = whole.narrow(dim, at, extent)
-        return whole
+        begin = (0,) * len(entry.shape) if offsets is None else offsets
+        return self._where[key].read(key, entry, begin, entry.shape if sizes is None else sizes)
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds an entry."""
@@ -109,7 +107,7 @@ class SafetensorsSource(Source):
 
 
 class _File:
-    """One file, mapped into memory.
+    """One file, open for reading.
 
     Args:
         path: as it is named.
@@ -118,35 +116,33 @@ class _File:
 
     def __init__(self, path: Path, real: Path) -> None:
         self.path = path
-        self._map: mmap.mmap | None = None
-        with open(real, "rb", opener=_no_link) as file:
-            size = os.fstat(file.fileno()).st_size
-            self.header: Header = read_header(file, size, str(path))
-            # Private and writable, as torch wants it; nothing is written.
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        self._file = os.fdopen(open_file(real), "rb", buffering=0)
+        try:
+            self.header: Header = read_header(self._read, os.fstat(self._file.fileno()).st_size, str(path))
+        except BaseException:
+            self.close()
+            raise
 
-    def tensor(self, name: str, entry: Entry) -> torch.Tensor:
-        """A view of the whole tensor in the file."""
-        if not entry.numel:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        if self._map is None:
+    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A rectangle of a tensor, in memory of its own."""
+        if self._file.closed:
             raise ConfigError(
                 "A safetensors file was closed and then read.", parameter=name, got=str(self.path), code="C187"
             )
-        begin = self.header.begins[name]
-        octets = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=begin)
-        if begin % entry.dtype.itemsize:  # of other writers' files, which need not align
-            octets = octets.clone()
-        return octets.view(entry.dtype).view(entry.shape)
+        strides = dense_strides(entry.shape, tuple(range(len(entry.shape))))
+        start = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+        return read_strided(self._fill, self.header.begins[name], entry.dtype, start, tuple(sizes), strides)
+
+    def _read(self, begin: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._fill(begin, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, begin: int, target: memoryview) -> None:
+        read_exactly(self._file.fileno(), begin, target, str(self.path))
 
     def close(self) -> None:
-        """Let the map go; it ends with the last tensor that views it."""
-        self._map = None
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file: nothing else, and no link that has taken its place since it was looked at."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._file.close()
 
 
 def _files_of(path: Path, stem: str) -> list[tuple[Path, Path, set[str] | None]]:
@@ -278,11 +274,12 @@ class SafetensorsSink(Sink):
         self._where = {name: file for file in self._planned for name in file.entries}
         self._index = index_of(self._planned) if len(self._planned) > 1 else None
         self._stem = stem
+        self._made: list[Path] = []  # folders, to be removed if nothing is put into them
         self._refuse_existing()
         total = sum(len(file.header) + sum(e.nbytes for e in file.entries.values()) for file in self._planned)
         self.folder = self._path.with_name(f".{self._path.name}.saving-{secrets.token_hex(4)}")
         try:
-            self.folder.mkdir(parents=True)
+            self._made = make_folders(self.folder)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             self.abort()
@@ -331,11 +328,10 @@ class SafetensorsSink(Sink):
                 file.close(self.folder)  # those without elements, which nobody wrote to
             if self._index is not None:
                 (self.folder / f"{self._stem}{INDEX}").write_text(json.dumps(self._index, indent=2) + "\n")
-            for path in [*self.folder.iterdir(), self.folder]:
+            for path in self.folder.iterdir():
                 sync_folder(path)
             self._refuse_existing()
-            self.folder.rename(self._path)
-            sync_folder(self._path.parent)
+            put_in_place(self.folder, self._path)
         except OSError as error:
             raise _cannot(self._path, error) from error
 
@@ -343,6 +339,7 @@ class SafetensorsSink(Sink):
         for file in self._planned:
             file.let_go()
         shutil.rmtree(self.folder, ignore_errors=True)
+        remove_empty(self._made)
 
 
 def _is_empty_folder(path: Path) -> bool:

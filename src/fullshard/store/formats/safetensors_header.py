@@ -12,10 +12,11 @@ against the size of its file before any memory is taken by it.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -67,11 +68,11 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(file: IO[bytes], size: int, called: str) -> Header:
-    """The header of an open file.
+def read_header(read: Callable[[int, int], bytes], size: int, called: str) -> Header:
+    """The header of a file. What the safetensors library refuses is refused.
 
     Args:
-        file: at its beginning.
+        read: gives the file's bytes from one on, so many.
         size: of the file, in bytes.
         called: the file, for errors.
 
@@ -79,19 +80,23 @@ def read_header(file: IO[bytes], size: int, called: str) -> Header:
         DamagedCheckpointError: it is no safetensors file, or not whole.
         CheckpointError: it has a dtype that is not known here.
     """
-    start = file.read(_LENGTH.size)
-    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else None
+    length = _LENGTH.unpack(read(0, _LENGTH.size))[0] if size >= _LENGTH.size else None
     if length is None or length > min(size - _LENGTH.size, MOST_BYTES):
         raise _damaged(called, f"a header of at most {min(max(size - 8, 0), MOST_BYTES)} bytes", f"length {length}")
     try:
-        said = json.loads(file.read(length).decode(), object_pairs_hook=once)
+        said = json.loads(read(_LENGTH.size, length).decode(), object_pairs_hook=once, parse_int=_count)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError too
         raise _damaged(called, "a header in JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
     if not isinstance(said, dict):
         raise _damaged(called, "a header with names", f"{type(said).__name__}")
-    metadata = said.pop(METADATA, {})
+    metadata = {} if said.get(METADATA) is None else said[METADATA]
+    said.pop(METADATA, None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(called, f"{METADATA} of texts", repr(metadata)[:100])
+    try:
+        "".join([*said, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:  # half a character, which JSON can write
+        raise _damaged(called, "names in UTF-8", str(error)) from None
     data = _LENGTH.size + length
     found = sorted(((*_offsets(name, facts, called), name) for name, facts in said.items()), key=lambda one: one[:2])
     entries, at = {}, 0
@@ -118,6 +123,10 @@ def parse_json(data: bytes, called: str) -> Any:
         raise _damaged(called, "JSON, every name once", f"{type(error).__name__}: {error}"[:300]) from None
 
 
+def _count(text: str) -> int:
+    return -1 if text.startswith("-") else int(text)  # -0 is no count
+
+
 def _offsets(name: str, facts: Any, called: str) -> tuple[int, int]:
     offsets = facts.get("data_offsets") if isinstance(facts, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
@@ -131,6 +140,8 @@ def _is_size(value: Any) -> bool:
 
 def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
     shape, kind = facts.get("shape"), facts.get("dtype")
+    if unknown := facts.keys() - {"shape", "dtype", "data_offsets"}:
+        raise _damaged(called, f"{name!r} with dtype, shape and data_offsets", f"{min(unknown)!r}"[:100])
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_size, shape)):
         raise _damaged(called, f"{name!r} with a shape", repr(shape)[:100])
     if not isinstance(kind, str) or kind not in DTYPES:
@@ -141,9 +152,9 @@ def _entry(name: str, facts: dict[str, Any], nbytes: int, called: str) -> Entry:
             got=repr(kind)[:100],
             code="K099",
         )
-    dtype, numel = DTYPES[kind], 1
-    for extent in shape:
-        numel *= extent
+    dtype, numel = DTYPES[kind], math.prod(shape)
+    if math.prod(max(extent, 1) for extent in shape) > _LARGEST:
+        raise _damaged(called, f"{name!r} with a shape that can be counted", repr(shape)[:100])
     if numel * dtype.itemsize != nbytes:
         raise _damaged(called, f"{name!r}: {numel * dtype.itemsize} bytes, for shape {shape} of {kind}", f"{nbytes}")
     return Entry(tuple(shape), dtype)
