@@ -7,9 +7,12 @@ import errno
 import os
 import socket
 import subprocess
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +21,11 @@ import torch
 import torch.distributed as dist
 from beside import threads
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import fullshard
 from fullshard import CheckpointError
+from fullshard.comm import lanes
 from fullshard.store import background, writer_process
 from fullshard.store.folder import Folder
 from raising import raises
@@ -133,3 +138,121 @@ def test_what_the_first_ranks_process_learns_of_another(tmp_path: Path) -> None:
             writer_process.wait_for(tmp_path, 2, order, theirs)
         with raises("K166"):
             writer_process.wait_for(tmp_path / "removed", 1, order, theirs)
+
+
+# Snapshots from a device: simulated, with copies that come late.
+
+
+class Late(TorchFunctionMode):
+    """A device on the CPU. A queued copy fills its target with rubbish, and with the values when somebody waits for it.
+
+    Attributes:
+        locked, unlocked: pages that were locked, how often.
+        waits: events that were waited for, by the names of the threads.
+        may_go_on: until it is set, nobody's wait ends.
+        error: what waiting raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.locked, self.unlocked = [], []
+        self.waits: list[str] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.error: Exception | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, values = args
+            self.queue.append((target, values.detach().clone()))  # in order: what is written later is not copied
+            return target.view(torch.uint8).fill_(0xAB)
+        return func(*args, **(kwargs or {}))
+
+    def record_event(self) -> Any:
+        queue, self.queue = self.queue, []
+        return SimpleNamespace(synchronize=lambda: self.arrive(queue))
+
+    def arrive(self, queue: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        assert self.may_go_on.wait(60)
+        self.waits.append(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        for target, values in queue:
+            target.copy_(values)
+
+
+@contextlib.contextmanager
+def late_device() -> Iterator[tuple[Late, Any]]:
+    device = Late()
+    with (
+        mock.patch.object(lanes, "has_streams", lambda of: True),
+        mock.patch.object(lanes, "current_stream", lambda of: device),
+        mock.patch.object(lanes, "page_lock", lambda *pages: device.locked.append(pages) or True),
+        mock.patch.object(lanes, "page_unlock", device.unlocked.append),
+        threads() as writer,
+        device,
+    ):
+        yield device, writer
+
+
+def value_in(folder: Path, step: int) -> float:
+    model = model_of(-1.0)
+    fullshard.load(folder / f"step-{step:09d}", model, rng=False)
+    (value,) = {float(one) for parameter in model.parameters() for one in parameter.detach().flatten()}
+    return value
+
+
+def test_training_goes_on_while_a_device_copies(tmp_path: Path) -> None:
+    """The training thread does not wait; weights may change; the writer gets nothing before it has arrived."""
+    with late_device() as (device, _):
+        device.may_go_on.clear()
+        model = model_of(1.0)
+        saving = fullshard.save(tmp_path, model, step=1, asynchronous=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2.0)
+        assert not saving.done and not device.waits and not Folder(tmp_path).names()
+        with pytest.raises(CheckpointError, match="going on"):
+            fullshard.save(tmp_path, model, step=2, asynchronous=True, if_saving="refuse")
+        device.may_go_on.set()
+        saving.wait()
+        assert device.waits == ["fullshard-snapshot"]
+    assert value_in(tmp_path, 1) == 1.0
+
+
+def test_twenty_snapshots_take_the_memory_of_one(tmp_path: Path) -> None:
+    """Pages are locked once, and again for a larger model; threads and files do not grow."""
+    with late_device() as (device, writer):
+        counts = []
+        for step in range(20):
+            model = model_of(float(step))
+            fullshard.save(tmp_path, model, step=step, asynchronous=True, keep_last=3).wait()
+            files = len(os.listdir("/proc/self/fd"))
+            counts.append((len(device.locked), len(writer._mapped), threading.active_count(), files))
+        assert len(set(counts)) == 1 and not device.unlocked, counts
+        assert [value_in(tmp_path, step) for step in (17, 18, 19)] == [17.0, 18.0, 19.0]
+        fullshard.save(tmp_path, nn.Linear(500, 500), step=20, asynchronous=True).wait()
+        assert len(device.locked) == 2 and device.unlocked == [device.locked[0][0]]
+        assert not device.queue
+
+
+def a_device_that_fails(folder: Path) -> tuple[str, list[str]]:
+    """On the second rank, once: the error that is raised, and what is there after the next save."""
+    sharded = fullshard.fully_shard(model_of(1.0))
+    with late_device() as (device, _):
+        device.error = RuntimeError("the device is lost") if dist.get_rank() == 1 else None
+        try:
+            fullshard.save(folder, sharded, step=1, asynchronous=True).wait()
+            text = ""
+        except CheckpointError as error:
+            text = str(error)
+        device.error = None
+        fullshard.save(folder, sharded, step=2, asynchronous=True).wait()
+    return text, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_device_that_fails_while_it_copies(run_ranks: Any, tmp_path: Path) -> None:
+    for text, names in run_ranks(a_device_that_fails, tmp_path, timeout=40):
+        assert "the device is lost" in text and "rank:      1" in text, text
+        assert names == ["latest", "lock", "step-000000002"]

@@ -6,7 +6,8 @@
                         .            |  .
     the group's         '-gather 2---'   '-gather 3 ...            waits for the copy, not for compute
 
-Without a host that waits. It does so in two places, `Lanes.settle` and `Lanes.copy_out`, which say when.
+Without a host that waits. It does so in three places, which say when: `Lanes.settle`, `Lanes.copy_out`, and the thread
+that hands over a snapshot (`store/background.py`).
 
 This is the one file that names streams and events of a device; `has_streams`, `new_stream` and `current_stream` are all
 that it asks of one. Where there are none (a CPU) nothing here is made.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,43 @@ def begin_copy_to_host(values: torch.Tensor, out: torch.Tensor) -> torch.Event:
     """
     out.copy_(values, non_blocking=True)
     return current_stream(values.device).record_event()
+
+
+def page_lock(address: int, nbytes: int) -> bool:
+    """Let an accelerator copy into memory that `torch` did not allocate; whether it can, without the host waiting.
+
+    Args:
+        address, nbytes: of whole pages, which stay until `page_unlock`.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return False
+    portable = 1  # for all devices of the process
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, portable)) == 0
+
+
+def page_unlock(address: int) -> None:
+    """Undo `page_lock`: nothing is copied there any more."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def copy_to_host(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], locked: bool) -> list[torch.Event]:
+    """Copy values into the host's memory; the events that the host waits for before it reads them there.
+
+    They are copied on the current streams, in the order of what changes them next: the host goes on, and need not know
+    who that will be (an optimizer, buffers in the next forward, the user).
+
+    Args:
+        copies: where to, and what.
+        locked: whether all of that memory is page-locked; without, the host waits here.
+    """
+    devices: dict[torch.device, None] = {}
+    for target, values in copies:
+        queued = locked and has_streams(values.device)
+        target.copy_(values, non_blocking=queued)
+        if queued:
+            devices[values.device] = None
+    return [current_stream(device).record_event() for device in devices]
 
 
 class Turns:

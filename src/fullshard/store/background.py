@@ -1,14 +1,16 @@
 """Saves that go on while training does: a snapshot in shared memory, written by a process beside this one.
 
     this process                                   the writer beside it (writer_process.py)
-    copies its pieces into the snapshot
+    queues copies of its pieces into the snapshot
+    a thread waits for the device, and
     sends the job (socket)                 ->      writes this rank's file, from the snapshot
                                                    says so in the folder being written: rank-R.written
     trains                                         the first rank's: waits for all, and puts the checkpoint in its place
     `finish`: at the next call             <-      how it ended
 
 The writers of all ranks meet in the folder alone, without connections: they go on if training ends. One process and one
-snapshot are kept for the next save.
+snapshot are kept for the next save. The snapshot is page-locked where there is a device, which copies while the host goes
+on: before anything that it is given later, so that weights and buffers may change at once.
 
 How this rank's part ended is kept in its `Part`, which takes no communication: so ranks can be told of it in any group,
 by `Saving.wait` in the one that saved, or by the next save or load in theirs.
@@ -26,6 +28,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ from pathlib import Path
 
 import torch
 
+from ..comm import lanes
 from ..errors import CheckpointError, message
 from ..watcher import RANK
 from .folder import Folder
@@ -108,6 +112,8 @@ class Writer:
         self._channel: socket.socket | None = None
         self._memory = -1  # file descriptor of the snapshot
         self._mapped: mmap.mmap | None = None
+        self._locked = False  # whether the map is page-locked
+        self._handing: threading.Thread | None = None  # it waits for the device, and sends the job
         self._running: Order | None = None
         self._abandoned: Order | None = None
         self._answer: dict[str, str] | None = None
@@ -136,15 +142,40 @@ class Writer:
         memory = self._room(begin + at)
         memory[: HEADER.size] = HEADER.pack(0, sum(piece.nbytes for piece in mine))
         memory[PAGE : PAGE + len(text)] = text
-        for piece, place in zip(mine, places, strict=True):
-            if piece.nbytes:
-                view = torch.frombuffer(memory, dtype=torch.uint8, count=piece.nbytes, offset=begin + place)
-                view.view(piece.dtype).view(piece.sizes).copy_(piece.tensor)
         self._launch()
-        assert self._channel is not None
-        descriptors = [self._memory, *([lock] if lock >= 0 else [])]
-        socket.send_fds(self._channel, [MESSAGE.pack(len(text), begin + at)], descriptors)
+        copies = [
+            (_view(memory, begin + place, piece), piece.tensor)
+            for piece, place in zip(mine, places, strict=True)
+            if piece.nbytes
+        ]
+        copied = lanes.copy_to_host(copies, self._locked)
+        del copies
         self._running, self._answer, self.part = order, None, Part(ending is not None)
+        job_message, lock = MESSAGE.pack(len(text), begin + at), os.dup(lock) if lock >= 0 else -1
+        if not copied:
+            self._hand_over(order, job_message, lock, copied)
+            return
+        self._handing = threading.Thread(
+            target=self._hand_over, args=(order, job_message, lock, copied), name="fullshard-snapshot", daemon=True
+        )
+        self._handing.start()
+
+    def _hand_over(self, order: Order, job_message: bytes, lock: int, copied: Sequence[torch.Event]) -> None:
+        """Send the job when the device has copied everything; what goes wrong is the save's answer."""
+        assert self._channel is not None
+        try:
+            for event in copied:
+                event.synchronize()
+            socket.send_fds(self._channel, [job_message], [self._memory, *([lock] if lock >= 0 else [])])
+        except BrokenPipeError:  # the process ended: `poll` tells
+            pass
+        except Exception as error:  # whatever devices raise
+            told = f"rank {order.rank}: copying what is to be saved: {type(error).__name__}: {error}"
+            self._fail(order, told)
+            self._answer = {"error": told}
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
     def _end_abandoned(self) -> None:
         """Wait until the snapshot is free."""
@@ -160,7 +191,10 @@ class Writer:
             self._memory = os.memfd_create("fullshard-snapshot", os.MFD_CLOEXEC)
         if self._mapped is None or len(self._mapped) < nbytes:
             os.posix_fallocate(self._memory, 0, nbytes)  # raises where writing would end the process (SIGBUS)
+            if self._mapped is not None and self._locked:
+                lanes.page_unlock(_address(self._mapped))
             self._mapped = mmap.mmap(self._memory, nbytes)
+            self._locked = lanes.page_lock(_address(self._mapped), nbytes)
         return self._mapped
 
     def _launch(self) -> None:
@@ -192,6 +226,11 @@ class Writer:
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether the save has ended; waits so long for it, None for ever."""
+        if self._handing is not None:
+            self._handing.join(seconds)
+            if self._handing.is_alive():
+                return False
+            self._handing = None
         if self._running is None or self._answer is not None:
             return True
         assert self._channel is not None
@@ -216,9 +255,14 @@ class Writer:
         self._process = None
         order = self._running
         told = f"the process that writes in the background ended with exit code {code}"
+        self._fail(order, told)
+        return told
+
+    @staticmethod
+    def _fail(order: Order, told: str) -> None:
+        """Let the writers of other ranks know."""
         with contextlib.suppress(OSError):  # the folder may be gone, with the other writers
             note_written(order.job.folder.at(order.job.name), order.rank, told, failed=True)
-        return told
 
     def finish(self) -> None:
         """Wait for the end of the save that was started, and note in its `part` how it ended."""
@@ -235,6 +279,8 @@ class Writer:
         """Let the process not wait for the other ranks' any more: one of them failed, and may be unable to say so in
         the folder."""
         assert self._channel is not None
+        if self._handing is not None:
+            self._handing.join()  # the job comes first
         with contextlib.suppress(OSError):  # it has ended
             self._channel.sendall(GIVE_UP)
 
@@ -256,6 +302,16 @@ class Writer:
                 return
         if self._answer is not None and "error" in self._answer:
             print(f"fullshard: a save in the background failed: {self._answer['error']}", file=sys.stderr)
+
+
+def _view(memory: mmap.mmap, offset: int, piece: Piece) -> torch.Tensor:
+    """Where a piece lies in the snapshot."""
+    octets = torch.frombuffer(memory, dtype=torch.uint8, count=piece.nbytes, offset=offset)
+    return octets.view(piece.dtype).view(piece.sizes)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
 
 
 def data_begin(length: int) -> int:
