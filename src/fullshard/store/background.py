@@ -9,8 +9,8 @@
     `finish`: at the next call             <-      how it ended
 
 The writers of all ranks meet in the folder alone, without connections: they go on if training ends. One process and one
-snapshot are kept for the next save. The snapshot is page-locked where there is a device, which copies while the host goes
-on: before anything that it is given later, so that weights and buffers may change at once.
+snapshot are kept for the next save. The snapshot is page-locked where there is a device, which copies while the host
+goes on: before anything that it is given later, so that weights and buffers may change at once.
 
 How this rank's part ended is kept in its `Part`, which takes no communication: so ranks can be told of it in any group,
 by `Saving.wait` in the one that saved, or by the next save or load in theirs.
