@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard
 from fullshard import CheckpointError
-from fullshard.store import known, telling
+from fullshard.store import known, metadata, telling
 from fullshard.store.plan import Told
 
 
@@ -208,10 +208,14 @@ class Noting:
         """Nothing."""
 
 
-def test_no_garbage_is_searched_for_while_a_save_is_planned(tmp_path: Path) -> None:
-    """Among millions of pieces it takes most of the time."""
+def test_no_garbage_is_searched_for_while_pieces_are_listed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Among millions of them it takes most of the time: while a save is planned, and while metadata is read."""
     for fails in (False, True):
         noting = Noting(fails)
         with pytest.raises(CheckpointError) if fails else nullcontext():
             fullshard.save(tmp_path, nn.Linear(2, 2), state={"noting": noting})
         assert noting.collected == [False] and gc.isenabled()
+    collected = []
+    monkeypatch.setattr(metadata, "look_through", lambda _: collected.append(gc.isenabled()))
+    fullshard.load(tmp_path, nn.Linear(2, 2), strict=False)
+    assert collected == [False] and gc.isenabled()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from .folder import Folder
 from .job import Ending, Job
 from .known import Known, OfAll, forget, keep, outline_of
 from .manifest import Manifest, versions
+from .metadata import without_collection
 from .packed import Packed
 from .piece import Piece, whole_piece
 from .plan import Settled, settle_plan
@@ -62,19 +61,7 @@ class Planned:
     ending: Ending | None
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for garbage: there are millions of descriptions, and all stay. It took two thirds of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def planned(request: Request, folder: Folder, ranks: Ranks) -> Planned:
     """Agree on what is written by whom, and make the folder. Collective."""
     contents: Contents | None = None
