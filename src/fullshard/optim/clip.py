@@ -15,6 +15,7 @@ from ..comm import reduce_value
 from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
 from ..forms import PART_KEY, FlatShard, LocalForm, owner_of
+from ..shard import follow_views
 
 
 def clip_grad_norm_(
@@ -46,6 +47,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be positive, got {norm_type}", code="C154")
     given = [parameters] if isinstance(parameters, torch.Tensor) else _listed(parameters)
+    follow_views(given)
     viewed = {id(p): _under_view(p) for p in given if PART_KEY in p.__dict__ and p.grad is not None}
     under = {id(member) for members in viewed.values() for member in members}
     given = [p for p in given if p.grad is not None and id(p) not in under]

@@ -67,11 +67,11 @@ class Seen:
             self.number = zlib.crc32(self.words.encode())
         for reference in self.units:
             if (unit := reference()) is not None:
-                if unit.touched.assigned:  # optimizer views are of the memory before
+                views = [gradients for gradients in unit.gradients if gradients.delivery.views]
+                if unit.touched.assigned or (views and unit.replaced()):  # optimizer views are of the memory before
                     unit.refresh()
-                for gradients in unit.gradients:
-                    if gradients.delivery.views:
-                        gradients.delivery.follow()
+                for gradients in views:
+                    gradients.delivery.follow()
                 unit.touched.step(self.number, self.words)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
 from ..forms import FlatShard
+from ..shard import follow_views
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -88,6 +89,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         found: dict[torch.device, torch.Tensor] = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        follow_views([parameter for group in optimizer.param_groups for parameter in group["params"]])
         with torch.no_grad():
             for grad in _distinct(optimizer):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

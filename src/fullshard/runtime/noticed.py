@@ -31,18 +31,25 @@ from .root import all_roots
 _installed: list[Any] = []
 
 
-def give_up(parameters: Iterable[Any]) -> None:
-    """Discard gradients of these parameters that were accumulated without sync, or not yet reduced."""
+def give_up(parameters: Iterable[Any], shown: bool) -> None:
+    """Discard gradients of these parameters that were accumulated without sync, or not yet reduced.
+
+    Args:
+        shown: whether `.grad` becomes None, which optimizer views and the parameters under them share.
+    """
     recover()
-    if not any([g.accumulates for root in all_roots() for one in root.units for g in one.unit.gradients]):
+    units = [one.unit for root in all_roots() for one in root.units]
+    if not any([g.accumulates or g.delivery.views for unit in units for g in unit.gradients]):
         return
-    units: dict[int, tuple[Unit, set[int]]] = {}
+    found: dict[int, tuple[Unit, set[int]]] = {}
     for parameter in parameters:
         unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
         if unit is not None:
-            units.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
-    for unit, ids in units.values():
+            found.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
+    for unit, ids in found.values():
         unit.give_up_gradients(ids)
+        for gradients in unit.gradients if shown else ():
+            gradients.delivery.let_go(ids)
 
 
 def recover() -> None:
@@ -186,15 +193,15 @@ def install() -> None:
 
     @_apart
     @functools.wraps(original)
-    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        give_up([parameter for group in self.param_groups for parameter in group["params"]])
-        original(self, *args, **kwargs)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        give_up([parameter for group in self.param_groups for parameter in group["params"]], set_to_none)
+        original(self, set_to_none)
 
     @_apart
     @functools.wraps(of_module)
-    def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        give_up(self.parameters())
-        of_module(self, *args, **kwargs)
+    def module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        give_up(self.parameters(), set_to_none)
+        of_module(self, set_to_none)
 
     @_apart
     @functools.wraps(original_backward)

@@ -17,7 +17,7 @@ from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
 from .unit import State, Unit
-from .views import add_views, run_of
+from .views import add_views, follow_views, run_of
 
 __all__ = [
     "REDUCTIONS",
@@ -46,6 +46,7 @@ __all__ = [
     "collect",
     "find_parameters",
     "find_shared",
+    "follow_views",
     "has_gradients",
     "home_of",
     "is_parked",

@@ -167,10 +167,7 @@ class Delivery:
             current.shown = [False] * len(members)
             current.add(old)
             return current, old
-        if current is not None and all(
-            grad is part or (grad is None and not (shown and part.numel()))
-            for grad, part, shown in zip(old, current.parts, current.shown, strict=True)
-        ):
+        if current is not None and self._as_delivered(current, old):
             if home is None:
                 current.flat.add_(reduced)
             else:
@@ -186,6 +183,16 @@ class Delivery:
             fresh.settle()
             home.bring(fresh.flat, reduced, self.bucket.turns, partial(fresh.add, old))
         return fresh, old
+
+    @staticmethod
+    def _as_delivered(current: GradientSet, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether `grads`, by member, are what `current` gave out: nobody has assigned another `.grad` or `.data`."""
+        return not current.astray() and all(
+            [
+                grad is part or (grad is None and not (shown and part.numel()))
+                for grad, part, shown in zip(grads, current.parts, current.shown, strict=True)
+            ]
+        )
 
     def asks(self) -> bool:
         """Whether this rank has to know what others used."""
@@ -228,7 +235,7 @@ class Delivery:
         if undecided or aside:
             self._show_views(target)
         if self.views and asked and not all(target.shown) and not self._told_of_zeros:
-            self._told_of_zeros = self._warn_of_zeros(target)
+            self._told_of_zeros = self._warn_of_zeros(target, self.views)
         if not self.hooked:
             return []
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
@@ -274,12 +281,12 @@ class Delivery:
         for view, grad in zip(self.views, current.views, strict=True):
             tensor = view.tensor
             if tensor is not None and any([current.shown[i] for i in view.members]):
-                tensor.grad = grad
+                tensor.grad, view.adopted, view.cleared = grad, None, False
 
     def all_none(self) -> bool:
         """Whether no `.grad` is there to be added to, on parameters or optimizer views."""
         for view in self.views:
-            self._agree(view, everything=view.alone)
+            self._agree(view)
             if view.alone and view.has_gradient:
                 return False
         for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
@@ -287,60 +294,125 @@ class Delivery:
                 return False
         return True
 
-    def _agree(self, view: OptimizerView, everything: bool) -> None:
-        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both.
-
-        Args:
-            everything: also what is not of a delivery; within a step that is autograd's, and stays.
-        """
+    def _agree(self, view: OptimizerView) -> None:
+        """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
         tensor = view.tensor
         if tensor is None:
             return
         members = [self.bucket.members[i] for i in view.members]
-        if tensor.grad is None:
+        if (whole := tensor.grad) is None:
             for index, member in zip(view.members, members, strict=True):
-                if everything or (self.set is not None and read_grad(member.sharded) is self.set.parts[index]):
+                grad = read_grad(member.sharded)
+                if grad is not None and (view.alone or self._shares(view, index, grad)):
                     write_grad(member.sharded, None)
+            view.adopted = None
+            return
+        at = -1 if self.set is None else self.set.flat.data_ptr() + view.offset * self.set.flat.element_size()
+        if view.length and whole is not view.adopted and whole.data_ptr() != at:  # the user's own
+            self._adopt(view, whole)
         elif not view.alone and all(read_grad(member.sharded) is None for member in members):
-            tensor.grad = None
-        elif self.set is None or all(tensor.grad is not grad for grad in self.set.views):  # the user's own
-            self._adopt(view, tensor.grad)
+            tensor.grad = view.adopted = None
+
+    def _shares(self, view: OptimizerView, index: int, grad: torch.Tensor) -> bool:
+        """Whether a parameter's gradient lies where it and the view had theirs last: nobody has assigned it since."""
+        part, current = self.bucket.members[index].part, self.set
+        if view.cleared:
+            return False
+        if not part.numel:  # it has no address
+            return view.adopted is not None or (current is not None and grad is current.parts[index])
+        at = getattr(grad, "_local_tensor", grad).data_ptr()
+        if current is not None and at == current.flat.data_ptr() + part.offset * current.flat.element_size():
+            return True
+        adopted = view.adopted
+        return adopted is not None and at == adopted.data_ptr() + (part.offset - view.offset) * adopted.element_size()
 
     def follow(self) -> None:
-        """Before an optimizer steps views: what users assigned to the `.grad` of parameters under them counts there."""
-        if (current := self.set) is None:
-            return
-        for view, whole in zip(self.views, current.views, strict=True):
-            if view.alone or (tensor := view.tensor) is None or tensor.grad is not whole:
-                continue
-            members, parts = self.bucket.members, current.parts
-            with plain_access():
-                changed = [i for i in view.members if read_grad(members[i].sharded) is not parts[i]]
-            if not changed:
-                continue
-            if all(read_grad(members[i].sharded) is None for i in view.members):
-                tensor.grad = None
-                continue
-            for i in changed:
-                grad = read_grad(members[i].sharded)
-                with torch.no_grad():
-                    if grad is not None:
-                        parts[i].copy_(grad)
-                        self._give(i, current)
-                    elif current.shown[i] and members[i].part.numel:
-                        current.shown[i] = False
-                        parts[i].zero_()
-            if not self._told_of_zeros:
-                self._told_of_zeros = self._warn_of_zeros(current)
+        """Before an optimizer steps views: what users assigned to the `.grad` of parameters under them counts there.
 
-    def _adopt(self, view: OptimizerView, grad: torch.Tensor) -> None:
-        """Make a gradient that the user gave an optimizer view that of its parameters."""
+        Raises:
+            ConfigError: they assigned another to the view as well.
+        """
+        with plain_access(), torch.no_grad():
+            current, grads = self.set, [read_grad(member.sharded) for member in self.bucket.members]
+            delivered = current is not None and self._as_delivered(current, grads)
+            for at, view in enumerate(self.views):
+                if view.alone or (tensor := view.tensor) is None:
+                    continue
+                if not (delivered and current is not None and tensor.grad is current.views[at]):
+                    self._follow(at, view, tensor)
+
+    def _follow(self, at: int, view: OptimizerView, tensor: torch.Tensor) -> None:
+        members, current, whole = self.bucket.members, self.set, tensor.grad
+        grads = {i: grad for i in view.members if (grad := read_grad(members[i].sharded)) is not None}
+        assigned = {i: grad for i, grad in grads.items() if not self._shares(view, i, grad)}
+        if whole is None:
+            grads = assigned  # the others went with the view's
+            if not assigned:
+                return
+        elif current is not None and whole is current.views[at]:
+            gone = [i for i in view.members if i not in grads and current.shown[i] and members[i].part.numel]
+            if not assigned and not gone:
+                return
+        elif whole is not view.adopted:
+            self._adopt(view, whole)
+            return
+        elif not assigned and all(i in grads or not members[i].part.numel for i in view.members):
+            return
+        if not grads:
+            tensor.grad = view.adopted = None
+            return
+        # In memory of its own: users may hold what was there before.
+        fresh = self._make_set(self.bucket.new_slice(self.grad_dtype).zero_())
+        for i in view.members:
+            if i in grads:
+                fresh.parts[i].copy_(grads[i])
+                self._give(i, fresh)
+            else:
+                write_grad(members[i].sharded, None)
+        tensor.grad = view.adopted = fresh.views[at]
+        view.cleared = False
+        if not self._told_of_zeros:
+            self._told_of_zeros = self._warn_of_zeros(fresh, [view])
+
+    def _adopt(self, view: OptimizerView, whole: torch.Tensor) -> None:
+        """Make a gradient that the user gave an optimizer view that of its parameters.
+
+        Raises:
+            ConfigError: the user gave one of them another.
+        """
+        for index in view.members if not view.alone else ():
+            member = self.bucket.members[index]
+            grad = read_grad(member.sharded)
+            if grad is not None and member.part.numel and not self._shares(view, index, grad):
+                raise ConfigError(
+                    "Both a parameter and the optimizer view over it were given a gradient.",
+                    parameter=member.name,
+                    rank=self.bucket.axes.global_rank,
+                    expected="one of them: they share their .grad",
+                    got="two different tensors since the last step or backward",
+                    remedy="assign to the parameter's .grad or to the view's, or add one to the other",
+                    code="C415",
+                )
         for index in view.members:
             member = self.bucket.members[index]
             part = member.part
-            at = grad.storage_offset() + (part.offset - view.offset if part.numel else 0)
-            local = grad.as_strided(part.shape, part.stride, at)
+            at = whole.storage_offset() + (part.offset - view.offset if part.numel else 0)
+            local = whole.as_strided(part.shape, part.stride, at)
             write_grad(member.sharded, self.bucket.shown(local, member))
+        view.adopted, view.cleared = whole, False
+
+    def let_go(self, parameters: set[int]) -> None:
+        """`zero_grad()` of an optimizer view or of all parameters under one, by id: none of them keeps a gradient."""
+        for view in self.views:
+            if view.alone or (tensor := view.tensor) is None:
+                continue
+            members = [self.bucket.members[i].sharded for i in view.members]
+            if id(tensor) in parameters or parameters.issuperset(map(id, members)):
+                with plain_access():
+                    for sharded in members:
+                        write_grad(sharded, None)
+                tensor.grad = view.adopted = None
+                view.cleared = True
 
     # Memory.
 
@@ -371,7 +443,7 @@ class Delivery:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""
         for view in self.views:
             if not view.alone:
-                self._agree(view, everything=True)
+                self._agree(view)
         current = self.set
         if current is None or not current.storage.nbytes() or not self.all_none():
             return
@@ -382,9 +454,16 @@ class Delivery:
         else:
             self.set = None
 
+    def drop_set(self) -> None:
+        """Make another set at the next delivery; what this one gave out lives on."""
+        for view in self.views:
+            if (tensor := view.tensor) is not None:
+                view.adopted = tensor.grad
+        self.set = None
+
     def forget(self) -> None:
         """After the shard moved."""
-        self.set = None
+        self.drop_set()
         self.point_views()
 
     def point_views(self) -> None:
@@ -417,13 +496,13 @@ class Delivery:
                 replaced.append((view.offset, tensor))
         return replaced
 
-    def _warn_of_zeros(self, current: GradientSet) -> bool:
+    def _warn_of_zeros(self, current: GradientSet, views: Sequence[OptimizerView]) -> bool:
         """Say which parameter has no gradient although the optimizer's view of it and its neighbours has one.
 
         Returns:
             Whether there is one.
         """
-        for view in self.views:
+        for view in views:
             if view.alone or not view.has_gradient:
                 continue
             for index in view.members:

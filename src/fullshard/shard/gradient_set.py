@@ -12,6 +12,12 @@ from ..torch_private.holders import holders
 from ..torch_private.local_tensor import plain_access
 
 
+def _address(part: Any) -> int:
+    """Where a gradient, or the tensor inside it, begins."""
+    at: int = getattr(part, "_local_tensor", part).data_ptr()
+    return at
+
+
 @dataclass(eq=False)
 class GradientSet:
     """One reduced slice and the tensors that show it, kept from step to step.
@@ -37,6 +43,9 @@ class GradientSet:
         self.storage = self.flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.shown = [False] * len(self.parts)
+        # Those that have elements, and where each lies: bytes from the first one of `flat`.
+        self._held = [part for part in self.parts if part.numel()]
+        self._offsets = [at - self.flat.data_ptr() for at in map(_address, self._held)]
         # Users may hold the tensors that they see, or those inside them.
         self._watched: list[Any] = [*self.parts, *self.views]
         self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
@@ -49,6 +58,11 @@ class GradientSet:
     def holders(self) -> tuple[int, int]:
         """How many tensors and Python references there are to the slice."""
         return holders(self.storage, self._watched)
+
+    def astray(self) -> bool:
+        """Whether somebody assigned another tensor to the `.data` of a part."""
+        base = self.flat.data_ptr()
+        return [at - base for at in map(_address, self._held)] != self._offsets
 
     def version(self) -> int:
         """Rises with every write to the slice; a DTensor or FlatShard and what is inside of it count apart."""

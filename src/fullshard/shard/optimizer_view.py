@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ..forms import FlatParameterForm
@@ -20,6 +21,11 @@ class OptimizerView:
         offset, length: in elements of the shard.
         members: indices of the parameters that lie in the run.
 
+    Attributes:
+        adopted: the `.grad` that it shared with its parameters last, if a program gave it: held, so that nothing else
+            comes to lie there.
+        cleared: whether `zero_grad()` came last: what a parameter shows since then was assigned.
+
     Class attributes:
         alone: whether users see the view only, so that its gradient is the one that counts.
     """
@@ -29,6 +35,8 @@ class OptimizerView:
     def __init__(self, tensor: nn.Parameter, offset: int, length: int, members: Sequence[int]) -> None:
         self._tensor = weakref.ref(tensor)
         self.offset, self.length, self.members = offset, length, list(members)
+        self.adopted: torch.Tensor | None = None
+        self.cleared = False
 
     @property
     def tensor(self) -> nn.Parameter | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..forms import NAME_KEY, PART_KEY, mark_view
-from ..torch_private.local_tensor import read_grad
+from ..forms import NAME_KEY, PART_KEY, mark_view, owner_of
 from .bucket import Bucket
 from .delivery import Delivery
 from .optimizer_view import OptimizerView
@@ -47,10 +46,8 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         _describe_to_dcp(tensor, delivery.bucket, indices)
         delivery.views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
-        shown = [read_grad(delivery.bucket.members[i].sharded) for i in indices]
-        if any(grad is not None for grad in shown):
-            tensor.grad = _plain_gradient(delivery, offset, length, indices)
-    delivery.set = None  # its views are the old ones; the gradients it gave out live on
+    delivery.drop_set()  # its views are the old ones; the gradients it gave out live on
+    delivery.follow()
     return tensors
 
 
@@ -75,12 +72,9 @@ def run_of(bucket: Bucket, indices: Sequence[int], rank: int) -> tuple[int, int]
     return start, max((part.offset + part.numel for part in held), default=0) - start
 
 
-def _plain_gradient(delivery: Delivery, offset: int, length: int, indices: Sequence[int]) -> torch.Tensor:
-    """The present gradients of a run's parameters, copied into one plain tensor."""
-    flat = delivery.bucket.new_slice(delivery.bucket.storage_dtype).zero_()
-    for i in indices:
-        member = delivery.bucket.members[i]
-        grad = read_grad(member.sharded)
-        if grad is not None:
-            delivery.bucket.part(flat, member).copy_(delivery.bucket.local(grad, member))
-    return flat.narrow(0, offset, length)
+def follow_views(parameters: Iterable[torch.Tensor]) -> None:
+    """Let what users assigned to gradients under those of these parameters that are optimizer views count there."""
+    for unit in {owner_of(parameter) for parameter in parameters if PART_KEY in parameter.__dict__} - {None}:
+        for gradients in unit.gradients:
+            if gradients.delivery.views:
+                gradients.delivery.follow()
