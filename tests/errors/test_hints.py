@@ -43,6 +43,16 @@ class Storing(nn.Module):
         return self.layer(x)
 
 
+class KeepingAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.transposed = self.layer.weight.t()
+        return self.layer(x)
+
+
 class Later(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +66,10 @@ def uses_stored(model: Any, x: Tensor) -> Tensor:
     y = model.inner(x)
     weight = model.inner.stored[0]
     return y @ weight
+
+
+def uses_the_view(model: Any, x: Tensor) -> Tensor:
+    return model.inner(x) @ model.inner.transposed
 
 
 def uses_the_childs_weight(model: Any, x: Tensor) -> Tensor:
@@ -89,6 +103,7 @@ def test_hints_on_errors_that_sharding_causes(fake_world):
     for wrap in (fully_shard, wrapper):
         assert "'inner.layer.weight'" in (note := notes_of(wrap, Storing(), uses_stored)), note
         assert "clone()" in note
+        assert "'inner.layer.weight'" in (note := notes_of(wrap, KeepingAView(), uses_the_view)), note
     for inner, use in ((Later(), sums), (nn.Linear(4, 4), uses_the_childs_weight)):
         note = notes_of(wrapper, inner, use)
         assert "'inner." in note and "weight'" in note and "not gathered" in note, note

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import FullshardError
 from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
+from ..torch_private.local_tensor import plain_tensors, view_base
 from .runner import Runner
 
 _FREED = "data is not allocated yet"
@@ -40,9 +41,9 @@ def add_hint(error: RuntimeError, runner: Runner) -> None:
 
 def _of_freed(error: RuntimeError) -> str:
     names = [
-        tensor.__dict__[WHOLE_KEY]
+        whole.__dict__[WHOLE_KEY]
         for tensor in _at_hand(error)
-        if WHOLE_KEY in tensor.__dict__ and tensor.numel() and not tensor.untyped_storage().nbytes()
+        if tensor.numel() and WHOLE_KEY in (whole := _whole_of(tensor)).__dict__ and not _has_memory(whole)
     ]
     which = f"parameter {names[0]!r}" if names else "a parameter"
     return (
@@ -50,6 +51,16 @@ def _of_freed(error: RuntimeError) -> str:
         "freed. Use the parameter in its unit's own forward, store a copy (weight.clone()), or keep the unit gathered "
         "meanwhile (reshard_after_forward=False, unshard(), SHARD_GRAD_OP)."
     )
+
+
+def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor` is a view of (a transposed weight, a chunk of one), or itself."""
+    base = view_base(tensor)
+    return tensor if base is None else base
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return any([plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)])
 
 
 def _of_parts(error: RuntimeError) -> str | None:
@@ -91,4 +102,5 @@ def _at_hand(error: RuntimeError) -> Iterator[torch.Tensor]:
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 if not name or name.split(".")[0] in names:
-                    yield from [p for key, p in module._parameters.items() if p is not None and key in names]
+                    shown = {**module.__dict__, **module._buffers, **module._parameters}
+                    yield from [v for key, v in shown.items() if key in names and isinstance(v, torch.Tensor)]
