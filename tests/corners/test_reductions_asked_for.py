@@ -193,6 +193,55 @@ def refused_finalization() -> bool:
     return True
 
 
+def test_a_reset_drops_the_iteration_that_was_not_finalized(run_ranks):
+    """As torch 2.15: what is repeated after it counts once. Sync was on, so that `.grad` was there already."""
+    assert all(run_ranks(reset_before_the_end))
+
+
+def reset_before_the_end() -> bool:
+    model = units()
+    model.set_manual_backward_finalization(True)
+
+    def backward(micro: int = 0) -> None:
+        model(batch(micro, dist.get_rank())).square().mean().backward()
+
+    def whole() -> list[torch.Tensor]:
+        return [p.grad.full_tensor().clone() for p in model.parameters()]
+
+    backward()
+    model.finalize_backward()
+    expected = whole()
+    for way in ("after a backward", "with a handle", "after an exception"):
+        model.zero_grad()
+        backward()
+        if way == "with a handle":
+            model.finalize_backward(async_op=True)
+        if way == "after an exception":
+            output = model(batch(0, dist.get_rank()))
+            output.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.sum().backward()
+        model.reset_iter_state()
+        assert all(p.grad is None for p in model.parameters()), way
+        backward()
+        model.finalize_backward()
+        for one, other in zip(whole(), expected, strict=True):
+            torch.testing.assert_close(one, other)
+    backward()  # added to what was finalized
+    with pytest.raises(PhaseError, match="P417"):
+        model.reset_iter_state()
+    model.zero_grad()
+    handle = model[0].register_forward_hook(lambda *_: model.reset_iter_state())
+    with pytest.raises(PhaseError, match="P416"):
+        backward()
+    handle.remove()
+    backward()
+    model.finalize_backward()
+    for one, other in zip(whole(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    return True
+
+
 def test_roots_that_share_a_context_wait_for_each_other(run_ranks):
     assert all(run_ranks(sharing))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import PhaseError
+from ..shard import has_gradient
 from ..watcher import BACKWARD
 from .phases import Happening, Phase
 from .root import Root
@@ -66,6 +67,39 @@ def reduce_kept(root: Root) -> None:
     """
     _start(root)
     _finish(root)
+
+
+def reset_iteration(root: Root) -> None:
+    """Drop what the backwards since the last finalization gave, and bring all units back to where a step begins.
+
+    Raises:
+        PhaseError: within a forward or backward; or gradients were there before, to which those were added.
+    """
+    if root.pass_top is not None or root.in_backward:
+        raise PhaseError(
+            "reset_iter_state() was called while the model runs.",
+            remedy="let its forward or backward end, by an exception for instance, and call it then",
+            code="P416",
+        )
+    unfinalized, root.unfinalized = root.unfinalized, False
+    root.recover()
+    if not unfinalized:
+        return
+    units = [one.unit for one in root.units]
+    if root.adds:
+        raise PhaseError(
+            "reset_iter_state() cannot take back gradients that were added to older ones.",
+            parameter=", ".join(member.name for unit in units for member in unit.members if has_gradient(member)),
+            expected="no .grad before the first backward of an iteration (zero_grad() after each step)",
+            got="gradients of this iteration in one .grad with those of iterations before",
+            remedy="zero_grad(), and repeat all iterations since the last step",
+            code="P417",
+        )
+    for unit in units:
+        for gradients in unit.gradients:
+            for member in gradients.bucket.members:
+                member.sharded.grad = None
+            gradients.delivery.let_go({id(member.sharded) for member in gradients.bucket.members})
 
 
 def _start(root: Root) -> None:

@@ -14,7 +14,7 @@ from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..policies import Check, Unused
-from ..shard import State, refuse_meta, refuse_parked
+from ..shard import State, has_gradient, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
@@ -120,6 +120,7 @@ class Root:
         self._thread = get_ident()  # of the last forward
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
         self.unfinalized = False  # whether a backward ran that `finalize_backward` is to follow
+        self.adds = False  # whether there were gradients before the first of them
         self._backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
         ROOTS[id(self)] = self
@@ -296,7 +297,9 @@ class Root:
         """
         self.recover_if_broken()
         self.refuse_while_finalizing()
-        self.unfinalized = self.top.settings.manual_finalization
+        if self.top.settings.manual_finalization and not self.unfinalized:
+            self.unfinalized = True
+            self.adds = any([has_gradient(member) for one in self.units for member in one.unit.members])
         if True in [one.unit.showing.summoned for one in self.units]:
             raise UsageError(
                 "backward() was called inside summon_full_params() of the same model",
@@ -413,7 +416,6 @@ class Root:
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
         self._backward = self.finalizing = None
-        self.unfinalized = False
         self.reducer.reset()
         self._kept.reset()
         self.traces.forget()

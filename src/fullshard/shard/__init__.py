@@ -6,7 +6,7 @@ from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
-from .gradients import Gradients, GradState, refuse_unreduced
+from .gradients import Gradients, GradState, has_gradient, refuse_unreduced
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
@@ -47,6 +47,7 @@ __all__ = [
     "find_parameters",
     "find_shared",
     "follow_views",
+    "has_gradient",
     "has_gradients",
     "home_of",
     "is_parked",

@@ -24,7 +24,7 @@ from ...runtime import (
     runner_of,
     runners_in,
 )
-from ...runtime.reduce_kept import GradientReductionHandle, finalize
+from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
 from ..gradients import refuse_divisor
 from .state import UnitState
 
@@ -111,17 +111,18 @@ class FSDPModule:
         """Bring all units back to where a step begins, after an exception in forward or backward.
 
         Fullshard does this by itself at the next forward of the root; the method is for code written for PyTorch,
-        and for freeing memory at once. Gradients that were not reduced yet are dropped.
+        and for freeing memory at once. Gradients that were not reduced yet are dropped; with manual finalization, those
+        of all backwards since the last `finalize_backward()`.
 
         Raises:
-            PhaseError: this is not the root.
+            PhaseError: this is not the root, the model runs, or gradients of this iteration were added to older ones.
         """
         runner = self._runner()
         if runner.root is None:
             return
         if not runner.is_top:
             raise PhaseError(f"reset_iter_state() is for the root unit; {runner.unit.name!r} is below it", code="P003")
-        runner.root.recover()
+        reset_iteration(runner.root)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last of a step of several.
