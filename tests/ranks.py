@@ -267,21 +267,12 @@ def torch_caches() -> list[Any]:
     return [one for one in found if str(one.__module__).startswith("torch.distributed.tensor")]
 
 
-def clear_torch_caches() -> None:
-    """Empties torch's caches of meshes, which hold the groups and equal those of later tasks, which have others."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    for cached in torch_caches():
-        cached.cache_clear()
-
-
 def settle() -> bytes:
     """Leaves nothing behind: garbage and groups gone, defaults restored, all ranks at the same collective."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor import _redistribute, debug
 
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -296,6 +287,10 @@ def settle() -> bytes:
     if groups := [group for group in _world.pg_map if group not in kept]:
         for group in groups:  # a gloo group's threads wake 100 times a second, used or not
             dist.destroy_process_group(group)
-        clear_torch_caches()
+        # torch's caches of meshes, which hold the groups and equal those of later tasks, which have others.
+        debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        for cached in torch_caches():
+            cached.cache_clear()
         gc.collect()
     return pickle.dumps((True, None))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-import ranks
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
@@ -272,14 +271,16 @@ def test_a_mesh_has_one_object_by_its_groups(fake_world):
 
 
 def test_nothing_holds_a_group_that_was_destroyed(fake_world):
-    fake_world(4)
-    model = block_by_block(reshard_after_forward=2)
-    model(torch.zeros(1, WIDTH)).sum().backward()
-    world = weakref.ref(dist.group.WORLD)
-    dist.destroy_process_group()
-    del model
-    ranks.clear_torch_caches()
-    gc.collect()
+    """Asked of the second: torch's caches (on 2.11 a leak) keep the first mesh of its kind, and serve equal ones."""
+    for _ in range(2):
+        fake_world(4)
+        model = block_by_block(reshard_after_forward=2)
+        model(torch.zeros(1, WIDTH)).sum().backward()
+        world, axes = weakref.ref(dist.group.WORLD), weakref.ref(mesh_axes.resolve_mesh(None))
+        dist.destroy_process_group()
+        del model
+        gc.collect()
+        assert axes() is None
     assert world() is None
     fake_world(2)
     assert mesh_axes.resolve_mesh(None).shard.size == 2
