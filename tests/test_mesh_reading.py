@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy, describe, fully_shard
+from fullshard import MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard
 from fullshard.mesh.names import meaning
 
 
@@ -57,7 +57,21 @@ def test_sizes_are_told_in_the_unit_that_fits_them(fake_world) -> None:
     for block in [*model, model]:
         fully_shard(block)
     table = [line.split() for line in describe(model).splitlines()[2:]]
-    assert [" ".join(line[4:8]) for line in table] == ["4.0 MiB 1.0 MiB", "1.0 KiB 256 B", "64 B 16 B"]
+    assert [" ".join(line[5:9]) for line in table[:-1]] == ["4.0 MiB 1.0 MiB", "1.0 KiB 256 B", "64 B 16 B"]
+    assert " ".join(table[-1]) == "in all 3 1,048,848 4.0 MiB 1.0 MiB 0.0%"
+
+
+def test_dtypes_are_told_and_what_is_frozen(fake_world) -> None:
+    fake_world(4)
+    model = blocks()
+    model[1].requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in [*model, model]:
+        fully_shard(block, mp_policy=policy if block is model[0] else MixedPrecisionPolicy())
+    table = describe(model).splitlines()[2:]
+    start, stop = describe(model).splitlines()[1].index("dtype"), describe(model).splitlines()[1].index("tensors")
+    told = [line[start:stop].strip() for line in table]
+    assert told == ["float32 as bfloat16", "float32, frozen", "float32", ""]
 
 
 def test_describe_names_the_units_that_differ(fake_world) -> None:

@@ -319,7 +319,7 @@ RATE = {"shard_fn": by_blocks, "optimizer_fn": twice_the_rate}
 FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     # name: arguments, kind of the first finding, its parameter, what the cause says
     "tie": ({"shard_fn": BROKEN_TIE}, "tie", "head.weight", "to_empty"),
-    "optimizer": ({"shard_fn": optimizer_before}, "error", "gain", "built before its model was sharded"),
+    "optimizer": ({"shard_fn": optimizer_before}, "error", "gain", "build the optimizer after fully_shard"),
     "master": ({"shard_fn": lambda m: by_blocks(m.bfloat16())}, "dtype", "gain", "no full-precision master"),
     "unfrozen": ({"shard_fn": unfrozen}, "gradient", "gain", "a frozen parameter is trained"),
     "decayed": (step(partial(usual, after=decayed)), "parameter", "gain", "a frozen parameter was"),
@@ -469,6 +469,30 @@ def test_nothing_is_left_behind_and_bad_input_is_refused():
         with pytest.raises(fullshard.ConfigError, match=text):
             verify_tied(**wrong)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, batch: model(batch),
+        lambda model, batch: 3.0,
+        lambda model, batch: (model(batch).mean(), 1),
+        lambda model, batch: model(batch).mean().detach(),
+    ],
+)
+def test_what_the_unsharded_model_raises_too_is_no_difference(loss_fn: Any) -> None:
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)the unsharded model raised.*scalar tensor"):
+        fullshard.verify(partial(Tied, freeze=False), tokens_of, loss_fn)
+
+
+def test_an_error_is_told_with_the_line_that_raised_it():
+    def failing(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> None:
+        raise KeyError("labels")
+
+    (finding,) = verify_tied(train_step_fn=failing).findings
+    assert finding.got == "'labels'" and "KeyError" in finding.what
+    line = failing.__code__.co_firstlineno + 1
+    assert finding.cause == f"raised at {__file__}:{line}"
 
 
 class Turned(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -226,8 +227,8 @@ def test_which_instances(run_ranks, orig):
     assert_same(run_ranks(partial, orig))
 
 
-def applied(orig: bool) -> list[str]:
-    """`apply` sees whole parameters, and what it writes stays."""
+def applied(orig: bool, summoned: bool) -> list[str]:
+    """`apply` sees whole parameters, and what it writes stays; by itself, and where they are shown already."""
     plain, model = build(orig)
     shapes: dict[str, list[tuple[int, ...]]] = {"plain": [], "model": []}
 
@@ -241,15 +242,17 @@ def applied(orig: bool) -> list[str]:
         return fn
 
     plain.apply(init("plain"))
-    model.apply(init("model"))
+    with SHARDED.summon_full_params(model) if summoned else nullcontext():
+        model.apply(init("model"))
     problems = [] if shapes["plain"] == shapes["model"] else [f"{shapes}"]
     state = model.state_dict()
     return problems + [name for name, p in plain.named_parameters() if not torch.equal(state[name], p)]
 
 
 @both
-def test_apply(run_ranks, orig):
-    assert_same(run_ranks(applied, orig))
+@pytest.mark.parametrize("summoned", [False, True])
+def test_apply(run_ranks, orig, summoned):
+    assert_same(run_ranks(applied, orig, summoned))
 
 
 def in_eval(orig: bool) -> list[str]:

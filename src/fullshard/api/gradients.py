@@ -170,7 +170,7 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(
-            "reduction= is unknown.",
+            "reduction= has an invalid value.",
             expected=f"one of {REDUCTIONS}",
             got=repr(reduction),
             remedy='leave it out for "mean"',

@@ -51,8 +51,8 @@ def settings_to_load(
         for key, value in settings[number].items():
             if not is_like(group.get(key), value):
                 raise CheckpointError(
-                    f"A setting of the optimizer's group {number} was saved as a value of another type; nothing was "
-                    "loaded.",
+                    f"A setting of the optimizer's group {number} was saved as a value of a different type; nothing "
+                    "was loaded.",
                     parameter=next(iter(sources[number].values())),
                     expected=f"{key} as a {type(group[key]).__name__}, such as {group[key]}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",

@@ -28,7 +28,7 @@ class Arguments:
     The same is in docs/errors.md. Exit code: 0 it was explained, 2 there is no such code.
     """
 
-    code: Annotated[str, tyro.conf.Positional]
+    code: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CODE")]
     """as in the message: C017"""
 
 
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     try:
         code, entry = find(given.code)
     except ConfigError as error:
-        return refuse(str(error), lines=True)
+        return refuse(str(error))
     show(code, entry)
     return 0
 

@@ -55,10 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def refuse(text: str, *, lines: bool = False) -> int:
-    """Print to stderr why nothing was done, on one line unless `lines`; returns the exit code for bad input."""
-    shown = text.splitlines() if lines else [" ".join(text.split())]
-    print(f"fullshard: {chr(10).join(map(printable, shown))}", file=sys.stderr)
+def refuse(text: str) -> int:
+    """Print to stderr why nothing was done; returns the exit code for bad input."""
+    print(f"fullshard: {chr(10).join(map(printable, text.splitlines()))}", file=sys.stderr)
     return 2
 
 

@@ -254,9 +254,9 @@ def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
         parameter=name_of(args) or "?",
         expected="a call through the unit's forward, which gathers the parameter first",
         got="a call from outside it",
-        remedy="call the module, block(x), not block.forward(x), which passes the unit by; if another method uses this "
-        "weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in module.unshard() "
-        "... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+        remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
+        "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
+        "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
         code="P027",
     )
 

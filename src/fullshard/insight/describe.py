@@ -7,7 +7,7 @@ from torch import nn
 from ..forms import owner_of
 from ..names import clean_name, clean_path
 from ..runtime import left_alone, runner_of, runners_in
-from .facts import bucket_facts, size
+from .facts import BucketFacts, bucket_facts, size
 
 
 def describe(model: nn.Module) -> str:
@@ -19,14 +19,15 @@ def describe(model: nn.Module) -> str:
         8 ranks: sharded 2 ways x 4 replicas; gradients: mean over 8
 
     One such line for all units that are alike in this, with their names if there are several. Then the table: name,
-    layout, parameters, bytes when gathered and per rank, padding. Then what no unit holds: what was ignored on purpose,
-    and what each rank would train by itself (`fully_shard(model)` was forgotten).
+    layout, dtype ("float32 as bfloat16": stored in one, computed in the other), parameters, bytes when gathered and per
+    rank, padding; and their sums. Then what no unit holds: what was ignored on purpose, and what each rank would train
+    by itself (`fully_shard(model)` was forgotten).
 
     Returns:
-        Lines about meshes, a header, one line per bucket, and one for each kind of parameters that no unit holds; a
-        sentence if the model has no units.
+        Lines about meshes, a header, one line per bucket, one for all, and one for each kind of parameters that no
+        unit holds; a sentence if the model has no units.
     """
-    rows: list[tuple[str, ...]] = []
+    buckets: list[tuple[str, BucketFacts]] = []
     meshes: dict[str, list[str]] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -40,27 +41,37 @@ def describe(model: nn.Module) -> str:
             names = meshes.setdefault(facts.mesh, [])
             if name not in names:
                 names.append(name)
-            rows.append(
-                (
-                    name,
-                    facts.layout,
-                    f"{len(facts.parameters)}",
-                    f"{facts.elements:,}",
-                    size(facts.gathered_bytes),
-                    size(facts.rank_bytes),
-                    f"{100 * facts.padding / max(facts.elements, 1):.1f}%",
-                )
-            )
-    if not rows:
+            buckets.append((name, facts))
+    if not buckets:
         return "no units: neither fully_shard nor FullyShardedDataParallel was applied to this model"
-    header = ("unit", "layout", "tensors", "elements", "gathered", "per rank", "padding")
+    header = ("unit", "layout", "dtype", "tensors", "elements", "gathered", "per rank", "padding")
+    rows = [(name, facts.layout, _dtype(facts), *_sizes([facts])) for name, facts in buckets]
+    rows.append(("in all", "", "", *_sizes([facts for _, facts in buckets])))
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     table = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        "  ".join(c.ljust(w) if i in (0, 2) else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
         for r in [header, *rows]
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
     return "\n".join([*lines, *table, *_outside(model)])
+
+
+def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:
+    """The columns of numbers, of several buckets together."""
+    elements = sum(facts.elements for facts in buckets)
+    return (
+        f"{sum(len(facts.parameters) for facts in buckets)}",
+        f"{elements:,}",
+        size(sum(facts.gathered_bytes for facts in buckets)),
+        size(sum(facts.rank_bytes for facts in buckets)),
+        f"{100 * sum(facts.padding for facts in buckets) / max(elements, 1):.1f}%",
+    )
+
+
+def _dtype(facts: BucketFacts) -> str:
+    stored, computed = (str(dtype).removeprefix("torch.") for dtype in (facts.storage_dtype, facts.compute_dtype))
+    cast = f" as {computed}" if computed != stored else ""
+    return f"{stored}{cast}{'' if facts.trains else ', frozen'}"
 
 
 def _outside(model: nn.Module) -> list[str]:

@@ -256,7 +256,7 @@ class Unit:
             parameter=", ".join(dict.fromkeys(member.name for member in members)),
             rank=self.rank,
             expected="parameters that change between steps only",
-            got=f"a change in place, or of .data, of unit {self.name or '(root)'!r} while it was gathered",
+            got="a change in place, or of .data, while it was gathered",
             remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a changed "
             "copy; Embedding(max_norm=) renormalises rows in its forward: leave it out, or put the weight in "
             "ignored_params",

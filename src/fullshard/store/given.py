@@ -31,7 +31,7 @@ def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torc
     for what, value, kind in checked:
         if not isinstance(value, kind):
             raise ConfigError(
-                f"{call}({what}=) is of another type.",
+                f"{call}({what}=) has an invalid type.",
                 expected=kind.__name__,
                 got=type(value).__name__,
                 remedy=_REMEDIES[what].format(call=call),

@@ -116,7 +116,7 @@ def _ordered(
         with ranks.step("looking for the folder that the first rank made", files=True):
             if not folder.sees(order[0]):
                 raise CheckpointError(
-                    "This rank does not see the folder that the first rank made.",
+                    "A rank cannot see the folder that rank 0 created.",
                     rank=ranks.rank,
                     expected=f"{order[0]} in {folder}",
                     remedy="save into a folder that all ranks share, on every machine under the same path",

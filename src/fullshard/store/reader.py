@@ -208,7 +208,7 @@ class Reader:
                 continue
             if not is_like(like, value) or (is_array(like) and value is not None):
                 raise CheckpointError(
-                    f"State {key!r} was saved as a value of another type; nothing was loaded.",
+                    f"State {key!r} was saved as a value of a different type; nothing was loaded.",
                     parameter=row.name,
                     expected=f"a {type(like).__name__}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",

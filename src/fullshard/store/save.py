@@ -153,7 +153,7 @@ def _request(
             )
     if if_saving not in ("wait", "refuse"):
         raise ConfigError(
-            "save(if_saving=) is unknown.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
+            "save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
         )
     given = check_given("save", model, optimizers, state)
     kept = dict(state or {})

@@ -26,7 +26,7 @@ def check_policy(mp_policy: Any) -> None:
     """Refuse what is no `MixedPrecisionPolicy` of ours."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(
-            "mp_policy is of another class.",
+            "fully_shard(mp_policy=) has an invalid type.",
             expected="a fullshard.MixedPrecisionPolicy",
             got=class_and_value(mp_policy),
             remedy="from fullshard import MixedPrecisionPolicy, and build it from that class",
@@ -41,7 +41,9 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
-                f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}", code="C010"
+                f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}",
+                remedy="give the module itself, not its parameters or its name",
+                code="C010",
             )
         if not has_forward(module):
             raise ConfigError(
@@ -58,7 +60,7 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
             )
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(
-            "offload_policy is of another class.",
+            "fully_shard(offload_policy=) has an invalid type.",
             expected="a fullshard.OffloadPolicy or CPUOffloadPolicy",
             got=class_and_value(offload_policy),
             remedy="from fullshard import CPUOffloadPolicy, and pass CPUOffloadPolicy()",
@@ -66,7 +68,7 @@ def check_arguments(modules: Sequence[Any], offload_policy: OffloadPolicy, layou
         )
     if not isinstance(layout, Blocks) and layout not in LAYOUTS:
         raise ConfigError(
-            "fully_shard(layout=) is unknown.",
+            "fully_shard(layout=) has an invalid value.",
             expected=f"one of {LAYOUTS}, or Blocks(granule)",
             got=repr(layout),
             remedy='leave layout out, or take "rows" for optimizers that look at whole tensors',

@@ -299,7 +299,7 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
         return reshard, None
     if not isinstance(reshard, int):
         raise ConfigError(
-            "fully_shard(reshard_after_forward=) is of another type.",
+            "fully_shard(reshard_after_forward=) has an invalid type.",
             expected="a bool, an int or None",
             got=repr(reshard),
             remedy="leave it out; True frees parameters after forward, False keeps them for backward",

@@ -312,7 +312,12 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         raise pickling_error(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective."""
+        """`nn.Module.apply` with this instance's parameters whole; what `fn` writes is kept. Collective.
+
+        Where `summon_full_params` shows them whole already, that says what is kept, and nothing is communicated.
+        """
+        if may_run_summoned(self):
+            return super().apply(fn)
         with summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 

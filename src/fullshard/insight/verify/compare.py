@@ -99,7 +99,7 @@ def error_findings(failed: dict[int, Raised], step: int | None, what: str) -> li
     found = []
     for error, ranks in ranks_of.items():
         first = error.text.strip().partition("\n")[0] or error.name
-        cause = first + (f" Remedy: {error.remedy}" if error.remedy else "")
+        cause = error.remedy or (None if error.where is None else f"raised at {error.where}")
         at = (error.parameter, None, ranks[0], tuple(ranks), "no error", first, cause)
         found.append(Finding("error", f"{what} {error.name}.", step, *at))
     return found

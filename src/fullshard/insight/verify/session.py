@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,13 +22,19 @@ from ...mesh import device_type_of
 from . import generators
 
 T = TypeVar("T")
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+"""The folders of PyTorch and of Fullshard."""
 
 
 class Raised(NamedTuple):
-    """An error, in what can be sent: parameter and remedy are those that an error of ours names."""
+    """An error, in what can be sent: parameter and remedy are those that an error of ours names.
+
+    `where` is the innermost line outside of PyTorch and Fullshard that it passed through, as `train.py:12`.
+    """
 
     name: str
     text: str
+    where: str | None = None
     parameter: str | None = None
     remedy: str | None = None
 
@@ -95,7 +103,7 @@ class Session:
             result = fn()
         except Exception as error:
             facts = (error.parameter, error.remedy) if isinstance(error, FullshardError) else ()
-            mine = Raised(class_to_catch(error), str(error), *facts)
+            mine = Raised(class_to_catch(error), str(error), _line_of(error), *facts)
         return result, {rank: told for rank, told in enumerate(self.all(mine)) if told is not None}
 
     def required(self, what: str, fn: Callable[[], T]) -> T:
@@ -107,7 +115,10 @@ class Session:
         result, failed = self.attempt(fn)
         for rank, error in failed.items():
             raise ConfigError(
-                f"verify could not begin: {what} raised {error.name}: {error.text}", rank=rank, code="C119"
+                f"verify could not begin: {what} raised {error.name}: {error.text}",
+                rank=rank,
+                remedy="call it by itself, without verify; loss_fn(model, batch) returns a scalar tensor",
+                code="C119",
             )
         return result  # type: ignore[return-value]
 
@@ -147,6 +158,16 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
     finally:
         if temporary:
             dist.destroy_process_group()
+
+
+def _line_of(error: Exception) -> str | None:
+    """See `Raised.where`."""
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_LIBRARIES)
+    ]
+    return lines[-1] if lines else None
 
 
 def _device(kind: str) -> torch.device:

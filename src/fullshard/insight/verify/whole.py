@@ -101,11 +101,12 @@ class _Whole(Trial):
         mine, counts = self.batches(number)
         batches = self._of_all(mine)
         step = self.take(number, mine, counts, draws_of(self.model) if check_draws else nullcontext([]))
-        if isinstance(step, list):
-            return step
-        run = lambda: None if reference is None else reference.run(number, batches, step.weights)  # noqa: E731
+        weights = self.plan.weights(counts)
+        run = lambda: None if reference is None else reference.run(number, batches, weights)  # noqa: E731
         losses = session.told(session.required("the unsharded model", run))
         assert losses is not None
+        if isinstance(step, list):
+            return step
 
         def combination(findings: list[Finding]) -> str:
             return self._combination(step, findings, batches)
