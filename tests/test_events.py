@@ -138,14 +138,15 @@ def seen(rank_pools):
     return get
 
 
-UNITS = ["", *(f"blocks.{index}" for index in range(BLOCKS))]
+ROOT = "(root)"
+UNITS = [ROOT, *(f"blocks.{index}" for index in range(BLOCKS))]
 
 
 @both_layouts
 def test_two_gathers_and_one_reduce_per_unit(seen, layout):
     """The root is gathered once: by default it is kept from forward to backward."""
     step = seen(layout)
-    assert step.count("gather") == {unit: 1 if unit == "" else 2 for unit in UNITS}
+    assert step.count("gather") == {unit: 1 if unit == ROOT else 2 for unit in UNITS}
     assert step.count("reduce") == dict.fromkeys(UNITS, 1)
     assert step.count("free") == step.count("gather")
 
@@ -158,10 +159,10 @@ def test_one_gather_per_unit_when_kept(seen, layout):
 @both_layouts
 def test_bytes_of_each_collective(seen, layout):
     """Buffers hold a unit once, and at most 16 bytes a rank of padding: these sizes divide."""
-    wanted = {unit: ROOT_BYTES if unit == "" else BLOCK_BYTES for unit in UNITS}
+    wanted = {unit: ROOT_BYTES if unit == ROOT else BLOCK_BYTES for unit in UNITS}
     for verb, unit, nbytes in seen(layout).verbs:
         if verb in ("gather", "reduce"):
-            assert wanted[unit] <= nbytes <= wanted[unit] + 2 * 16 + ROOT_BYTES * (unit == ""), (verb, unit)
+            assert wanted[unit] <= nbytes <= wanted[unit] + 2 * 16 + ROOT_BYTES * (unit == ROOT), (verb, unit)
 
 
 @both_layouts
@@ -175,7 +176,7 @@ def test_order_of_events(seen, layout):
         state[unit] = verb
     assert set(state.values()) == {"free"}
     reduced = [unit for _, unit in step.order("reduce")]
-    assert reduced == [*reversed(UNITS[1:]), ""]
+    assert reduced == [*reversed(UNITS[1:]), ROOT]
     for unit in UNITS:
         own = [verb for verb, name, _ in step.verbs if name == unit]
         assert own.index("reduce") > len(own) - 1 - own[::-1].index("gathered")
@@ -194,7 +195,7 @@ def test_prefetch_follows_the_schedule(seen, layout):
 @both_layouts
 def test_no_prefetch_when_set_to_zero(seen, layout):
     """Then a unit's gather is issued when the unit is needed, after the one before was freed."""
-    order = [verb for verb, unit in seen(layout, prefetch=0).order("gather", "free") if unit]
+    order = [verb for verb, unit in seen(layout, prefetch=0).order("gather", "free") if unit != ROOT]
     assert order[: 2 * BLOCKS] == ["gather", "free"] * BLOCKS
 
 
@@ -206,7 +207,7 @@ def test_gathered_units_in_flight_are_bounded(seen, layout, prefetch):
     alive: set[str] = set()
     for verb, unit in step.order("gather", "free"):
         (alive.add if verb == "gather" else alive.discard)(unit)
-        assert len(alive - {""}) <= prefetch + 1, sorted(alive)
+        assert len(alive - {ROOT}) <= prefetch + 1, sorted(alive)
     units = prefetch + 1 if layout == "flat" else max(prefetch + 1, 2)  # rows: a unit and its copy-out
     limit = ROOT_BYTES + units * BLOCK_BYTES + 64 * (prefetch + 2)
     assert max(use["gathered"] for use in step.uses) <= limit

@@ -51,7 +51,7 @@ def record() -> list[Event]:
 
 def facts(events: list[Event]) -> list[tuple[str, str, int, int]]:
     """Of each event what is the same in every run: verb, unit, bytes, bytes alive after it."""
-    return [(event.verb, event.unit or "(root)", event.nbytes, event.live) for event in events]
+    return [(event.verb, event.unit, event.nbytes, event.live) for event in events]
 
 
 def read(picture: str) -> list[tuple[str, str, int, int]]:

@@ -164,7 +164,7 @@ def record() -> list[Row]:
         plain(self, event)
 
     def told(event: Event) -> None:
-        rows.append((event.unit or "(root)", event.verb, f"{event.verb} {event.nbytes:,} B", event.live))
+        rows.append((event.unit, event.verb, f"{event.verb} {event.nbytes:,} B", event.live))
 
     for _ in range(3):
         rows.clear()

@@ -20,7 +20,7 @@ class Event:
         verb: "gather" (an all-gather was issued), "gathered" (its result may be used), "free" (the full bucket was
             released), "collect" (a backward's gradients were moved into the reduction buffer), "reduce" (a gradient
             reduction was issued), "all_reduce" (over the replicate axis), "reduced" (gradients are in `.grad`).
-        unit: name of the unit, from the root ("" is the root itself).
+        unit: name of the unit, from the root ("(root)" is the root itself).
         nbytes: bytes of the collective's gathered or reduced buffer, padding included (all ranks' slices together).
         rank: global rank of the process that recorded it.
         time: seconds, `time.perf_counter()` of that process.

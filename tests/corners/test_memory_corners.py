@@ -146,7 +146,7 @@ def most_gathered(events: Iterable[fullshard.Event]) -> int:
     now: set[str] = set()
     most = 0
     for event in events:
-        if event.verb == "gather" and event.unit:
+        if event.verb == "gather" and event.unit != "(root)":
             now.add(event.unit)
         elif event.verb == "free":
             now.discard(event.unit)

@@ -75,6 +75,21 @@ def test_types_by_annotation_base_and_call_and_a_guess_that_says_so(odd):
     assert meant(odd, "hint.py", "starred") == [(7, "names.py#starred", True)]
 
 
+def test_a_package_inside_another_is_known_by_its_whole_name(tmp_path):
+    inner = tmp_path / "outer" / "inner"
+    (inner / "deep").mkdir(parents=True)
+    for folder in (inner.parent, inner, inner / "deep"):
+        (folder / "__init__.py").touch()
+    (inner / "a.py").write_text("VALUE = 1\n")
+    (inner / "b.py").write_text("import outer.inner.a\nprint(outer.inner.a.VALUE)\n")
+    (inner / "deep" / "c.py").write_text("from outer.inner import a\nfrom ...inner.b import outer\n")
+    found = package(find(str(inner)))
+    assert found.files["inner/deep/c.py"].module == "outer.inner.deep.c"
+    assert found.depends["inner/b.py"] == ["inner/a.py"]
+    assert found.depends["inner/deep/c.py"] == ["inner/a.py", "inner/b.py"]
+    assert package(find(str(inner / "a.py"))).files["a.py"].module == "outer.inner.a"
+
+
 def test_who_depends_on_whom(odd):
     found = odd.package
     assert found.depends["odd/circle_a.py"] == ["odd/circle_b.py"]

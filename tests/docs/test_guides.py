@@ -121,6 +121,15 @@ def test_commands_name_what_there_is() -> None:
     assert seen > 30
 
 
+def test_the_help_of_each_command_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    from fullshard.cli.main import COMMANDS, main
+
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        _, _, told = capsys.readouterr().out.partition("\n")  # without the line of the usage
+        assert f"fullshard {name} " in told, name
+
+
 def unknown_options(command: str, path: str) -> list[str]:
     """Options after a program's name that neither it nor what lies beside it mentions."""
     given = re.findall(r"(?<=\s)(--[a-z][\w-]*)", command.partition(path)[2])

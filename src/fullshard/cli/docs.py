@@ -18,7 +18,13 @@ from .main import printable, refuse
 class Arguments:
     """Write a reference of any Python package: a page and an index of names for every file.
 
-    From the source alone; nothing is imported. Exit code: 0 all was read, 1 some files could not be parsed, which are
+    From the source alone; nothing is imported. Examples:
+
+        fullshard docs torch.distributed.fsdp
+
+        fullshard docs src/mine --out reference --markdown
+
+    Exit code: 0 all was read, 1 some files could not be parsed, which are
     named (their pages show their text), 2 bad input.
     """
 

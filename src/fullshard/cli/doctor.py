@@ -19,8 +19,11 @@ from .main import refuse
 class Arguments:
     """Explain why a run hung or died, from what its watchers (fullshard.watch(folder=...)) wrote.
 
-    Dumps of PyTorch's flight recorder are read too (TORCH_NCCL_DUMP_ON_TIMEOUT). Exit code: 0 nothing is wrong,
-    1 something is, and was explained, 2 bad input.
+    Dumps of PyTorch's flight recorder are read too (TORCH_NCCL_DUMP_ON_TIMEOUT). Example:
+
+        fullshard doctor runs/stuck
+
+    Exit code: 0 nothing is wrong, 1 something is, and was explained, 2 bad input.
     """
 
     path: Annotated[Path, tyro.conf.Positional]

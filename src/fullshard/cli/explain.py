@@ -25,7 +25,11 @@ _DATA = Path(__file__).with_name("errors.json")
 class Arguments:
     """Explain an error or a warning by its code, the last line of its message: what it means, and what to do.
 
-    The same is in docs/errors.md. Exit code: 0 it was explained, 2 there is no such code.
+    The same is in docs/errors.md. Example:
+
+        fullshard explain D016
+
+    Exit code: 0 it was explained, 2 there is no such code.
     """
 
     code: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CODE")]

@@ -38,6 +38,10 @@ STYLES = {"^verify: ok": "bold green", "^verify: DIFFERENT": "bold red", "(?m)^ 
 class Arguments:
     """Train a few steps sharded and unsharded on the same batches, and report the first difference.
 
+    The same by fullshard.verify in a program of yours. Example:
+
+        fullshard verify train.py:check --ranks 2
+
     Exit code: 0 no difference, 1 a difference, 2 bad input. Under torchrun, each process is a rank; else use --ranks.
     """
 

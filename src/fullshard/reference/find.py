@@ -15,11 +15,15 @@ LEFT_OUT = {"__pycache__", "node_modules", "build", "dist"}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A package on disk: its name, its folder or only file, and its Python files by their paths in the package."""
+    """A package on disk: its name, its folder or only file, and its Python files by their paths in the package.
+
+    `around` is the dotted name of the package that it lies in, "" if it lies in none.
+    """
 
     name: str
     root: Path
     files: dict[str, Path]
+    around: str = ""
 
 
 def find(given: str) -> Place:
@@ -46,11 +50,19 @@ def find(given: str) -> Place:
                 expected="a folder, a .py file, or the name of a package",
                 code="C226",
             )
-        return Place(path.stem, path, {path.name: path})
+        return Place(path.stem, path, {path.name: path}, _around(path))
     files = {f"{path.name}/{one.relative_to(path).as_posix()}": one for one in sources(path)}
     if not files:
         raise ConfigError(f"There is no Python file in {str(path)!r}.", expected="a folder with .py files", code="C225")
-    return Place(path.name, path, files)
+    return Place(path.name, path, files, _around(path))
+
+
+def _around(path: Path) -> str:
+    """The dotted name of the package that a path lies in, by which its own files import each other."""
+    names: list[str] = []
+    while (path := path.parent).joinpath("__init__.py").is_file():
+        names.insert(0, path.name)
+    return ".".join(names)
 
 
 def sources(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ def package(place: Place, told: Callable[[str], None] = lambda path: None) -> Pa
     for path, file in place.files.items():
         told(path)
         text, nbytes, tree, faults = read(file, path)
-        made = files[path] = SourceFile(path, module_of(path), text, nbytes, faults=faults)
+        made = files[path] = SourceFile(path, module_of(path, place.around), text, nbytes, faults=faults)
         if tree is not None:
             made.docstring = ast.get_docstring(tree)
             lines[path] = text.split("\n")
@@ -39,9 +39,10 @@ def package(place: Place, told: Callable[[str], None] = lambda path: None) -> Pa
     return found
 
 
-def module_of(path: str) -> str:
-    """A file's dotted module name."""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def module_of(path: str, around: str = "") -> str:
+    """A file's dotted module name, in the package around."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"{around}.{name}" if around else name
 
 
 def walk(file: SourceFile, tree: ast.Module, lines: list[str], walked: dict[str, Walked]) -> None:

@@ -96,7 +96,7 @@ class Unit:
     def emit(self, verb: str, nbytes: int) -> None:
         """Tell listeners, of whom there are some."""
         if self.buckets:  # a root whose parameters are all in units below does nothing worth telling
-            stream.emit(verb, self.name, nbytes, self.rank, self.ledger.live)
+            stream.emit(verb, self.name or "(root)", nbytes, self.rank, self.ledger.live)
 
     # Gather and free.
 
