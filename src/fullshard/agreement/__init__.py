@@ -1,14 +1,13 @@
 """Whether all ranks do the same: hold one model, start from the same weights, issue the same, step alike.
 
 `model.py` and `weights.py` are asked at a model's first forward, `first_pass.py` along the first pass of each kind,
-`kept.py` at the beginning of forwards of units that stayed gathered, `position.py` before anything new is issued,
-`in_step.py` before everything in some backwards, `use.py` at the end of each backward. `meeting.py` makes ranks'
-watchers known to each other.
+`position.py` before anything new is issued, `in_step.py` before everything in some backwards, `use.py` at the end of
+each backward. `meeting.py` makes ranks' watchers known to each other.
 """
 
+from .first_pass import differing
 from .guide import Guide
 from .in_step import InStep
-from .kept import KeptUnits
 from .meeting import arrive, meet
 from .model import Line, check_same_model
 from .position import Position, checked
@@ -19,7 +18,6 @@ from .weights import check_same_weights
 __all__ = [
     "Guide",
     "InStep",
-    "KeptUnits",
     "Line",
     "Position",
     "UseAgreement",
@@ -28,5 +26,6 @@ __all__ = [
     "check_same_model",
     "check_same_weights",
     "checked",
+    "differing",
     "meet",
 ]

@@ -137,21 +137,11 @@ def differing(units: Sequence[Unit], comm: Comm) -> list[list[Member]]:
     The values themselves are compared: nothing else tells of every change (an alias of a shard that a collective wrote
     to, a fused optimizer).
     """
-    return members_of_flags(units, flags_of(units, comm).tolist())
-
-
-def flags_of(units: Sequence[Unit], comm: Comm) -> torch.Tensor:
-    """[members of all units], int32, on their device: not 0 where a value differs, on any rank. Collective."""
     with torch.no_grad():
         flags = torch.cat([unit.differs() for unit in units]).to(torch.int32)
         axes = largest(units)
         for axis in axes.all:
             if axis.size > 1 and comm.communicates:
                 comm.all_reduce(axis, flags, False).wait()
-    return flags
-
-
-def members_of_flags(units: Sequence[Unit], flags: Sequence[int]) -> list[list[Member]]:
-    """For each unit, those of its members of which the flag is not 0."""
-    flag = iter(flags)
-    return [[member for member in unit.members if next(flag)] for unit in units]
+    counts = iter(flags.tolist())
+    return [[member for member in unit.members if next(counts)] for unit in units]

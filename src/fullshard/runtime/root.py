@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Guide, KeptUnits, Position
+from ..agreement import Guide, Position, differing
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
@@ -116,7 +116,6 @@ class Root:
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
         self.guide = Guide([one.unit for one in units], names, comm, unused, every, over, part)
         self.reducer = Reducer(units, comm, self.position, in_flight, self.guide.in_step)
-        self._kept = KeptUnits(comm)
         self._thread = get_ident()  # of the last forward
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
         self.unfinalized = False  # whether a backward ran that `finalize_backward` is to follow
@@ -224,7 +223,7 @@ class Root:
         """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
 
         Raises:
-            PhaseError: what is gathered was written to, through an unsharded parameter; or see `KeptUnits`.
+            PhaseError: what is gathered was written to, through an unsharded parameter.
         """
         for one in self.units:
             if one.unit.holds():
@@ -235,13 +234,7 @@ class Root:
         self.position.issue(CHECK, held[0].index)
         units = [one.unit for one in held]
         with plain_access():
-            try:
-                found = self._kept.differing(units, torch.is_grad_enabled() == self.pass_grad)
-            except PhaseError:
-                for unit in units:
-                    unit.reshard()
-                self.position.lose()
-                raise
+            found = differing(units, self.comm)
         wrong: PhaseError | None = None
         for unit, members in zip(units, found, strict=True):
             if members:
@@ -417,7 +410,6 @@ class Root:
         """
         self._backward = self.finalizing = None
         self.reducer.reset()
-        self._kept.reset()
         self.traces.forget()
         self.orders.restart()
         self.position.lose()
