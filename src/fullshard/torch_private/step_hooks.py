@@ -7,6 +7,7 @@ it down or wait for other ranks. `tests/test_private_api.py` says when they go.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +15,21 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+_ONE_AT_A_TIME = threading.Lock()  # the hooks on all optimizers are the process's: models are loaded in several threads
+
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which no hook runs before or after a step of `optimizer`."""
+    """A context in which no hook runs before or after a step of `optimizer`. One thread at a time is in it."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     tables: list[Any] = [optimizer.__dict__.get(name) or {} for name in names]
     tables += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            table.clear()
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
+    with _ONE_AT_A_TIME:
+        before = [dict(table) for table in tables]
+        try:
+            for table in tables:
+                table.clear()
+            yield
+        finally:
+            for table, hooks in zip(tables, before, strict=True):
+                table.update(hooks)
