@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
+from fullshard import fully_shard
 from training import assert_same
 from ways import LAYOUTS, WAYS, differences, error_of, shard, two_layers, whole, whole_state, wide_batch
 
@@ -186,3 +188,31 @@ def cut_by_rows() -> bool:
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
         torch.testing.assert_close(mine.full_tensor(), other.detach())
     return True
+
+
+def whole_values(rows: int, dim: int) -> None:
+    """Of a parameter that is split unevenly, perhaps so that a rank has none of it: as DTensor's own, and its gradient.
+
+    They do not go over the user's group, where a rank that asks alone would wait in native code.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(rows, 6) if dim else nn.Linear(6, rows)
+    start = layer.weight.detach().clone()
+    fully_shard(layer, shard_placement_fn=lambda parameter: Shard(dim if parameter.ndim > 1 else 0))
+    weight, scale = layer.weight, torch.arange(1.0, start.numel() + 1).view_as(start) * (dist.get_rank() + 1)
+    with CommDebugMode() as counted:
+        whole, plain = weight.full_tensor(), weight.detach().full_tensor()
+    assert not any("functional" in str(op) for op in counted.get_comm_counts()), counted.get_comm_counts()
+    assert torch.equal(whole, start) and torch.equal(plain, start)
+    for each in (whole, plain):
+        assert each.is_contiguous() and each.untyped_storage().nbytes() == start.nbytes, "more is kept alive"
+    for placements in (None, [Partial("sum")], [Replicate()]):
+        (found,) = torch.autograd.grad((weight.full_tensor(grad_placements=placements) * scale).sum(), weight)
+        wanted = DTensor.full_tensor(weight, grad_placements=placements or [Partial("avg")])
+        (expected,) = torch.autograd.grad((wanted * scale).sum(), weight)
+        assert torch.equal(found.to_local(), expected.to_local()), placements
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(7, 0), (1, 0), (8, 1)])
+def test_whole_values_are_dtensors_own(run_ranks, rows, dim):
+    run_ranks(whole_values, rows, dim)

@@ -5,7 +5,7 @@ from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
 from .lanes import Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
-from .meeting import can_open, introduced, introduction, own_lines
+from .meeting import apart_of, can_open, introduced, introduction, own_lines
 from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
     Call,
@@ -20,7 +20,7 @@ from .protocol import (
     wait_all,
 )
 from .torch_comm import TorchComm
-from .values import reduce_value
+from .values import reduce_value, values_of_all
 
 
 def make_comm(kind: "str | Comm") -> Comm:
@@ -57,6 +57,7 @@ __all__ = [
     "ReduceScatter",
     "TorchComm",
     "Turns",
+    "apart_of",
     "begin_copy_to_host",
     "can_open",
     "custom",
@@ -76,5 +77,6 @@ __all__ = [
     "reduce_value",
     "separate_group",
     "turns_on",
+    "values_of_all",
     "wait_all",
 ]

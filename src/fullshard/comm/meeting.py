@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..mesh import Lines, backend_of, device_type_of, lines_of, open_lines
+from ..mesh import Axis, Lines, backend_of, device_type_of, lines_of, open_lines
 from ..watcher import RANK, Address
+from .protocol import Comm
 from .watched import Watched
 
 _met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those that may have no connections even so, too
@@ -40,6 +41,17 @@ def own_lines(group: dist.ProcessGroup, backend: str | None = None) -> Lines:
     name, known = introduced(_exchanged(introduction(), group))
     RANK.meet(known)
     return open_lines(group, dist.get_rank(group), size, name, on_host=True)
+
+
+def apart_of(axis: Axis, comm: Comm) -> Axis:
+    """The axis by its connections for what one rank may ask for alone, opened now if they are not, as `own_lines` does.
+
+    On the user's group it would pair up with whatever the others do there; ranks that then all raise would wait for
+    each other at their ends, as nobody but the user may break that group's connections off.
+    """
+    if comm.communicates and can_open(axis.group, axis.size, axis.backend):
+        own_lines(axis.group, axis.backend)
+    return axis.apart
 
 
 def can_open(group: dist.ProcessGroup, size: int, backend: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Small values that all ranks of a group compute together, outside of passes: norms, flags, sums."""
+"""Values that all ranks of a group compute or gather together, outside of passes: norms, flags, sums, whole tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import device_of
-from ..torch_private.collectives import all_reduce_by
+from ..torch_private.collectives import all_gather, all_reduce_by
 from ..watcher import RANK
 from .meeting import own_lines
 from .watched import Watched
@@ -41,3 +41,24 @@ def reduce_value(
     else:  # on accelerators, or where no connections can be had
         dist.all_reduce(moved, op=op, group=group)
     return value if moved is value else value.copy_(moved)
+
+
+def values_of_all(mine: torch.Tensor, group: dist.ProcessGroup, backend: str | None = None) -> torch.Tensor:
+    """Every rank's tensor, in the order of the group's ranks: [ranks, *shape]. Collective; connections as above.
+
+    Args:
+        mine: contiguous, of one shape and of any dtype on all ranks, where the group's tensors lie.
+        backend: as of `own_lines`.
+
+    Raises:
+        DivergenceError: other ranks do not ask for it, or are gone.
+    """
+    size = dist.get_world_size(group)
+    found = mine.new_empty(size, *mine.shape)
+    if size == 1:
+        return found.copy_(mine)
+    lines = own_lines(group, backend)
+    RANK.talks("whole values")
+    work = all_gather(found.view(-1), mine.view(-1), lines.apart)
+    (Watched(work) if lines.all_own else work).wait()
+    return found

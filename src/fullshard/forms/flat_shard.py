@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..comm import TorchComm, reduce_value
+from ..comm import reduce_value, values_of_all
 from ..errors import CheckpointError, PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
@@ -391,9 +391,8 @@ def _gathered(shard: FlatShard) -> torch.Tensor:
     longest = max(stop - start for start, stop in map(run.bounds, range(axis.size)))
     padded = local.new_zeros(longest)
     padded[: local.numel()] = local
-    gathered = local.new_empty(axis.size * longest)
-    TorchComm().gather(axis, gathered, padded).wait()
-    parts = [gathered[r * longest :][: stop - start] for r in range(axis.size) for start, stop in [run.bounds(r)]]
+    gathered = values_of_all(padded, axis.group, axis.backend)
+    parts = [gathered[r, : stop - start] for r in range(axis.size) for start, stop in [run.bounds(r)]]
     full = torch.cat(parts) if run.numel else local.new_empty(0)
     return full.as_strided(run.shape, dense_strides(run.shape, run.order))
 

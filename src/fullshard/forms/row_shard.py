@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from ..comm import can_open, values_of_all
 from ..dtypes import KNOWN
 from ..errors import ConfigError, PhaseError, message
+from ..mesh import backend_of
 from ..torch_private.local_tensor import (
     become,
     delete_grad,
@@ -161,8 +163,15 @@ def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-    """`DTensor.full_tensor` of any dtype: what backends do not know is gathered as bytes, along a last dim."""
+    """`DTensor.full_tensor` of any dtype. Over gloo by the engine's own connections, where a rank may be alone."""
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
+    if not is_compiling() and _is_gathered_by_us(tensor):
+        if not differentiable:
+            return _gathered(tensor)
+        wanted = grad_placements or [Replicate()] * tensor.device_mesh.ndim
+        made: torch.Tensor = _Whole.apply(tensor, wanted)
+        return made
+    # What backends do not know is gathered as bytes, along a last dim.
     known = tensor.dtype in KNOWN or tensor.is_complex() or tensor.dtype is torch.bool
     local, width = local_part(tensor), tensor.dtype.itemsize
     if known or differentiable or type(local) is not torch.Tensor:
@@ -177,6 +186,47 @@ def full_of(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> to
         stride=(*[step * width for step in tensor.stride()], 1),
     )
     return parts.full_tensor().contiguous().view(tensor.dtype).squeeze(-1)
+
+
+def _is_gathered_by_us(tensor: DTensor) -> bool:
+    """Whether it is split once, as `torch.chunk` would, over a gloo group that has, or may have, lines of ours."""
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    mesh = tensor.device_mesh
+    if len(split) != 1 or type(tensor.placements[split[0]]) is not Shard or mesh.get_coordinate() is None:
+        return False
+    local, group = local_of(tensor), mesh.get_group(split[0])
+    return (
+        type(local) is torch.Tensor
+        and local.device.type == mesh.device_type
+        and can_open(group, mesh.size(split[0]), backend_of(group, mesh.device_type))
+    )
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, without a graph: rows of all ranks one after the other, of which the last may have fewer."""
+    (at,) = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    mesh, dim = tensor.device_mesh, tensor.placements[at].dim  # type: ignore[attr-defined]
+    local, rows = local_of(tensor).detach().movedim(dim, 0), tensor.shape[dim]
+    padded = local.new_zeros(-(-rows // mesh.size(at)), *local.shape[1:])  # [rows of a full part, ...]
+    padded[: local.shape[0]] = local
+    group = mesh.get_group(at)
+    whole = values_of_all(padded, group, "gloo").flatten(0, 1)[:rows].movedim(0, dim)
+    alone = whole.untyped_storage().nbytes() == whole.nbytes
+    return whole if alone and whole.is_contiguous() else whole.clone(memory_format=torch.contiguous_format)
+
+
+class _Whole(torch.autograd.Function):
+    """`full_of` with a graph: the gradient comes back as DTensor's own `full_tensor` has it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: Sequence[Any]) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.grad_placements = tensor.device_mesh, tensor.placements, grad_placements
+        return _gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = DTensor.from_local(grad, ctx.mesh, ctx.grad_placements, run_check=False)
+        return whole.redistribute(ctx.mesh, ctx.placements), None
 
 
 _VIEWS = {

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import Comm, turns_on
+from ..comm import Comm, apart_of, turns_on
 from ..dtypes import fingerprint
 from ..errors import ConfigError
 from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto, take_grad_dtype
@@ -140,8 +140,9 @@ class Bucket:
         """
         local = local.to(self.axes.device)
         whole = local.new_empty(self.layout.gathered_numel)
+        axis = apart_of(self.axes.shard, comm)
         RANK.talks("whole values")
-        comm.gather(self.axes.shard.apart, whole, local).wait()
+        comm.gather(axis, whole, local).wait()
         return whole
 
     def whole_views(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -206,12 +207,13 @@ class Bucket:
             with torch.inference_mode(False):  # what is made here must serve training later
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
         if self.kept is not None and kept_axis is not None:
-            return self.full.issue(comm, kept_axis, self.kept)
+            axis = apart_of(kept_axis, comm) if apart else kept_axis
+            return self.full.issue(comm, axis, self.kept)
         source = self._source()
         self._cast = source if source is not self.shard else None
         gathers = comm if self.home is None else self.home.gathering(comm)
-        shard = self.axes.shard
-        held, staging = self.full.issue(gathers, shard.apart if apart else shard, source)
+        axis = apart_of(self.axes.shard, comm) if apart else self.axes.shard
+        held, staging = self.full.issue(gathers, axis, source)
         return held, staging + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
 
     def _source(self) -> torch.Tensor:

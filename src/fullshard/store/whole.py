@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint import values
 from ..checkpoint.names import Named
-from ..comm import TorchComm
+from ..comm import TorchComm, apart_of
 from ..forms import full_of
 from ..layout import window_of
 from ..watcher import RANK
@@ -110,7 +110,8 @@ class Batch:
         self._buffer = None
         window = self._window()
         rows: Any = [one.tensor for one in self.wanted]
-        axis, comm = rows[0].bucket.axes.shard.apart, TorchComm()
+        comm = TorchComm()
+        axis = apart_of(rows[0].bucket.axes.shard, comm)
         if axis.size > 1:
             RANK.talks("whole values")
             spans = list(zip(window.starts, window.lengths, strict=True))
