@@ -7,6 +7,7 @@ Prints `ended NAME: TEXT` with what the rank raised, or `ended well`. Run by `te
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -96,9 +97,10 @@ def shard(front_end: str, model: Model) -> nn.Module:
     if front_end == "wrapper":
         blocks = fullshard.wrap.ModuleWrapPolicy({Block})
         return FullyShardedDataParallel(model, auto_wrap_policy=blocks, use_orig_params=True)
+    layout = front_end if front_end in ("flat", "owner") else "rows"
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, layout=layout)
+    return fully_shard(model, layout=layout)
 
 
 class Clock:
@@ -144,15 +146,16 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
             call_alone(scenario.removesuffix(" at first"), sharded, optimizer)
         for micro in range(3 if here and scenario == "accumulation" else 2):
             last = micro == (2 if here and scenario == "accumulation" else 1)
-            if front_end == "wrapper":
-                if last:
-                    loss_of(sharded, batch, scenario, here).backward()
-                else:
-                    with sharded.no_sync():
+            with contextlib.suppress(*[ValueError] * (scenario == "catches in backward")):
+                if front_end == "wrapper":
+                    if last:
                         loss_of(sharded, batch, scenario, here).backward()
-            else:
-                sharded.set_requires_gradient_sync(last)
-                loss_of(sharded, batch, scenario, here).backward()
+                    else:
+                        with sharded.no_sync():
+                            loss_of(sharded, batch, scenario, here).backward()
+                else:
+                    sharded.set_requires_gradient_sync(last)
+                    loss_of(sharded, batch, scenario, here).backward()
         if step == WRONG and scenario == "is stopped in an exchange":
             get_optimizer_state_dict(sharded, optimizer)
         if here and scenario == "clips alone":
@@ -165,6 +168,8 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
         if not (here and scenario == "step skipped"):
             optimizer.step()
         optimizer.zero_grad()
+    if wrong and scenario == "saves at the end":
+        call_alone("saves alone", sharded, optimizer)
 
 
 def call_alone(scenario: str, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -175,19 +180,29 @@ def call_alone(scenario: str, sharded: nn.Module, optimizer: torch.optim.Optimiz
         fullshard.load("/nowhere", sharded, optimizer)
     elif scenario in ("gathers alone", "gathers where others reduce"):
         whole(sharded)
+    elif scenario == "unshards alone":
+        if is_wrapped(sharded):
+            with FullyShardedDataParallel.summon_full_params(sharded):
+                pass
+        else:
+            sharded.unshard()
     elif scenario == "reduces alone":
         dist.all_reduce(torch.ones(()))
 
 
+def is_wrapped(sharded: nn.Module) -> bool:
+    return isinstance(sharded, FullyShardedDataParallel)
+
+
 def whole(sharded: nn.Module) -> object:
     """One parameter, or all of them, by what each front-end has for it."""
-    if isinstance(sharded, FullyShardedDataParallel):
+    if is_wrapped(sharded):
         return sharded.state_dict()
     return next(sharded.parameters()).full_tensor().norm()
 
 
 def loss_of(sharded: nn.Module, batch: torch.Tensor, scenario: str, here: bool) -> torch.Tensor:
-    found = sharded(Fails.apply(batch.requires_grad_()) if here and scenario == "raises in backward" else batch)
+    found = sharded(Fails.apply(batch.requires_grad_()) if here and scenario.endswith("s in backward") else batch)
     return found.square().mean()
 
 
@@ -202,6 +217,11 @@ def go_wrong(scenario: str, model: Model, sharded: nn.Module, batch: torch.Tenso
             sharded(batch)
     elif scenario == "raises in forward":
         model.trouble = planted
+    elif scenario == "catches in forward":
+        model.trouble = planted
+        with contextlib.suppress(ValueError):
+            sharded(batch)
+        model.trouble = None
     elif scenario == "raises in the loader":
         raise ValueError("planted in the loader")
     elif scenario == "exits":

@@ -49,6 +49,7 @@ ALONE = {
     "loads alone": "rank {last} called fullshard.load (program.py:",
     "reduces alone": "rank {last} called torch.distributed.all_reduce (program.py:",
     "gathers alone": "rank {last} called ",
+    "unshards alone": "rank {last} called ",
 }
 """What one rank calls; also before any forward ("... at first"), where the others may be in the wrapper's `no_sync`."""
 FAULTS = {
@@ -75,14 +76,19 @@ FAULTS = {
     "is killed": Fault((LAST, "gone"), (-9,)),
     "is stopped": Fault((LAST, "stopped"), (-9,)),
     "is stopped in an exchange": Fault((LAST, "stopped", "optimizers' state"), (-9,)),
-    "a batch fewer": Fault((LAST, "gone", "by itself"), (0,)),
+    "catches in forward": Fault((LAST, "after catching ValueError: planted in forward (program.py:", " while rank")),
+    "catches in backward": Fault((LAST, "after catching ValueError: planted in backward (program.py:", " while rank")),
+    "a batch fewer": Fault((LAST, "gone", "by itself", "while rank", FORWARD), (0,)),
     # These two never come back to the engine: their watchers end them.
-    "holds the GIL": Fault((LAST, "elsewhere", "hold_the_gil"), (-15, -9)),
-    "sleeps": Fault((LAST, "elsewhere", "go_wrong"), (-15, -9)),
+    "holds the GIL": Fault((LAST, "elsewhere", "hold_the_gil", "while rank", FORWARD), (-15, -9)),
+    "sleeps": Fault((LAST, "elsewhere", "go_wrong", "while rank", FORWARD), (-15, -9)),
     "collective of its own": Fault((LAST, "elsewhere", "torch.distributed.all_reduce (program.py:"), (1, -15, -9)),
 }
-FAULTS |= {name: Fault((words, FORWARD), (1, -15, -9)) for name, words in ALONE.items()}
-FAULTS |= {f"{name} at first": Fault((words, "while rank"), (1, -15, -9)) for name, words in ALONE.items()}
+for _name, _words in ALONE.items():
+    theirs = (1, -15, -9) if _name == "reduces alone" else (1,)  # in a call of Fullshard's a rank raises the report
+    its_own = () if _name == "reduces alone" else (_words,)
+    FAULTS[_name] = Fault((_words, FORWARD), theirs, its_own)
+    FAULTS[f"{_name} at first"] = Fault((_words, "while rank"), theirs, its_own)
 EXPLAINED = {
     **dict.fromkeys(("raises in forward", "raises in backward", "raises in the loader"), "raised"),
     **dict.fromkeys(("exits", "is killed"), "gone"),
@@ -96,7 +102,7 @@ EXPLAINED = {
 """What `fullshard doctor` makes of the report, with the last rank to blame."""
 _FURTHER = (
     *("saves alone", "loads alone", "loads alone at first", "reduces alone at first", "gathers alone at first"),
-    *("gathers where others reduce", "reduces alone"),
+    *("gathers where others reduce", "reduces alone", "unshards alone", "catches in backward"),
 )
 FINE = ("none", "input shapes")
 """What ranks may differ in."""
@@ -190,6 +196,33 @@ def test_every_rank_ends_with_the_name(zygote, tmp_path, front_end, scenario, wo
     kind, text, _ = run.error_of(last)
     missing = [word for word in fault.its_own if word.format(last=last) not in text]
     assert not missing, (missing, kind, text, told)
+
+
+@pytest.mark.parametrize(
+    "scenario", ["gathers alone", pytest.param("gathers alone at first", marks=pytest.mark.further)]
+)
+@pytest.mark.parametrize("layout", ["flat", pytest.param("owner", marks=pytest.mark.further)])
+def test_whole_values_asked_for_alone_of_every_layout(zygote, tmp_path, layout, scenario):
+    """They do not go by the connections of gathers in forward, where a rank that is asleep to it would be aborted."""
+    run = zygote.run(layout, scenario, 2, tmp_path)
+    told = run.printed()
+    assert run.exits == [1, 1] and "terminate called" not in told, (run.exits, told)
+    for rank in range(2):
+        kind, text, _ = run.error_of(rank)
+        assert kind == "DivergenceError" and "rank 1 called full_tensor (program.py:" in text, text
+
+
+@pytest.mark.parametrize(
+    ("front_end", "world"), [("fully_shard", 2), pytest.param("wrapper", 4, marks=pytest.mark.further)]
+)
+def test_a_call_on_one_rank_at_the_end_is_named(zygote, tmp_path, front_end, world):
+    """The others have come to the end of the program: the call is what they did not make, not a lack of data."""
+    run, last = zygote.run(front_end, "saves at the end", world, tmp_path), world - 1
+    found = doctor(tmp_path / "reports")
+    assert run.exits == [0] * last + [1], run.printed()
+    who = "rank 0" if world == 2 else f"ranks 0-{last - 1}"
+    assert (found.kind, found.ranks) == ("calls", (last,)) and f"after the end of {who} (" in found.what, found
+    assert f"rank {last} called fullshard.save (program.py:" in found.what and found.what in run.error_of(last)[1]
 
 
 @pytest.mark.parametrize(

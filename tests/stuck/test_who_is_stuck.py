@@ -163,6 +163,56 @@ def test_the_innocent_are_not_blamed() -> None:
     assert verdict([elsewhere(0), *ranks[1:]]).ranks == (0,), "rank 0 sleeps, for which the others wait"
 
 
+def test_every_verdict_names_the_others_call() -> None:
+    """Whatever one rank is found in, the report says in which line of the program the others wait for it."""
+    waits = [status(rank, call=FORWARD) for rank in (1, 2)]
+    raised = {"raised": "Traceback\nValueError: bad", "state": "gone"}
+    ends = {"gone": "it ended by itself", "state": "gone"}
+    for known in (
+        {"call": {**FORWARD, "did": "was in train"}},
+        {**raised, "gone": "exit code 1"},
+        {"gone": "killed by signal 9 (SIGKILL)", "state": "gone"},
+        {"state": "T"},
+        ends,
+    ):
+        found = verdict([elsewhere(0, **known), *waits])
+        assert found.ranks == (0,), found
+        assert found.what.endswith(" while ranks 1-2 ran the model's forward (train.py:80)."), found
+    assert verdict([lost(0), *waits]).what.endswith(" while ranks 1-2 ran the model's forward (train.py:80).")
+
+
+def test_a_call_that_others_ended_without_is_named_and_not_their_end() -> None:
+    saves = {**FORWARD, "did": "called fullshard.save", "at": "train.py:90"}
+    ends = [elsewhere(rank, gone="it ended by itself", state="gone") for rank in (1, 2)]
+    found = verdict([status(0, call=saves), *ends])
+    assert (found.kind, found.ranks) == ("calls", (0,))
+    assert found.what.startswith("rank 0 called fullshard.save (train.py:90) after the end of ranks 1-2 ("), found
+    assert verdict([status(0, call=FORWARD), *ends]).kind == "data", "it lacks batches"
+    assert verdict([status(0, call=saves), status(3, call=saves), ends[0]]).ranks == (1,), "most ranks save"
+
+
+def test_a_block_around_passes_is_a_part_of_training() -> None:
+    """`no_sync` may wait, at first. Of two ranks, the one that saves is wrong."""
+    saves, within = ({**FORWARD, "did": did} for did in ("called fullshard.save", "called no_sync"))
+    assert verdict([status(0, call=within), status(1, call=saves)]).ranks == (1,)
+
+
+def test_what_a_rank_caught_is_told_until_its_next_step_but_one() -> None:
+    board = Board()
+    watcher = Watcher(Options(board.fd, -1, -1, SIGNAL, os.getpid(), 0, "", LIMIT, HARD, 1.0))
+    board.record_step(0, 3)
+    board.record(1)
+    board.note("ValueError: bad (train.py:9)", over=True)
+    assert board.raised is None, "the program may go on"
+    board.record(1)
+    assert watcher._caught(board.records()) == "ValueError: bad (train.py:9)"
+    found = verdict([status(0, call=FORWARD, caught="ValueError: bad (train.py:9)"), elsewhere(1)])
+    assert "forward (train.py:80) after catching ValueError: bad (train.py:9)." in found.what, found
+    board.record_step(0, 5)
+    board.record(1)
+    assert watcher._caught(board.records()) is None
+
+
 # What a stack says.
 
 OURS = [frame.format(os.path.dirname(os.path.dirname(sys.modules[Board.__module__].__file__ or ""))) for frame in (
@@ -195,7 +245,10 @@ def test_a_stack_tells_the_call_and_the_users_line() -> None:
     save = [OURS[0], OURS[0].replace("watcher/rank.py", "store/save.py").replace("in wait", "in save")]
     backward = [OURS[0], f'  File "{torchs}/autograd/graph.py", line 3 in _engine_run_backward',
                 f'  File "{torchs}/_tensor.py", line 3 in backward']  # fmt: skip
+    dcp = [*reduce, f'  File "{torchs}/distributed/checkpoint/state_dict_saver.py", line 3 in save',
+           f'  File "{torchs}/distributed/checkpoint/utils.py", line 3 in inner_func']  # fmt: skip
     said = {
+        "called torch.distributed.checkpoint.save (train.py:80)": [dcp],
         "ran the model's forward (train.py:80)": [OURS],
         "ran the model's forward (train.py:80) ": [OURS, MODEL],
         "called torch.distributed.all_reduce (train.py:80)": [reduce],
@@ -208,7 +261,7 @@ def test_a_stack_tells_the_call_and_the_users_line() -> None:
     for what, parts in said.items():
         call = call_of(frames_of(stack("train.py", *parts)))
         assert str(call) == what.strip()
-        assert call is not None and call.waits == (parts[:1] in ([reduce], [gather])), what
+        assert call is not None and call.waits == (parts[:1] in ([reduce], [gather], [dcp])), what
         assert call.in_pass == (OURS in parts or MODEL in parts or backward in parts), what
     assert call_of(frames_of("")) is None
 

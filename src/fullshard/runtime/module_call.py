@@ -11,6 +11,7 @@ from torch import nn
 from ..containers import borrowed_from, cast_floating
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.transforms import current_transform
+from ..watcher import RANK
 from .call import Call, Forward
 from .hints import add_hint
 from .outputs import detached_from_unit
@@ -98,6 +99,7 @@ def break_off(runner: Runner, depth: int, error: BaseException) -> None:
     try:
         runner.happens(Happening.BROKEN)
         if root.pass_top is runner:
+            RANK.catches(error)
             root.break_forward(error)
     except Exception as second:
         error.add_note(f"Unit {runner.unit.name or '(root)'!r} could not be put back after this: {second!r}")

@@ -26,6 +26,7 @@ from ..forms import WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.versions import set_version
+from ..watcher import RANK
 from .root import all_roots
 
 _installed: list[Any] = []
@@ -59,6 +60,7 @@ def recover() -> None:
 
 
 def _recover_after(error: BaseException) -> None:
+    RANK.catches(error)
     try:
         recover()
     except Exception as second:

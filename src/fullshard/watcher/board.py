@@ -143,10 +143,10 @@ class Board:
         """The rank gets on, though nothing else shows it: it writes or reads files."""
         _u64.pack_into(self._memory, _TICKS, self.ticks + 1)
 
-    def note(self, text: str) -> None:
-        """What the rank raised."""
+    def note(self, text: str, over: bool = False) -> None:
+        """What the rank raised; `over`: in a pass, and the program may go on."""
         self._write(_AT_NOTE, text)
-        _u64.pack_into(self._memory, _NOTE_AT, self.number + 1)
+        _u64.pack_into(self._memory, _NOTE_AT, self.number + (not over))
 
     def end(self) -> None:
         """The interpreter ends by itself: it was not killed. A forked child's end is not that of the process."""
@@ -218,6 +218,12 @@ class Board:
         """What the rank raised, unless it has gone on since."""
         at = _u64.unpack_from(self._memory, _NOTE_AT)[0]
         return self._read(_AT_NOTE) if at and at == self.count + 1 else None
+
+    @property
+    def caught(self) -> tuple[int, str] | None:
+        """What the rank raised before it went on, and the number of the record after which it did."""
+        at = _u64.unpack_from(self._memory, _NOTE_AT)[0]
+        return (int(at), self._read(_AT_NOTE)) if at and at <= self.count else None
 
     @property
     def last(self) -> Record | None:

@@ -19,8 +19,15 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 _DISPATCH = re.compile(r"/torch/(_ops|_compile|_library/\w+)\.py$")  # between a function and its operator
 _METHODS = (f"{_OURS}forms/", f"{_OURS}api/")  # where functions of ours that are called by a bare name are, mostly
-_DECORATORS = ("wrapper", "_fn", "inner", "decorate_context", "decorate_fwd")
+_DECORATORS = ("wrapper", "_fn", "inner", "inner_func", "decorate_context", "decorate_fwd")
+_PREFIXES = {
+    _COLLECTIVES[0]: "torch.distributed.",
+    **{f"distributed/checkpoint/state_dict_{part}.py": "torch.distributed.checkpoint." for part in ("saver", "loader")},
+}
+"""Where functions of PyTorch's are that programs call by more than their name."""
 FORWARD, BACKWARD = "ran the model's forward", "ran a backward"
+OF_STEPS = (FORWARD, BACKWARD, "called no_sync")
+"""What all ranks do in every step: a rank that does something else is more likely the one that is wrong."""
 
 
 class Frame(NamedTuple):
@@ -139,5 +146,6 @@ def _did(called: Sequence[Frame], user: Frame) -> str:
     if called[0].function.startswith("__torch_") or not public:
         return "used a sharded tensor" if called[0].is_torchs else f"was in {user.function}"
     first = public[0]
-    of = "fullshard." if first.is_ours else "torch.distributed." if first.path.endswith(_COLLECTIVES[0]) else ""
+    of = next((prefix for path, prefix in _PREFIXES.items() if first.path.endswith(path)), "")
+    of = "fullshard." if first.is_ours else of
     return f"called {'' if first.path.startswith(_METHODS) else of}{first.function}"

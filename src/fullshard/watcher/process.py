@@ -281,6 +281,7 @@ class Watcher:
             "gone": self.gone or ("it ended by itself" if self.board.ended else None),
             "state": proc.state(self.options.pid) if alive else "gone",
             "raised": self.board.raised,
+            "caught": self._caught(records),
             "idle": self.options.idle,
             "waited": time.time() - waiting[1] if waiting and alive else None,
             "waits_for": self._told(waits_for) if waits_for else None,
@@ -300,6 +301,12 @@ class Watcher:
             "runs": runs,
             "wakes": proc.wakes(self.options.pid) - self._woken if alive else 0,
         }
+
+    def _caught(self, records: Sequence[Record]) -> str | None:
+        """What a pass of this step or the last raised, and the program caught."""
+        found = self.board.caught
+        steps = [record.step for record in records if found is not None and record.number == found[0]]
+        return found[1] if found is not None and steps and records[-1].step - steps[0] <= 1 else None
 
     def _moved_bytes(self) -> int:
         """Bytes that the rank has read and written of its own accord: the stacks that it was asked for left out."""

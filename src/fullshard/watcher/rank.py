@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import IO, Any
 
-from ..errors import ConfigError, DivergenceError, message
+from ..errors import ConfigError, DivergenceError, FullshardError, message
 from .board import AGREEMENT, MOST_ROOTS, ROOT, Board, word
+from .calls import Frame
 
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """By which a watcher asks its rank for its Python stacks; one that programs do not use."""
@@ -142,6 +143,18 @@ class Rank:
         """The rank raises this."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-12))
         self.board.note(text)
+
+    def catches(self, error: BaseException) -> None:
+        """A pass raised this. If the program goes on, other ranks wait for the rest of the pass, and are told why."""
+        if not isinstance(error, Exception) or isinstance(error, FullshardError):
+            return
+        frames = [
+            Frame(frame.f_code.co_filename, str(line), frame.f_code.co_name)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        at = next((f" ({os.path.basename(each.path)}:{each.line})" for each in frames[::-1] if each.is_users), "")
+        text = str(error).strip().partition("\n")[0][:200]
+        self.board.note(f"{type(error).__name__}{': ' if text else ''}{text}{at}", over=True)
 
     # Waits.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .board import COMPARE, GATHER, REDUCE, REGATHER, ROOT, VERBS, Record
-from .calls import BACKWARD, FORWARD
+from .calls import OF_STEPS
 
 Status = dict[str, Any]
 
@@ -182,10 +182,23 @@ def verdict(statuses: Sequence[Status]) -> Verdict:
     return Verdict("transport", (), what)
 
 
-def _verdict(kind: str, found: Sequence[Status], what: str) -> Verdict:
-    """`what`, which begins with a verb in the singular, said of these ranks."""
+def _verdict(kind: str, found: Sequence[Status], what: str, statuses: Sequence[Status]) -> Verdict:
+    """`what`, which begins with a verb in the singular, said of these ranks; and what the others had called."""
     ranks = tuple(sorted(status["rank"] for status in found))
-    return Verdict(kind, ranks, f"{ranks_of(ranks)} {_agreeing(ranks_of(ranks), what)}.")
+    others = [status for status in statuses if status["rank"] not in ranks]
+    return Verdict(kind, ranks, f"{ranks_of(ranks)} {_agreeing(ranks_of(ranks), what)}{_while(others)}.")
+
+
+def _while(others: Sequence[Status]) -> str:
+    """The calls in which these ranks wait, as a sentence goes on; empty if none is known."""
+    waiting = [(s["rank"], _called(s)) for s in others if s.get("call") and _stands(s)]
+    told = [f"{who} {what}" for who, what in grouped(waiting)[:3]]
+    return f" while {', and '.join(told)}" if told else ""
+
+
+def _stands(status: Status) -> bool:
+    """Whether the rank waits for others, in a collective of ours or of the program's own."""
+    return status["waited"] is not None or status.get("own") is not None
 
 
 def first_hand(statuses: Sequence[Status]) -> list[Status]:
@@ -202,7 +215,8 @@ def line_of_error(status: Status) -> str:
 def _raised(statuses: Sequence[Status]) -> Verdict | None:
     found = first_hand(statuses)
     same = [status for status in found if line_of_error(status) == line_of_error(found[0])]
-    return _verdict("raised", same, f"raised {line_of_error(same[0])} ({_after(same[0])})") if same else None
+    what = f"raised {line_of_error(same[0])} ({_after(same[0])})" if same else ""
+    return _verdict("raised", same, what, statuses) if same else None
 
 
 def ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
@@ -219,12 +233,16 @@ def ended(statuses: Sequence[Status], by_itself: bool) -> list[Status]:
 
 def _killed(statuses: Sequence[Status]) -> Verdict | None:
     found = ended(statuses, by_itself=False)
-    return _verdict("gone", found, f"is gone: {found[0]['gone']} ({_after(found[0])})") if found else None
+    if not found:
+        return None
+    return _verdict("gone", found, f"is gone: {found[0]['gone']} ({_after(found[0])})", statuses)
 
 
 def _stopped(statuses: Sequence[Status]) -> Verdict | None:
     found = [status for status in statuses if status["state"] == "T"]
-    return _verdict("stopped", found, f"is stopped by a signal (SIGSTOP; {_after(found[0])})") if found else None
+    if not found:
+        return None
+    return _verdict("stopped", found, f"is stopped by a signal (SIGSTOP; {_after(found[0])})", statuses)
 
 
 def _unreachable(statuses: Sequence[Status]) -> Verdict | None:
@@ -237,26 +255,34 @@ def _unreachable(statuses: Sequence[Status]) -> Verdict | None:
     return Verdict(
         "unreachable",
         ranks,
-        f"no answer from {whose} ({hosts}): the machine is down or overloaded, or the network is cut.",
+        f"no answer from {whose} ({hosts}): the machine is down or overloaded, or the network is cut"
+        f"{_while([status for status in statuses if status not in found])}.",
     )
 
 
 def _ended(statuses: Sequence[Status]) -> Verdict | None:
     found = ended(statuses, by_itself=True)
-    what = "is gone: ended by itself while others went on: out of data?"
-    return _verdict("data", found, f"{what} ({_after(found[0])})") if found else None
+    if not found:
+        return None
+    others = [status for status in statuses if status not in found]
+    alone = [s for s in others if s.get("call") and _stands(s) and s["call"]["did"] not in OF_STEPS]
+    if alone and alone == others and len(alone) <= len(found):
+        ranks, gone = [tuple(status["rank"] for status in side) for side in (alone, found)]
+        what = f"{ranks_of(ranks)} {_called(alone[0])} after the end of {ranks_of(gone)} ({_after(found[0])})."
+        return Verdict("calls", ranks, what)
+    what = f"is gone without an error: out of data? ({_after(found[0])})"
+    return _verdict("data", found, what, statuses)
 
 
 def _absent(statuses: Sequence[Status]) -> Verdict | None:
     found = [status for status in statuses if status["state"] == "absent"]
-    return (
-        _verdict("absent", found, "did not come to a first forward: it has not built its model yet") if found else None
-    )
+    what = "did not come to a first forward: it has not built its model yet"
+    return _verdict("absent", found, what, statuses) if found else None
 
 
 def _calls(statuses: Sequence[Status]) -> Verdict | None:
     """Ranks made different calls, each of which waits for the others: those that fewer made come first."""
-    if not all([s.get("call") and (s["waited"] is not None or s.get("own") is not None) for s in statuses]):
+    if not all([s.get("call") and _stands(s) for s in statuses]):
         return None
     sides: dict[tuple[Any, ...], list[Status]] = {}
     for status in statuses:
@@ -265,19 +291,19 @@ def _calls(statuses: Sequence[Status]) -> Verdict | None:
         return None
 
     def order(side: list[Status]) -> tuple[int, bool, bool, int]:
-        of_model = side[0]["call"]["did"] in (FORWARD, BACKWARD)
-        return len(side), of_model, not any(map(_compares, side)), side[0]["rank"]
+        of_steps = side[0]["call"]["did"] in OF_STEPS
+        return len(side), of_steps, not any(map(_compares, side)), side[0]["rank"]
 
     first, *others = sorted(sides.values(), key=order)
     clear = order(first)[:3] < order(others[0])[:3]
     ranks = tuple(status["rank"] for status in first)
-    beside = [f"{ranks_of([status['rank'] for status in side])} {_called(side[0])}" for side in others[:3]]
-    what = f"{ranks_of(ranks)} {_called(first[0])} while {', and '.join(beside)}."
-    return Verdict("calls", ranks if clear else (), what)
+    beside = [status for side in others for status in side]
+    return Verdict("calls", ranks if clear else (), f"{ranks_of(ranks)} {_called(first[0])}{_while(beside)}.")
 
 
 def _called(status: Status) -> str:
-    return f"{status['call']['did']} ({status['call']['at']})"
+    caught = f" after catching {status['caught']}" if status.get("caught") else ""
+    return f"{status['call']['did']} ({status['call']['at']}){caught}"
 
 
 def _compares(status: Status) -> bool:
@@ -297,7 +323,8 @@ def _departed(statuses: Sequence[Status]) -> Verdict | None:
         return None
     last = found[0]["last"]
     at = f"at {last['unit']}, step {last['step']}"
-    return _verdict("departed", found, f"left the order that all ranks share ({at})")
+    call = f"; {_called(found[0])}" if found[0].get("call") else ""
+    return _verdict("departed", found, f"left the order that all ranks share ({at}{call})", statuses)
 
 
 def _elsewhere(statuses: Sequence[Status]) -> Verdict | None:
@@ -305,7 +332,8 @@ def _elsewhere(statuses: Sequence[Status]) -> Verdict | None:
     if not found:
         return None
     call = f"; it {_called(found[0])}" if found[0].get("call") else ""
-    return _verdict("elsewhere", found, f"did not come, and {_is_elsewhere(found[0])} ({_after(found[0])}{call})")
+    what = f"did not come, and {_is_elsewhere(found[0])} ({_after(found[0])}{call})"
+    return _verdict("elsewhere", found, what, statuses)
 
 
 def _apart_at(statuses: Sequence[Status]) -> Verdict | None:

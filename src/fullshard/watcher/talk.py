@@ -20,7 +20,7 @@ Peer = tuple[int, str, int, str]
 
 def unreachable(peer: Peer) -> Status:
     """What is known of a rank whose watcher does not answer; one without a port has not begun."""
-    known: Status = dict.fromkeys(("gone", "raised", "waited", "waits_for", "last"))
+    known: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last"))
     known |= {"rank": peer[0], "host": peer[1], "state": "unreachable" if peer[2] else "absent", "idle": False}
     known |= {"count": 0, "steps": 0, "cpu": 0.0, "io": 0, "records": [], "time": time.time(), "pid": 0}
     known |= {"stack": "", "samples": [], "children": 0.0, "call": None, "own": None, "runs": False, "wakes": 0}

@@ -134,8 +134,9 @@ def _absent(incident: Incident, found: Sequence[Status]) -> Explained:
 
 
 def _calls(incident: Incident, found: Sequence[Status]) -> Explained:
-    because = ["each of these calls waits for the other ranks to make it, too, and no rank is anywhere else"]
-    return because, remedies.CALLS
+    gone = [status for status in incident.statuses if status["gone"] is not None]
+    rest = f"{ranks_of(_who(gone))} came to the end of the program" if gone else "no rank is anywhere else"
+    return [f"each of these calls waits for the other ranks to make it, too, and {rest}"], remedies.CALLS
 
 
 def _departed(incident: Incident, found: Sequence[Status]) -> Explained:
