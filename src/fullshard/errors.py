@@ -8,7 +8,7 @@
         DamagedCheckpointError           files that are not what was written
         MissingStateError (ValueError too) optimizer state to load that lacks a part
       PhaseError       (RuntimeError)  a call at a time when it cannot be served
-        UsageError     (AssertionError, ValueError too) the same, of `FullyShardedDataParallel`'s methods
+        UsageError     (AssertionError, ValueError too) the same, where PyTorch's wrapper asserts
       NotSupportedError (a ConfigError, NotImplementedError too) an unsupported combination of arguments
       ArgumentTypeError (a ConfigError, TypeError too) an argument of a type that cannot be used
       AssertedError    (a ConfigError, AssertionError too) an argument that PyTorch asserts is right

@@ -66,6 +66,14 @@ def replaced_and_run(model: Any) -> Any:
     return model(torch.ones(2, 4))
 
 
+def changed_before_backward(library: Any) -> None:
+    keep = library.ShardingStrategy.SHARD_GRAD_OP
+    model = wrap(nn.Sequential(nn.Linear(4, 4)), library, use_orig_params=True, sharding_strategy=keep)
+    loss = model(torch.ones(2, 4)).sum()
+    model.module[0].weight.data = model.module[0].weight.detach().clone()
+    loss.backward()
+
+
 X = torch.ones(2, 4, dtype=torch.float64)
 MISTAKES: dict[str, Callable[[Any], Any]] = {
     "fully_shard twice": lambda lib: lib.fully_shard(lib.fully_shard(nn.Linear(4, 4))),
@@ -150,6 +158,7 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "a parameter replaced by one of another shape": lambda lib: replaced_and_run(
         wrap(nn.Linear(4, 4), lib, use_orig_params=True)
     ),
+    "weights changed between forward and backward": changed_before_backward,
     "indexing what has no items": lambda lib: wrap(nn.Linear(4, 4), lib)[0],
     "an attribute that is not there": lambda lib: wrap(nn.Linear(4, 4), lib).nope,
 }

@@ -1,4 +1,4 @@
-"""A gradient that the user gave other memory (`p.grad.data = ...`) is the one that counts from then on, in every way."""
+"""A gradient that the user gave other memory (`p.grad.data = ...`) is the one that counts, in every way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import torch
 from torch import nn
 
 import fullshard
-from ways import LAYOUTS, assert_equal, but_last, every_way, layers, loss_of, mine, shard, whole_gradients
+from ways import (
+    LAYOUTS,
+    assert_equal,
+    but_last,
+    every_way,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    whole_gradients,
+    whole_parameters,
+)
 from ways import batch as batch_of
-from ways import whole_parameters
 
 
 def by_data(grad: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm, begin_copy_to_host, has_streams, host_buffer
-from ..errors import DivergenceError, PhaseError
+from ..errors import DivergenceError, UsageError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .position import Position
@@ -99,7 +99,7 @@ class UseAgreement:
         Raises:
             DivergenceError: ranks gathered or reduced other units, or in another order: gradients are wrong, or were
                 what forwards without a backward gave.
-            PhaseError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
+            UsageError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
         changed, self._changed = [index in self._changed for index in range(len(units))], set()
         if not self._reduced:
@@ -217,13 +217,13 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
     Plain PyTorch raises where it needs the old values, which are gone: what was gathered for the backward is new.
 
     Raises:
-        PhaseError: names the first such unit's parameters.
+        UsageError: names the first such unit's parameters.
     """
     if not any(changed):
         return
     for unit, count in zip(units, changed, strict=True):
         if count:
-            raise PhaseError(
+            raise UsageError(
                 f"Weights of unit {unit.name or '(root)'!r} were changed between a forward and its backward, which "
                 "computed with the new ones: this backward's gradients are wrong.",
                 parameter=", ".join(member.name for member in unit.members),
