@@ -5,6 +5,8 @@ A gradient of zeros is a gradient: it decays the weight, counts a step, and take
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import ShardPlacementResult, fully_shard
 from models import Example
-from ways import assert_equal, every_way, sharded, whole_gradients, whole_parameters
+from ways import (
+    assert_equal,
+    every_way,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    sharded,
+    whole_gradients,
+    whole_parameters,
+    without_sync,
+)
 
 SECONDS = 40  # a hang is this, not a minute
 TRAINING = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.3}
@@ -207,3 +220,20 @@ def on_two_meshes(layout: str, used: tuple[str, ...]) -> bool:
         got = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         assert_equal(got, want, f"gradients of step {step}")
     return True
+
+
+def accumulated(way: str) -> None:
+    present = []
+    for without in (False, True):
+        model = shard(layers(), way)
+        with without_sync(model) if without else nullcontext():
+            loss_of(model, mine(0)).backward()
+        loss_of(model, mine(1)).backward()
+        present.append({name: parameter.grad is not None for name, parameter in model.named_parameters()})
+    assert present[0] == present[1]
+
+
+@every_way
+def test_accumulation_without_sync_leaves_the_same_gradients(run_ranks, way) -> None:
+    """Where this rank holds nothing of a parameter, too."""
+    run_ranks(accumulated, way)

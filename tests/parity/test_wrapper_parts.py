@@ -97,13 +97,16 @@ def ignoring(how: str, originals: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
         model = mlp()
+        if how == "around an instance":
+            model[1][0] = wrap(library, model[1][0], use_orig_params=originals)
         keywords: dict[str, Any] = {
             "modules": {"ignored_modules": [model[1], model[2][0]]},
+            "around an instance": {"ignored_modules": [model[1], model[2][0]]},
             "states as modules": {"ignored_states": [model[1], model[2][0]]},
             "states as parameters": {"ignored_states": [*model[1].parameters(), *model[2][0].parameters()]},
         }[how]
         ignored = model[2][0].weight
-        if how != "states as parameters":
+        if how not in ("states as parameters", "around an instance"):
             keywords["auto_wrap_policy"] = library.wrap.ModuleWrapPolicy({nn.Linear})
         model = wrap(library, model, use_orig_params=originals, **keywords)
         assert any(parameter is ignored for parameter in model.parameters())
@@ -117,7 +120,7 @@ def ignoring(how: str, originals: bool) -> None:
 
 
 @both
-@pytest.mark.parametrize("how", ["modules", "states as modules", "states as parameters"])
+@pytest.mark.parametrize("how", ["modules", "states as modules", "states as parameters", "around an instance"])
 def test_ignored_parameters_stay_whole(run_ranks, how: str, originals: bool) -> None:
     run_ranks(ignoring, how, originals)
 

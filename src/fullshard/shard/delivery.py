@@ -261,7 +261,12 @@ class Delivery:
         if not self.kept:
             return []
         kept, self.kept = self.kept, set()
-        return self._without_grad(kept)
+        given_up = self._without_grad(kept)
+        if self.bucket.flat_parameter is None and not self.bucket.form.gives_empty:
+            for member in [self.bucket.members[index] for index in kept]:
+                if not member.part.numel:
+                    write_grad(member.sharded, None)
+        return given_up
 
     def all_given_up(self) -> bool:
         """Whether there is something accumulated without sync that shows, and none of it does any more."""

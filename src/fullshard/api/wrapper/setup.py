@@ -155,16 +155,17 @@ def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) 
         )
     chosen = {item for item in given if isinstance(item, nn.Module)}
     for item in chosen:
-        if any(is_unit(child) for child in item.modules()):
+        if is_unit(item):
             raise ConfigError(
-                "ignored modules must not hold FullyShardedDataParallel instances",
+                "ignored modules must not be FullyShardedDataParallel instances",
                 got=f"a {type(item).__name__} that is sharded already",
                 remedy="ignore a module or shard it: leave the instance out of ignored_modules, or do not wrap it",
                 code="C063",
             )
-    ids = {id(parameter) for item in chosen for parameter in item.parameters()}
+    alone = {child for item in chosen for child in own_modules(item)}  # instances below them go on
+    ids = {id(parameter) for child in alone for parameter in child.parameters(recurse=False)}
     ids |= {id(item) for item in given if isinstance(item, nn.Parameter)}
-    return {child for item in chosen for child in item.modules()}, ids
+    return alone, ids
 
 
 # Values: from the host, from meta, and from rank 0.
