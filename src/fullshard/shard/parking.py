@@ -199,13 +199,15 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
 def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     """Those that users see: parts of the delivered slice, and their own."""
     delivery = gradients.delivery
+    delivery.follow()
     holders: list[Any] = [member.sharded for member in bucket.members]
     holders += [tensor for view in delivery.views if (tensor := view.tensor) is not None]
     grads = [grad for holder in holders if (grad := read_grad(holder)) is not None]
     current, delivery.set = delivery.set, None
+    astray = current is not None and current.astray()  # then it is no longer what users see
     for grad in grads:
         mover.move_inside(grad)
-    if current is None or not grads or not current.storage.nbytes():
+    if current is None or astray or not grads or not current.storage.nbytes():
         return
     for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
         mover.move_inside(shows)
