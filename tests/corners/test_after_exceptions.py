@@ -368,3 +368,39 @@ def left_out(keep: bool, way: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return value_problems("after nine steps", model, reference, 1e-10)
+
+
+# What the broken backward used says nothing of the next one.
+
+
+class Either(nn.Module):
+    """Uses one of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.rand(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)])
+        self.uses = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[self.uses]
+
+
+def uses_another_weight(way: str) -> list[str]:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, second, _ = layers()
+        return nn.Sequential(first, Fails(), second, Either())
+
+    model, plain = shard(build(), way, lambda model: [model[2], model[3]]), build()
+    fail_once(model, "backward", mine(0))  # after the last unit's gradients were delivered
+    model.zero_grad()
+    for each, inputs in ((model, mine(1)), (plain, batch(1))):
+        next(module for module in each.modules() if isinstance(module, Either)).uses = 1
+        loss_of(each, inputs).backward()
+    return gradient_problems("after a backward that broke", model, plain)
+
+
+@every_way
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parameter_that_only_the_broken_backward_used(run_ranks, way, world):
+    assert not any(run_ranks(uses_another_weight, way, world=world))

@@ -257,6 +257,7 @@ class Gradients:
         for member in self.bucket.members:
             if member.unsharded is not None:
                 member.unsharded.grad = None
+        self.delivery.used = [False] * len(self.bucket.members)  # of the backward that broke
         self._drop()
 
     def _drop(self) -> None:
