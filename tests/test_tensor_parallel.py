@@ -281,6 +281,7 @@ SPMD = {
     "shard": ((2, 2), ("dp", "tp"), {"shard": "dp"}),
     "hybrid": ((2, 1, 2), ("pods", "dp", "tp"), {"shard": "dp", "replicate": "pods"}),
     "flattened": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+    "two flattened": ((1, 2, 2), ("pods", "racks", "dp"), {"shard": "dp", "replicate": ("pods", "racks")}),
     "nothing else": ((2, 2), ("pods", "dp"), {"shard": "dp", "replicate": "pods"}),
 }
 
@@ -302,15 +303,20 @@ def spmd_model(mesh: DeviceMesh, data: tuple[str, ...]) -> nn.Sequential:
     return model
 
 
+@pytest.mark.parametrize("unflattened", [False, True], ids=["", "unflattened from one dim"])
 @pytest.mark.parametrize("name", SPMD)
-def test_dp_mesh_dims_as_pytorch_and_one_process(run_ranks, name):
-    assert all(run_ranks(spmd_against_others, name, world=4))
+def test_dp_mesh_dims_as_pytorch_and_one_process(run_ranks, name, unflattened):
+    """A program such as torchtitan unflattens all its meshes from one dim of all ranks."""
+    assert all(run_ranks(spmd_against_others, name, unflattened, world=4))
 
 
-def spmd_against_others(name: str) -> bool:
+def spmd_against_others(name: str, unflattened: bool) -> bool:
     """PyTorch's fully_shard is asked where it has dp_mesh_dims: torch 2.11 has not."""
     shape, names, dims = SPMD[name]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if unflattened:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))._unflatten(0, shape, names)
+    else:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     data = tuple(n for n in names if n != "tp")
     results = []
     for library in (fullshard, torch_fsdp) if hasattr(torch_fsdp, "DataParallelMeshDims") else (fullshard,):

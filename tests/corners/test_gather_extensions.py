@@ -60,21 +60,22 @@ def gather_methods(outputs: str) -> tuple[Callable, Callable]:
 
     Args:
         outputs: what the unsharded tensor is: "copied" from what was gathered; that memory itself, "declared" as inner
-            tensor or "undeclared"; or "kept": a copy, where the first outputs are declared and looked at again.
+            tensor or "undeclared"; "kept": a copy, where the first outputs are declared and looked at again; "padded":
+            a copy with the padding, which the engine cuts off; or "sent as its class": what is sent is no plain tensor.
     """
     first: list[Tensor] = []
 
     def pre(self: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        return (padded(self.values, -(-size[0] // mesh.size())),), size[0]
+        sent = padded(self.values, -(-size[0] // mesh.size()))
+        return (type(self)(sent) if outputs == "sent as its class" else sent,), size[0]
 
     def post(self: Any, gathered: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
-        whole = gathered[0][:rows]
+        assert type(gathered[0]) is Tensor
+        whole = gathered[0] if outputs == "padded" else gathered[0][:rows]
         if out is None:
             first[:] = [gathered[0]]
             made = whole if outputs in ("declared", "undeclared") else whole.clone()
-            return made, {"copied": (made,), "declared": (made,), "undeclared": (), "kept": (gathered[0], made)}[
-                outputs
-            ]
+            return made, {"undeclared": (), "kept": (gathered[0], made)}.get(outputs, (made,))
         here = whole.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
         assert here == (outputs in ("declared", "undeclared"))
         if outputs == "kept":
@@ -105,7 +106,7 @@ MESHES = {
     "hybrid": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
     "hybrid without names": lambda: init_device_mesh("cpu", (2, 2)),
 }
-OUTPUTS = ["copied", "declared", "undeclared", "kept"]
+OUTPUTS = ["copied", "declared", "undeclared", "kept", "padded", "sent as its class"]
 
 
 @pytest.mark.parametrize("width", [6, 5, 1])
@@ -131,17 +132,23 @@ def plain(every: list[str], widths: list[int], mesh: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("where", ["class", "tensor"])
 @pytest.mark.parametrize("mesh", ["1d", "hybrid"])
 @pytest.mark.parametrize("width", [6, 5])
-def test_methods_set_on_the_class_after_sharding(run_ranks, width, mesh):
-    """As a program does that patches the class once the model is built: what counts is the class at the gather."""
-    assert all(run_ranks(set_late, width, mesh, world=2 if mesh == "1d" else 4))
+def test_methods_set_after_sharding(run_ranks, width, mesh, where):
+    """As a program does that patches the class, or the chunk, of a model that is built: asked at the gather."""
+    assert all(run_ranks(set_late, width, mesh, where, world=2 if mesh == "1d" else 4))
 
 
-def set_late(width: int, mesh: str) -> bool:
+def set_late(width: int, mesh: str, where: str) -> bool:
     kind = make_class()
     model = sharded(kind, width, mesh=MESHES[mesh]())
-    put_on(kind, gather_methods("copied"))
+    pre, post = gather_methods("copied")
+    if where == "tensor":
+        chunk = model[0].weight._local_tensor
+        put_on(chunk, (pre.__get__(chunk), post.__get__(chunk)))
+    else:
+        put_on(kind, (pre, post))
     return trains_as(model, layers(width=width))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard
+from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard, trains_as
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -300,3 +300,25 @@ def test_names_of_a_units_class(fake_world):
     assert len(set(shown.values())) == 1 and shown["ours"][0].startswith("FSDPSequential(\n  (0): FSDPLinear(")
     ours = fullshard.fully_shard(nn.Linear(2, 2))
     assert ours._get_name() == "Linear"
+
+
+# Containers
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict], ids=["list", "dict"])
+def test_containers_whose_class_has_a_forward_are_units(run_ranks, kind):
+    assert all(run_ranks(container, kind))
+
+
+def container(kind: type) -> bool:
+    class Called(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.values() if kind is nn.ModuleDict else self:
+                x = part(x)
+            return x
+
+    def build() -> nn.Module:
+        parts = layers()
+        return Called({f"part{i}": part for i, part in enumerate(parts)} if kind is nn.ModuleDict else parts)
+
+    return trains_as(fullshard.fully_shard(build()), build())

@@ -179,6 +179,12 @@ def test_no_reductions_in_flight():
         sharded().set_reduce_scatter_max_input_buffers(0)
 
 
+@pytest.mark.parametrize("number", [2.5, True])
+def test_reductions_in_flight_that_are_no_count(number):
+    with raises("C381"):
+        sharded().set_reduce_scatter_max_input_buffers(number)
+
+
 def test_a_module_to_prefetch_that_is_no_unit():
     with raises("C027"):
         sharded().set_modules_to_forward_prefetch([nn.Linear(4, 4)])

@@ -234,13 +234,14 @@ class SubclassFull:
                 code="C101",
             )
         with torch.no_grad():
-            if _arguments(type(source).fsdp_pre_all_gather) == 2:  # the older form: fsdp_pre_all_gather(self, mesh)
-                sent, self._metadata = source.fsdp_pre_all_gather(self._mesh())
+            method: Any = source.fsdp_pre_all_gather  # of its class, or set on this very tensor
+            if _arguments(getattr(method, "__func__", method)) - inspect.ismethod(method) == 1:
+                sent, self._metadata = method(self._mesh())  # the older form
             else:
-                sent, self._metadata = source.fsdp_pre_all_gather(
+                sent, self._metadata = method(
                     self._mesh(), torch.Size(slot.shape), slot.stride, form.module(), form.policy
                 )
-        self._sent = [tensor.contiguous() for tensor in sent]
+        self._sent = [_plain(tensor) for tensor in sent]
 
     def finish(self) -> int:
         try:
@@ -269,16 +270,16 @@ class SubclassFull:
         if self._made is not None:
             # A plain tensor is filled through an alias, which has a version counter of its own: autograd must not take
             # the same values for a change of what it saved. A subclass is the very object that the module uses, on
-            # which attributes may be set.
-            post(
-                outputs,
-                self._metadata,
-                self.dtype,
-                out=self._made.data if type(self._made) is torch.Tensor else member.unsharded,
-            )
+            # which attributes may be set, unless padded rows were cut off it.
+            out = member.unsharded if tuple(self._made.shape) == member.slot.shape else self._made
+            post(outputs, self._metadata, self.dtype, out=self._made.data if type(self._made) is torch.Tensor else out)
             return
         made, inner = post(outputs, self._metadata, self.dtype)
-        if tuple(made.shape) != member.slot.shape:
+        shape, ranks = member.slot.shape, self.form.axes.shard.size
+        shown = made
+        if tuple(made.shape) != shape and tuple(made.shape) == (-(-shape[0] // ranks) * ranks, *shape[1:]):
+            shown = made.narrow(0, 0, shape[0])  # of padded rows it made padded rows
+        if tuple(shown.shape) != shape:
             raise ConfigError(
                 "fsdp_post_all_gather made a tensor of another shape than the parameter.",
                 parameter=member.name,
@@ -290,7 +291,7 @@ class SubclassFull:
         used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(made))}
         self._inner = [t for t in inner if t.untyped_storage().data_ptr() not in ours]
         self._keeps = [out.storage.data_ptr() in used for out in self._received]
-        show_as_parameter(member, made.data if type(made) is torch.Tensor else made)
+        show_as_parameter(member, shown.data if type(shown) is torch.Tensor else shown)
         self._made = made
 
     def cut(self, axis: Axis) -> torch.Tensor:
@@ -335,6 +336,15 @@ class SubclassFull:
 @functools.lru_cache(maxsize=64)
 def _arguments(method: Callable[..., Any]) -> int:
     return len(inspect.signature(method).parameters)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a backend can send: a subclass has no memory of its own, and is copied as it says itself."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return tensor.contiguous()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)
+    return plain
 
 
 def _plain_parts(tensor: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
+from ..torch_private.root_mesh import joined
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,17 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
             code="C150",
         )
     parts = [_flat(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
-    return mesh[parts[0]] if len(parts) == 1 else mesh[tuple(parts)]
+    return parts[0] if len(parts) == 1 else joined(parts[0], parts[1], "(dp_mesh_dims)")
 
 
-def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> str:
-    """The name of one dim that stands for these."""
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of one dim that stands for these."""
     if len(names) == 1:
-        return names[0]
+        return mesh[names[0]]
     if not hasattr(mesh, "_flatten"):
         raise ConfigError(
             f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place",
             code="C151",
         )
-    flat = "_".join(names)
-    mesh[names]._flatten(flat)
+    flat: DeviceMesh = mesh[names]._flatten("_".join(names))
     return flat

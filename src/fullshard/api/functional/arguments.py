@@ -17,9 +17,8 @@ LAYOUTS = ("rows", "flat", "owner")
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: containers cannot."""
-    without = type(module).forward is nn.Module.forward and "forward" not in module.__dict__
-    return not without and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    """Whether a module can be called: a container cannot, unless its class defines `forward`."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def check_policy(mp_policy: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
-from ...errors import ConfigError, PhaseError
+from ...errors import ArgumentTypeError, ConfigError, PhaseError
 from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
@@ -389,6 +389,8 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units' reductions may be in flight at once; 1 by default. Each holds one full gradient buffer."""
+        if type(max_input_buffers) is not int:
+            raise ArgumentTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}", code="C381")
         if max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}", code="C026")
         for runner in self._units(recurse):
