@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -99,3 +100,18 @@ def test_a_torch_that_cannot_flatten(monkeypatch):
     monkeypatch.delattr(DeviceMesh, "_flatten")
     with raises("C151"):
         fully_shard(two_layers(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(("dp", "cp")))
+
+
+def wraps_with_groups_that_do_not_cross() -> None:
+    everyone = dist.new_group()
+    with raises("C430"):
+        FullyShardedDataParallel(
+            nn.Linear(4, 4),
+            process_group=(everyone, everyone),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_id=torch.device("cpu"),
+        )
+
+
+def test_groups_that_share_more_than_a_rank(run_ranks):
+    run_ranks(wraps_with_groups_that_do_not_cross)

@@ -389,6 +389,16 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
     mine = dist.get_process_group_ranks(shard)
     rows: list[Any] = [None] * dist.get_world_size(replicate)
     dist.all_gather_object(rows, mine, group=replicate)
+    if len({rank for row in rows for rank in row}) < sum(map(len, rows)) or len(set(map(len, rows))) > 1:
+        raise ConfigError(
+            "The groups of process_group=(shard_group, replicate_group) do not cross in one rank.",
+            rank=dist.get_rank(),
+            expected="a replicate group that holds one rank of each shard group",
+            got=f"shard groups {', '.join(map(str, rows))} of ranks {dist.get_process_group_ranks(replicate)}",
+            remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or give "
+            "that as device_mesh",
+            code="C430",
+        )
     return DeviceMesh.from_group(
         [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )

@@ -241,7 +241,7 @@ def open_file(path: Path, follow_links: bool = False) -> int:
         expected="a regular file",
         got=f"{path}, a folder, a pipe or a device",
         remedy="copy the checkpoint again from where it was whole",
-        code="K440",
+        code="K441",
     )
 
 
