@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -169,3 +173,59 @@ def lines_after(on_host: bool) -> int:
     del group
     gc.collect()
     return len(lines._opened) - before
+
+
+def test_cut_ends_what_waits_and_no_connection_of_others(run_ranks):
+    assert all(run_ranks(cut_beside_others, True))
+    assert all(run_ranks(cut_beside_others, False))
+
+
+def cut_beside_others(on_host: bool) -> bool:
+    """A thread opens connections while lines are opened: within the process, to a server, and to the other rank."""
+    rank, group = dist.get_rank(), dist.new_group()
+    address = [dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)]  # a server and its client
+    ends: list[socket.socket] = []
+
+    def open_some() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        ends.extend([*socket.socketpair(), socket.create_connection(listener.getsockname()), listener.accept()[0]])
+        address.append(dist.TCPStore("127.0.0.1", address[0].port, 1, False, wait_for_workers=False))
+        dist.barrier(beside)
+
+    beside, make = dist.new_group(), lines.gloo_group
+
+    def beside_a_thread(*given: Any, **keywords: Any) -> Any:
+        if not ends:
+            thread = threading.Thread(target=open_some)
+            thread.start()
+            thread.join()
+            address.append(dist.new_group())  # another gloo group between the same ranks
+        return make(*given, **keywords)
+
+    with mock.patch.object(lines, "gloo_group", beside_a_thread):
+        opened = lines.open_lines(group, rank, 2, f"cut{on_host}", on_host)
+    parts = [opened.data, opened.side, opened.apart] if on_host else [opened.side]
+    works = [dist.all_reduce(torch.ones(2), group=part, async_op=True) for part in parts if rank == 0]
+    dist.barrier(beside)
+    socket.setdefaulttimeout(5.0)
+    try:
+        if rank == 0:
+            lines._opened[group].cut()
+    finally:
+        socket.setdefaulttimeout(None)
+    for work in works:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=30))
+        assert "imed out" not in str(caught.value)
+    for sends, receives in (ends[:2], ends[2:]):
+        assert sends.getblocking() and os.get_blocking(sends.fileno())
+        sends.sendall(b"here")
+        assert receives.recv(4) == b"here"
+    for number, store in enumerate(address[:2]):
+        store.set(f"{number}", "here")
+        assert store.get(f"{number}") == b"here"
+    for used in (beside, address[2]):
+        tensor = torch.full((1,), float(rank))
+        dist.all_reduce(tensor, group=used)
+        assert tensor.item() == 1.0
+    return True

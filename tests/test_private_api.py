@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import dcp_files, foreach, graph_nodes, store, tensor_hooks, transforms, versions
 from fullshard.torch_private.assigning import is_assigning
 from fullshard.torch_private.autograd_task import BackwardEnd
-from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group
+from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group, listening
 from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
@@ -332,6 +333,10 @@ def over_an_own_group() -> tuple[float, list[float], list[float], list[str | Non
     before = threads_named("gloo_tcp_loop")
     second = gloo_group(f"test/{names[0]}/second", rank, world, timedelta(seconds=30), group)
     assert second is not None and threads_named("gloo_tcp_loop") == before
+    where = listening(f"test/{names[0]}", world)
+    both = (socket.inet_aton("127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::1"))
+    assert where and any(address in where for address in both), "connections are not told from those of others"
+    assert listening(f"test/{names[0]}/unknown", world) == b""
     direct.all_gather(gathered, torch.full((1,), 2.0 + rank), second).wait()
     assert gathered.tolist() == [2.0, 3.0]
     store.put(f"test/{names[0]}/known", "a")

@@ -18,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from ..torch_private.gloo_group import gloo_group
+from ..torch_private.gloo_group import SHARES_THREADS, gloo_group, listening
 from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
 
@@ -57,19 +60,25 @@ class Lines:
 
 @dataclass(frozen=True)
 class _Own:
-    """The engine's own groups beside one of the user's, which serves where there is None: nothing here keeps it."""
+    """The engine's own groups beside one of the user's, which serves where there is None: nothing here keeps it.
+
+    Attributes:
+        listening: where these groups' ranks listen, this one too. One end of each of their connections is there, and of
+            no other's: a program's other threads open connections whenever they like.
+    """
 
     data: dist.ProcessGroup | None
     side: dist.ProcessGroup
     apart: dist.ProcessGroup | None
-    sockets: frozenset[str]
+    listening: bytes
 
     def cut(self) -> None:
         """Break the connections off."""
-        for fd, link in _sockets().items():
-            if link in self.sockets:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.getpeername()  # raises for one that listens, which has to stay
+        for fd in _sockets():
+            with contextlib.suppress(OSError), _connection(fd) as connection:
+                peer = connection.getpeername()  # raises for one that listens, which has to stay
+                ends = [_packed(connection.family, end) for end in (connection.getsockname(), peer)]
+                if any([end is not None and end in self.listening for end in ends]):
                     connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -90,7 +99,6 @@ def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_hos
     if group in _opened:
         return lines_of(group)
     rest_at_exit()
-    before = set(_sockets().values())
     prefix, timeout = f"fullshard/{name}", timeout_of(group)
     data: dist.ProcessGroup | None = None
     apart: dist.ProcessGroup | None = None
@@ -101,7 +109,9 @@ def open_lines(group: dist.ProcessGroup, rank: int, size: int, name: str, on_hos
     else:
         side = gloo_group(f"{prefix}/side", rank, size, timeout, connect_within=min(timeout, _CONNECTED))
     if side is not None and (apart is not None or not on_host):
-        _opened[group] = _Own(data, side, apart, frozenset(_sockets().values()) - before)
+        made = ("side",) if not on_host else ("data",) if SHARES_THREADS else ("data", "side", "apart")  # own listeners
+        addresses = b"".join([listening(f"{prefix}/{part}", size) for part in made])
+        _opened[group] = _Own(data, side, apart, addresses)
     return lines_of(group)
 
 
@@ -116,12 +126,29 @@ def cut_all_lines() -> None:
         own.cut()
 
 
-def _sockets() -> dict[int, str]:
-    """The sockets of this process: what each descriptor leads to."""
-    found = {}
+def _sockets() -> list[int]:
+    """The descriptors of this process that are sockets."""
+    found = []
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                found[int(name)] = link
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
     return found
+
+
+@contextlib.contextmanager
+def _connection(fd: int) -> Iterator[socket.socket]:
+    """A socket of somebody else's, which stays open after this and does not learn of `socket.setdefaulttimeout`."""
+    blocks = os.get_blocking(fd)
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        os.set_blocking(fd, blocks)
+        yield connection
+
+
+def _packed(family: int, address: Any) -> bytes | None:
+    """A socket's address as the system's `sockaddr` has it, up to the host; None of what is not TCP/IP."""
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    host, port, *flow = address
+    middle = struct.pack("!I", flow[0]) if flow else b""
+    return struct.pack("=H", family) + struct.pack("!H", port) + middle + socket.inet_pton(family, host.split("%")[0])

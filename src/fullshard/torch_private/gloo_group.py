@@ -1,11 +1,11 @@
 """A gloo group of some ranks that nobody else knows, made by these ranks alone.
 
 Private torch API: the constructors of `ProcessGroup` and `ProcessGroupGloo`, `ProcessGroup._register_backend` and
-`_get_backend`, the backend's `_set_default_timeout`, and `_devices` and `_threads` of its options. The public
-alternative is `new_group(ranks, use_local_synchronization=True)`; it names the group after the ranks and the number of
-groups that this process has, so that ranks with different numbers of groups wait for ever, and a process that destroys
-its groups and makes new ones over the same store finds the addresses of the old ones. Where something is missing there
-is no such group, and the user's serves. `tests/test_private_api.py` says when it goes.
+`_get_backend`, the backend's `_set_default_timeout`, `_devices` and `_threads` of its options, and what gloo writes
+into the store. The public alternative is `new_group(ranks, use_local_synchronization=True)`; it names the group after
+the ranks and the number of groups that this process has, so that ranks with different numbers of groups wait for ever,
+and a process that destroys its groups and makes new ones over the same store finds the addresses of the old ones. Where
+something is missing there is no such group, and the user's serves. `tests/test_private_api.py` says when it goes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,22 @@ HAS_GLOO = hasattr(dist, "ProcessGroupGloo") and hasattr(dist.ProcessGroup, "_re
 """Whether such groups can be made."""
 SHARES_THREADS = HAS_GLOO and hasattr(dist.ProcessGroupGloo, "_Options") and hasattr(dist.ProcessGroupGloo, "options")
 """Whether several can have the thread that serves connections in common."""
+
+
+def listening(name: str, size: int) -> bytes:
+    """Where the ranks of a group that was made here listen: gloo's records in the store, each with a `sockaddr` in it.
+
+    Empty where gloo writes them elsewhere, or the process that kept the store is gone.
+
+    Args:
+        name, size: of `gloo_group`, which has returned.
+    """
+    own = dist.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+    keys = [f"0/{rank}" for rank in range(size)]
+    try:
+        return b"".join(own.multi_get(keys)) if own.check(keys) else b""
+    except RuntimeError:
+        return b""
 
 
 def gloo_group(
