@@ -27,7 +27,7 @@ import fullshard
 
 def start() -> torch.device:
     """Join the job that torchrun describes; the device of this rank."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else accelerator
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))

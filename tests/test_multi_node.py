@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,20 @@ def test_the_program_trains_alike_by_both_strategies_and_goes_on(run_ranks, tmp_
 
 
 # Examples for clusters. They have not been run on one: what is held here is that they parse, and what they call exists.
+
+
+@pytest.mark.parametrize("folder, name", [(EXAMPLES, "multi_node"), (EXAMPLES / "recipes", "job")])
+def test_programs_compute_on_the_host_where_torch_knows_accelerators_that_are_not_there(
+    fake_world, monkeypatch, folder: Path, name: str
+) -> None:
+    """As PyPI's torch, which is built for CUDA, does on a machine without a GPU."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    fake_world(2)
+    assert module(folder, name).start() == torch.device("cpu")
 
 
 def known_options(program: str) -> set[str]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 def start() -> torch.device:
     """Join the process group that `torchrun` describes, or one of this process alone; the device of this rank."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else accelerator
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
