@@ -256,3 +256,13 @@ def test_a_device_that_fails_while_it_copies(run_ranks: Any, tmp_path: Path) -> 
     for text, names in run_ranks(a_device_that_fails, tmp_path, timeout=40):
         assert "the device is lost" in text and "rank:      1" in text, text
         assert names == ["latest", "lock", "step-000000002"]
+
+
+def test_no_memory_is_locked_where_torch_knows_an_accelerator_that_is_not_there(monkeypatch):
+    """As PyPI's torch, which is built for CUDA, does on a machine without a GPU."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    assert not lanes.page_lock(0, 4096)

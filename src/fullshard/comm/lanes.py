@@ -79,7 +79,7 @@ def page_lock(address: int, nbytes: int) -> bool:
     Args:
         address, nbytes: of whole pages, which stay until `page_unlock`.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != "cuda":
         return False
     portable = 1  # for all devices of the process
