@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.errors import UsageError
+from fullshard.errors import PhaseError, UsageError
 from ways import batch, but_last, layers, loss_of, shard
 
 REFUSED = "called directly"
@@ -44,6 +45,45 @@ def passed_by() -> None:
         copied(x)
         with pytest.raises(UsageError, match=REFUSED):
             copied.module(x)
+
+
+class Later(nn.Module):
+    """Calls `inner` again and again, after its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Generator[torch.Tensor, float | None, str]:
+        factor = yield x
+        yield self.inner(x * (factor or 1.0))
+        return "end"
+
+
+def test_a_generator_that_runs_after_its_unit_was_freed_is_refused(run_ranks):
+    run_ranks(runs_later)
+
+
+def runs_later() -> None:
+    x = torch.randn(3, 4)
+    model = FSDP(Later(fitting()), use_orig_params=True)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            results = model(x)
+            assert next(results) is x  # nothing is computed with parameters
+            with pytest.raises(PhaseError, match=r"inner\.weight"):
+                next(results)
+    for inside in (FSDP(Later(FSDP(fitting(), use_orig_params=True))), Later(fitting())):
+        results = inside(x)
+        next(results)
+        assert torch.equal(results.send(2.0), fitting()(2 * x))
+        with pytest.raises(StopIteration, match="end"):
+            next(results)
+    with FSDP.summon_full_params(model), torch.no_grad():
+        assert torch.equal(list(model(x))[1], fitting()(x))
+    results = model(x)
+    with FSDP.summon_full_params(model), torch.no_grad():
+        assert torch.equal(list(results)[1], fitting()(x))
 
 
 def test_what_else_is_done_with_the_wrapped_module_works(run_ranks):

@@ -59,7 +59,7 @@ class Later(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Iterator[Tensor]:
-        return (self.layer(x) for _ in range(2))
+        return (nn.functional.linear(x, self.layer.weight) for _ in range(2))
 
 
 def uses_stored(model: Any, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from .copy import copy_module, deepcopy_module, pickling_error
 from .managed import is_managed, mark_managed
 from .module_call import run, run_method
 from .noticed import install as notice_torch
+from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
@@ -53,6 +54,7 @@ __all__ = [
     "run_method",
     "runner_of",
     "runners_in",
+    "shown_part",
     "take_over_replaced",
     "unit_of",
 ]

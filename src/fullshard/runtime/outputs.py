@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from ..containers import Borrowed, leaves_in, map_tensors, tensors_in
 from ..errors import PhaseError
+from ..forms import NAME_KEY, PART_KEY, owner_of
 from ..shard import Unit
 
 PLAIN = (
@@ -30,7 +31,7 @@ _MOST = 10_000  # objects that are looked into
 def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> Any:
     """`output` with views of the unit's gathered memory replaced by copies (a forward that returns its own weight).
 
-    So are those that a forward put into containers that it was passed, in place.
+    So are those that a forward put into containers that it was passed, in place. See `_run_later` for a generator.
     """
     addresses = unit.full_addresses()
     if not addresses:
@@ -41,7 +42,50 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
 
     if borrowed is not None:
         map_tensors(copy, borrowed.values, borrowed)
-    return copy(output) if type(output) is torch.Tensor else map_tensors(copy, output, borrowed)
+    if type(output) is torch.Tensor:
+        return copy(output)
+    return _run_later(output, unit) if type(output) is types.GeneratorType else map_tensors(copy, output, borrowed)
+
+
+def _run_later(generator: Generator[Any, Any, Any], unit: Unit) -> Generator[Any, Any, Any]:
+    """A generator that a forward returned, whose body runs once the unit is freed: modules that show parts refuse.
+
+    Other forms of parameters refuse to be computed with themselves.
+    """
+    sent = None
+    while True:
+        whole = unit.showing.unsharded or unit.showing.whole_here
+        places = [] if whole else [place for member in unit.members for place in member.places]
+        owners = {id(module): module for place in places if (module := place.module) is not None}
+        guards = [owner.register_forward_pre_hook(_refuse_parts) for owner in owners.values()]
+        try:
+            value = generator.send(sent)
+        except StopIteration as end:
+            return end.value
+        finally:
+            for guard in guards:
+                guard.remove()
+        sent = yield value
+
+
+def _refuse_parts(module: nn.Module, args: Any) -> None:
+    if (name := shown_part(module)) is not None:
+        raise PhaseError(
+            "A forward returned a generator, whose body calls a module of its unit: the unit is freed by then.",
+            parameter=name,
+            expected="a forward that computes before it returns",
+            got="this rank's part of the parameter",
+            remedy="return a list of the results, or shard the modules that the generator calls as units of their own",
+            code="P386",
+        )
+
+
+def shown_part(module: nn.Module) -> str | None:
+    """The name of a parameter of the module's own of which it shows this rank's part now. (A copy of one has none.)"""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and PART_KEY in parameter.__dict__ and owner_of(parameter) is not None:
+            return str(parameter.__dict__.get(NAME_KEY, name))
+    return None
 
 
 def _lies_in(tensor: torch.Tensor, addresses: set[int]) -> bool:

@@ -16,7 +16,6 @@ from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
 from ...errors import PhaseError, UsageError
-from ...forms import NAME_KEY, PART_KEY, owner_of
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...policies import Check, Unused
@@ -33,6 +32,7 @@ from ...runtime import (
     own_modules,
     pickling_error,
     run,
+    shown_part,
 )
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .markers import Markers, mark_wrapped
@@ -448,21 +448,20 @@ def refuse_bypass(module: nn.Module, args: Any) -> None:
     """A forward pre-hook of wrapped modules, which is there while they show sharded parameters.
 
     Raises:
-        UsageError: the module has parameters of which it shows this rank's parts. (A copy of the module has none.)
+        UsageError: the module has parameters of which it shows this rank's parts.
     """
     for owner in own_modules(module):
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and PART_KEY in parameter.__dict__ and owner_of(parameter) is not None:
-                raise UsageError(
-                    "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
-                    "it would compute with this rank's parts of its parameters.",
-                    parameter=parameter.__dict__.get(NAME_KEY, name),
-                    expected="a call of the instance: model(x)",
-                    got="a call of the module that it wraps: model.module(x)",
-                    remedy="call the instance; to generate or evaluate with the plain module, do it inside "
-                    "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
-                    code="P381",
-                )
+        if (name := shown_part(owner)) is not None:
+            raise UsageError(
+                "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
+                "it would compute with this rank's parts of its parameters.",
+                parameter=name,
+                expected="a call of the instance: model(x)",
+                got="a call of the module that it wraps: model.module(x)",
+                remedy="call the instance; to generate or evaluate with the plain module, do it inside "
+                "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
+                code="P381",
+            )
 
 
 def _find_root(top: Runner) -> Root:
