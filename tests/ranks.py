@@ -283,7 +283,8 @@ def settle() -> bytes:
         failure = RankFailure(f"an all-reduce of ones gave {ranks.item()}: a collective was left unmatched")
         return pickle.dumps((False, (pickle.dumps(failure), str(failure))))
     custom = sys.modules.get("fullshard.comm.custom")
-    kept = {dist.group.WORLD, *(group for _, group in custom._separate.values())} if custom else {dist.group.WORLD}
+    separate = [group for known in custom._separate.values() for group in known.values()] if custom else []
+    kept = {dist.group.WORLD, *separate}
     if groups := [group for group in _world.pg_map if group not in kept]:
         for group in groups:  # a gloo group's threads wake 100 times a second, used or not
             dist.destroy_process_group(group)

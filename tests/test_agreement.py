@@ -275,6 +275,7 @@ def test_nothing_holds_a_group_that_was_destroyed(fake_world):
     for _ in range(2):
         fake_world(4)
         model = block_by_block(reshard_after_forward=2)
+        model.set_separate_reduce_scatter_group()
         model(torch.zeros(1, WIDTH)).sum().backward()
         world, axes = weakref.ref(dist.group.WORLD), weakref.ref(mesh_axes.resolve_mesh(None))
         dist.destroy_process_group()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import doctest
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard import fully_shard
+from fullshard.agreement import guide
 from fullshard.agreement.course import Course, following
 from fullshard.agreement.shared_order import Merging, Shared, Step, completed, parents_of
+from fullshard.runtime import unit_of
 from fullshard.watcher.board import COMPARE, GATHER, ROOT, TURN, VERBS, Board, Record, word
 from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
@@ -84,6 +89,23 @@ def test_a_unit_in_another_order_is_not_ahead():
     list(along.until((0, False)))
     list(along.until((4, False)))
     assert not along.holds((1, False))
+
+
+@pytest.mark.parametrize(("always", "times"), [(False, 1), (True, 0)])
+def test_an_order_is_completed_for_passes_that_follow_it(fake_world, always, times):
+    fake_world(2)
+    layer = fully_shard(torch.nn.Linear(2, 2))
+    told = mock.Mock(communicates=True)
+    with mock.patch.object(guide, "completed", wraps=completed) as made:
+        one = guide.Guide([unit_of(layer)], [""], told, "zeros", always, mock.Mock(), mock.Mock())
+        one.zeros = True  # the fake backend has no other ranks
+        for _ in range(3):
+            one.begin("step", False)
+            if isinstance(one._along, Merging):
+                for step in ((0, False), (0, True)):
+                    one._along.chosen([step] * 2)
+            one.end()
+    assert made.call_count == times
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 6))

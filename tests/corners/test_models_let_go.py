@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullshard import fully_shard
 from training import assert_same
 from ways import LAYOUTS, WAYS, alone, named, shard
 
@@ -47,6 +48,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "LSTM below": lambda: around(nn.LSTM(WIDE, WIDE)),
     "__setattr__ below": lambda: around(Careful()),
 }
+
+
+def test_classes_of_deleted_models_are_let_go(fake_world):
+    """Programs make classes while they run (parametrizations, adapters): none stays because it was sharded."""
+    fake_world(2)
+    made = type("Made", (nn.Linear,), {})
+    model = nn.Sequential(*(fully_shard(made(WIDE, WIDE)) for _ in range(2)))
+    assert type(model[0]) is type(model[1])
+    fully_shard(model)(torch.ones(1, WIDE)).sum().backward()
+    kind = weakref.ref(made)
+    del made, model
+    gc.collect()  # the class that a unit of it had
+    gc.collect()  # its own
+    assert kind() is None
 
 
 def alive(way: str, kind: str, how: str) -> list[str]:

@@ -148,11 +148,12 @@ class Answers:
         pass
 
 
+@pytest.mark.parametrize("fault", [KeyError, ValueError, RuntimeError])
 def test_a_fault_of_the_judge_is_not_silence(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: type[Exception]
 ) -> None:
     def broken(*args: Any) -> bool:
-        raise KeyError("planted in the judge")
+        raise fault("planted in the judge")
 
     monkeypatch.setattr(process, "stuck", broken)
     watcher = Watcher(Options(Board().fd, -1, -1, int(signal.SIGRTMAX - 3), os.getpid(), 0, "secret", 1.0, 9.0, 1.0))

@@ -87,7 +87,7 @@ class Guide:
         self._kind = kind
         if self.zeros:
             order = self._orders.get(kind)
-            self._along = Merging(largest(self.units).world) if order is None or self.always else Shared(order)
+            self._along = Merging(largest(self.units).world) if order is None else Shared(order)
         self.active = self.first is not None or self.zeros
 
     def enter(self, index: int) -> bool:
@@ -133,7 +133,8 @@ class Guide:
         if isinstance(self._along, Merging):
             if self.in_step is not None and torch.is_grad_enabled():
                 self.in_step.ran(self._along.steps)
-            self._orders[self._kind] = completed(self._along.steps, parents_of(self._names))
+            if not self.always:  # else nothing follows it
+                self._orders[self._kind] = completed(self._along.steps, parents_of(self._names))
         elif not self.zeros:
             self._while_first(FirstPass.end)
         self.stop()

@@ -102,7 +102,11 @@ class Shared:
 
     def holds(self, step: Step) -> bool:
         """Whether this step is still ahead."""
-        return step in self.steps[self._at :]
+        try:
+            self.steps.index(step, self._at)
+        except ValueError:
+            return False
+        return True
 
     def until(self, step: Step) -> Iterator[Step]:
         """The steps before this one, which then is done with too."""

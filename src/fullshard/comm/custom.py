@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -163,18 +164,19 @@ def custom(comm: Comm, **changes: Any) -> Comm:
     return (comm if isinstance(comm, CustomComm) else CustomComm(comm)).changed(**changes)
 
 
-_separate: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_separate = weakref.WeakKeyDictionary()
+"""By the default group, for each set of ranks."""
 
 
 def separate_group(axis: Axis) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A second group of an axis' ranks, one for each set of ranks; collective over them at the first call."""
     ranks = _ranks(axis)
-    world, found = _separate.get(ranks, (None, None))
-    if found is None or world is not dist.group.WORLD:  # made for process groups that were destroyed since
-        found = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(found, dist.ProcessGroup)
-        _separate[ranks] = (dist.group.WORLD, found)
-    return {ranks: found}
+    assert dist.group.WORLD is not None
+    known = _separate.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return {ranks: known[ranks]}
 
 
 def _ranks(axis: Axis) -> tuple[int, ...]:

@@ -72,19 +72,20 @@ def find_root(top: Runner) -> Root:
         DivergenceError: ranks hold different units or parameters.
         ConfigError: units reduce their gradients in different ways.
     """
-    units: list[Any] = []
+    below: dict[int, Runner] = {}  # by id
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for module in top.modules:
         for path, child in module.named_modules():
             runner = runner_of(child)
-            if runner is None or runner in units:
+            if runner is None or id(runner) in below:
                 continue
             if runner.root is not None:
                 runner.root.lend(runner, clean_path(path))
-            units.append(runner)
+            below[id(runner)] = runner
             runner.unit.name = clean_path(path)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), (clean_name(name), parameter))
+    units: list[Any] = list(below.values())
     _check_reductions(top, units)
     _warn_of_settings_below(top, units)
     ignored = partial(left_alone, units)

@@ -341,13 +341,16 @@ class Watcher:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one question."""
+        question = None
         with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # of whoever asks: gone, or not one of us
             question = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
+        try:
             if isinstance(question, dict) and question.get("secret") == self.options.secret:
-                try:
-                    await self._answer(question, reader, writer)
-                except (KeyError, TypeError, AttributeError, IndexError):
-                    traceback.print_exc()  # a fault of ours, which must not be taken for silence
+                await self._answer(question, reader, writer)
+        except (TimeoutError, OSError, json.JSONDecodeError):  # the one who asked is gone
+            pass
+        except Exception:
+            traceback.print_exc()  # a fault of ours, which must not be taken for silence
         writer.close()
 
     async def _answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -62,7 +63,8 @@ logger = logging.getLogger("fullshard")
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 PER_UNIT = ("layout", "mp_policy", "prefetch", "reshard_after_forward", "shard_placement_fn")  # a CustomPolicy may give
 
-_classes: dict[type, type] = {}  # a module class -> the class it becomes
+_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+"""By a module class, the class it becomes, while there is a unit of it: programs make classes too."""
 
 
 def fully_shard(
@@ -360,10 +362,11 @@ def _make_unit(
 
 
 def _unit_class(cls: type) -> type:
-    if cls not in _classes:
+    known = _classes.get(cls)
+    if known is None:
         added = {"__module__": cls.__module__, PLAIN: cls, **saving_methods(cls)}
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), added)
-    return _classes[cls]
+        _classes[cls] = known = type(f"FSDP{cls.__name__}", (FSDPModule, cls), added)
+    return known
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # where PyTorch has it
