@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
+    parser.addoption("--property-seed", type=int, help="draw the examples of this number, and shrink what fails")
     parser.addoption("--record-errors", type=Path, metavar="FILE", help="add which test raises which error to FILE")
 
 
