@@ -98,9 +98,10 @@ def test_describe_and_memory_use(run_ranks, orig):
     """(7 * 5 + 7) elements are 48 with padding, (3 * 7 + 3) are 32: 40 of them on each of two ranks."""
     for text, use in run_ranks(described, orig):
         assert text.splitlines()[0] == "2 ranks: sharded 2 ways; gradients: mean over 2"
-        assert [line.split()[:4] for line in text.splitlines()[2:]] == [
-            ["0", "flat", "2", "42"],
-            ["2", "flat", "2", "24"],
+        assert [line.split()[:5] for line in text.splitlines()[2:4]] == [
+            ["0", "flat", "float32", "2", "42"],
+            ["2", "flat", "float32", "2", "24"],
         ]
+        assert text.splitlines()[4].split()[:4] == ["in", "all", "4", "66"]
         assert use.parameters == 40 * 4
         assert use.gathered == 0

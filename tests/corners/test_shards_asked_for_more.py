@@ -40,7 +40,8 @@ def norms_of_every_order() -> list[str]:
         for mine, theirs in zip(torch._foreach_powsum(shards, 2), wholes, strict=True):
             if mine.shape != () or not torch.allclose(mine, theirs.square().sum()):
                 problems.append(f"powsum {mine} for {theirs.square().sum()}")
-    for reduction in (torch._foreach_max, lambda many: torch._foreach_mm(many, many)):
+    multiplies = [lambda many: torch._foreach_mm(many, many)] if hasattr(torch, "_foreach_mm") else []  # torch 2.11
+    for reduction in (torch._foreach_max, *multiplies):
         problems += named_error(error_of(lambda reduction=reduction: reduction(shards)), "flat shard", where="lists")
     problems += (
         [] if torch.equal(torch._foreach_add(shards, 1.0)[0].full_tensor(), wholes[0] + 1.0) else ["_foreach_add"]

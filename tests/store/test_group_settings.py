@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -24,6 +26,14 @@ from fullshard.state_dict import (
 WEIGHTS, BIASES = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
 SPLIT = [(WEIGHTS, {"lr": 0.1, "weight_decay": 0.3}), (BIASES, {"lr": 0.1, "weight_decay": 0.0})]
 ONE = [(WEIGHTS + BIASES, {"lr": 0.7})]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of one rank that moves objects, as torch 2.11's fake one does not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def trained(groups: list[tuple[list[str], dict[str, Any]]], shard: bool = False) -> tuple[Any, torch.optim.AdamW]:
@@ -73,9 +83,8 @@ def settings(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
     return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
 
-def test_every_parameter_keeps_its_settings(tmp_path: Path, fake_world: Any) -> None:
+def test_every_parameter_keeps_its_settings(tmp_path: Path, one_rank: None) -> None:
     """By other groups, in another order: each way that state takes."""
-    fake_world(1)
     alone = [([name], {"lr": 0.9}) for name in (*BIASES, *WEIGHTS)]
     for number, through in enumerate(THROUGH):
         for groups, want in ((SPLIT[::-1], [(0.1, 0.0), (0.1, 0.3)]), (alone, [(0.1, 0.0)] * 2 + [(0.1, 0.3)] * 2)):
@@ -86,8 +95,7 @@ def test_every_parameter_keeps_its_settings(tmp_path: Path, fake_world: Any) -> 
             assert settings(optimizer) == want, through
 
 
-def test_one_group_cannot_have_two_values(tmp_path: Path, fake_world: Any) -> None:
-    fake_world(1)
+def test_one_group_cannot_have_two_values(tmp_path: Path, one_rank: None) -> None:
     for number, through in enumerate(THROUGH):
         model, optimizer = trained(ONE, shard=True)
         before = [p.clone() for p in optimizer.state[next(iter(optimizer.state))].values()]
@@ -99,8 +107,7 @@ def test_one_group_cannot_have_two_values(tmp_path: Path, fake_world: Any) -> No
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_groups_that_were_one_are_told_of(tmp_path: Path, fake_world: Any) -> None:
-    fake_world(1)
+def test_groups_that_were_one_are_told_of(tmp_path: Path, one_rank: None) -> None:
     for number, through in enumerate((through_a_folder, through_a_state_dict)):
         model, optimizer = trained(SPLIT, shard=True)
         with pytest.warns(UserWarning, match=r"Groups 0 and 1 .*'weight_decay'"):
@@ -113,7 +120,7 @@ def test_text_in_place_of_a_number(tmp_path: Path) -> None:
         model, optimizer = trained(SPLIT)
         optimizer.param_groups[1].update(change)
         fullshard.save(tmp_path / str(number), model, optimizer)
-        with pytest.raises(CheckpointError, match="another type"):
+        with pytest.raises(CheckpointError, match="different type"):
             fullshard.load(tmp_path / str(number), *trained(SPLIT))
 
 
@@ -132,9 +139,8 @@ def sgd(model: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def test_an_optimizer_that_keeps_no_state(tmp_path: Path, fake_world: Any) -> None:
+def test_an_optimizer_that_keeps_no_state(tmp_path: Path, one_rank: None) -> None:
     """Its settings load, by each way; state that another optimizer would need is missed, as before."""
-    fake_world(1)
     for number, through in enumerate(THROUGH):
         model, _ = trained(ONE, shard=True)
         into, _ = trained(ONE, shard=True)

@@ -120,7 +120,7 @@ def test_scalars_of_another_type(tmp_path: Path) -> None:
     for state in optimizer.state.values():
         state["step"] = "2"
     fullshard.save(tmp_path, model, optimizer)
-    with pytest.raises(CheckpointError, match=r"'step' .* another type"):
+    with pytest.raises(CheckpointError, match=r"'step' .* different type"):
         fullshard.load(tmp_path, *made("plain", 1))
 
 
