@@ -23,6 +23,7 @@ from fullshard.agreement import meeting
 from fullshard.agreement.aside import rows_of_all
 from fullshard.api.join import Count
 from fullshard.mesh import Axis, MeshAxes, lines
+from fullshard.torch_private import gloo_group
 from fullshard.watcher import RANK
 
 WIDTH, STEPS = 8, 6
@@ -95,6 +96,34 @@ def side_by_side(build: Callable[[Any, int], nn.Module]) -> bool:
         for mine, other in zip(found[seed], expected[seed], strict=True):
             assert torch.equal(mine, other), seed
     return True
+
+
+def test_threads_that_open_lines_in_another_order_on_each_rank(run_ranks):
+    """Each thread asks the store by itself: a store's connection serves one question, and a gloo group waits in one."""
+    assert all(run_ranks(opened_crosswise))
+
+
+def opened_crosswise() -> bool:
+    rank = dist.get_rank()
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port: list[Any] = [keeper and keeper.port]
+    dist.broadcast_object_list(port)
+    store = keeper or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    groups = [dist.new_group(range(TWO), timeout=timedelta(seconds=10)) for _ in range(2)]
+    opened: dict[int, lines.Lines] = {}
+
+    def run(at: int) -> None:
+        opened[at] = lines.open_lines(groups[at], rank, TWO, f"crosswise{at}", True)
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in ((0, 1) if rank == 0 else (1, 0))]
+    with mock.patch.object(gloo_group, "default_store", lambda: store):
+        for thread in threads:
+            thread.start()
+            thread.join(1)  # the first waits for the other rank's by now
+        for thread in threads:
+            thread.join()
+    dist.barrier()  # the store stays until all have asked it
+    return all(opened[at].all_own for at in range(2))
 
 
 def test_lines_belong_to_a_group(run_ranks):

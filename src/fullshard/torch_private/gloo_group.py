@@ -10,6 +10,7 @@ something is missing there is no such group, and the user's serves. `tests/test_
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +61,8 @@ def gloo_group(
     store = default_store()
     if store is None or not HAS_GLOO:
         return None
+    if threading.current_thread() is not threading.main_thread():
+        store = store.clone()  # a wait keeps other threads off its connection: two ranks' would wait for each other
     own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo
     try:
