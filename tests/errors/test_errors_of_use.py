@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -306,6 +307,17 @@ def test_a_parameter_without_a_gradient_in_a_view():
     with warns("W011"):
         model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+
+
+def test_a_parameter_of_a_view_that_is_frozen_later():
+    model = fully_shard(nn.Sequential(*two_layers()), layout="flat")
+    optimizer = torch.optim.AdamW(fullshard.optimizer_view(model), lr=0.1)
+    for trains in (True, False):
+        model[0].bias.requires_grad_(trains)
+        with contextlib.nullcontext() if trains else warns("W011"):
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # What units ask of themselves: of a unit in another state they stop, and change nothing.

@@ -234,7 +234,7 @@ class Delivery:
                 self._give(index, target)
         if undecided or aside:
             self._show_views(target)
-        if self.views and asked and not all(target.shown) and not self._told_of_zeros:
+        if self.views and not all(target.shown) and not self._told_of_zeros:
             self._told_of_zeros = self._warn_of_zeros(target, self.views)
         if not self.hooked:
             return []
