@@ -50,7 +50,8 @@ def reader() -> Any:
 
 def pages() -> list[Path]:
     """Every Markdown file of the project."""
-    found = [path for path in ROOT.rglob("*.md") if not LEFT_OUT & set(path.relative_to(ROOT).parts)]
+    beside = {path.name for path in ROOT.glob(".venv*")}  # environments of other versions of torch, too
+    found = [path for path in ROOT.rglob("*.md") if not (LEFT_OUT | beside) & set(path.relative_to(ROOT).parts)]
     return sorted(found)
 
 

@@ -125,6 +125,7 @@ class Training(RuleBasedStateMachine):
         self.ranks: ThreadRanks
         self.number = 0  # of micro-batches
         self.unreduced = False  # whether gradients were left on their ranks
+        self.rounded = False  # whether any step computed in float32
 
     @initialize(plan=models, way=ways, world=worlds, optimizer=st.sampled_from(list(OPTIMIZERS)))
     def start(self, plan: ModelPlan, way: Way, world: int, optimizer: str) -> None:
@@ -138,6 +139,7 @@ class Training(RuleBasedStateMachine):
     def shard(self, way: Way, world: int) -> None:
         """Start `world` ranks with a model each."""
         self.way, self.world = way, world
+        self.rounded = self.rounded or way.single
         self.ranks = self.ending.enter_context(ThreadRanks(world))
         plain = [Model(self.plan) for _ in range(world)]  # here: torch's random numbers are the process's
         self.models: list[Any] = self.ranks.run(lambda rank: sharded(plain[rank], self.plan, way, world))
@@ -146,7 +148,7 @@ class Training(RuleBasedStateMachine):
 
     @property
     def tolerance(self) -> float:
-        return SINGLE if self.way.single else EXACT
+        return SINGLE if self.rounded else EXACT
 
     def on_ranks(self, act: Callable[[int, Any], Any]) -> list[Any]:
         """`act(rank, model)` on every rank."""
