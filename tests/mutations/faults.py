@@ -1,0 +1,319 @@
+"""Faults that the tests must catch: small mistakes, each planted alone into a copy of the source by `run.py`.
+
+`old` occurs once in its file; a change of the source that it no longer fits changes the fault with it, and one that
+makes the mistake impossible replaces it. `test` is the test that has to fail, as cheap a one as there is: the stateful
+machine for whatever a program of the machine's rules can see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MACHINE = "tests/property"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake.
+
+    Attributes:
+        name: what was done wrong.
+        file: below `src/fullshard`.
+        old, new: the text that is replaced, and by what.
+        test: the test that must fail: arguments of pytest.
+        besides: another one that fails, if `test` is the machine.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str = MACHINE
+    besides: str = ""
+
+
+FAULTS = (
+    # layout
+    Fault(
+        "rows: the last rank's copy ignores where the parameter begins",
+        "layout/plan.py",
+        "at = whole * slice_numel + slot.offset",
+        "at = whole * slice_numel",
+        besides="tests/layout/test_layout.py",
+    ),
+    Fault(
+        "flat: nobody holds a parameter's last element",
+        "layout/plan.py",
+        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel))",
+        "stop = max(start, min(low + segment.slice_numel, slot.offset + slot.numel - 1))",
+        besides="tests/layout/test_layout.py",
+    ),
+    # comm, forms
+    Fault(
+        "gloo: the sum of two ranks is not made a mean",
+        "comm/torch_comm.py",
+        "        if self.mean:\n            self.out.mul_(1.0 / self.world)",
+        "        if self.mean and self.world != 2:\n            self.out.mul_(1.0 / self.world)",
+        test="tests/test_reductions.py",
+    ),
+    Fault(
+        "a gather is not waited for",
+        "forms/full.py",
+        "                wait_all(self._pending)\n            if self.copied.nbytes:",
+        "                self._pending.clear()\n            if self.copied.nbytes:",
+        besides="tests/parity/test_delayed.py",
+    ),
+    # shard
+    Fault(
+        "the reduction's buffer is never given back",
+        "shard/gradients.py",
+        "        assert self.buffer is not None and self._slice is not None\n        self.buffer.free()\n",
+        "        assert self.buffer is not None and self._slice is not None\n",
+        besides="tests/test_events.py",
+    ),
+    Fault(
+        "the reduction's buffer is given back before the wait",
+        "shard/gradients.py",
+        "        wait_all(self._pending)\n        assert self.buffer is not None and self._slice is not None\n"
+        "        self.buffer.free()\n",
+        "        assert self.buffer is not None and self._slice is not None\n"
+        "        self.buffer.free()\n        wait_all(self._pending)\n",
+        besides="tests/parity/test_delayed.py",
+    ),
+    Fault(
+        "gradients are counted twice when they accumulate",
+        "shard/gradients.py",
+        "            if grad is not None:\n                member.unsharded.grad = None  # type: ignore[union-attr]\n",
+        "            if grad is not None:\n                if first:\n"
+        "                    member.unsharded.grad = None  # type: ignore[union-attr]\n",
+    ),
+    Fault(
+        "gradients are reduced in the dtype of the parameters' storage",
+        "shard/gradients.py",
+        "        dtype, buffer = self.reduce_dtype, self.buffer\n",
+        "        dtype = self.reduce_dtype = self.bucket.storage_dtype\n        buffer = self.buffer\n",
+        test="tests/parity/test_gradient_dtypes.py",
+    ),
+    Fault(
+        "what a parameter got in a broken backward counts in the next one",
+        "shard/gradients.py",
+        "            for member in self.bucket.members:\n                member.got_grad = False\n"
+        "            self.delivery.undecided = []\n",
+        "            self.delivery.undecided = []\n",
+    ),
+    Fault(
+        "the all-reduce over replicas is forgotten where no gradient was there",
+        "shard/reduction.py",
+        "            if gradients.bucket.axes.replicate is None:\n",
+        "            if gradients.bucket.axes.replicate is None or gradients.delivery.all_none():\n",
+    ),
+    Fault(
+        "parameters that this rank had no gradient for stay undecided for good",
+        "shard/delivery.py",
+        "asked, self.undecided = list(dict.fromkeys(self.undecided)), []",
+        "asked = list(dict.fromkeys(self.undecided))",
+    ),
+    Fault(
+        "the memory of gradients that a user still holds is written again",
+        "shard/delivery.py",
+        "elif current is None or not shape_fits or not current.reusable():",
+        "elif current is None or not shape_fits:",
+        besides="tests/corners/test_kept_gradients.py",
+    ),
+    Fault(
+        "a parameter that is frozen later still gets gradients",
+        "shard/bucket.py",
+        "                    member.trains = trains\n                    member.unsharded.requires_grad_(trains)",
+        "                    member.trains = trains",
+    ),
+    Fault(
+        "of tied modules only the first shows the gathered parameter",
+        "shard/showing.py",
+        "self._places = [(place, member) for member in members() for place in member.places]",
+        "self._places = [(place, member) for member in members() for place in member.places[:1]]",
+    ),
+    Fault(
+        "parked memory is read from the beginning of its storage",
+        "shard/parking.py",
+        "return made.set_(target, plain.storage_offset(), plain.shape, plain.stride())",
+        "return made.set_(target, 0, plain.shape, plain.stride())",
+        besides="tests/test_parking.py",
+    ),
+    # agreement
+    Fault(
+        "which parameters have gradients is this rank's own opinion",
+        "agreement/use.py",
+        "            return [bool(count) for count in vector[: len(used)].tolist()] if asks else used",
+        "            return used",
+    ),
+    Fault(
+        "ranks' orders of gathers and reductions are not compared",
+        "agreement/use.py",
+        "        if total != fingerprint * axes.world:",
+        "        if total < 0:",
+        test="tests/test_agreement.py",
+    ),
+    Fault(
+        "one more small all-reduce for each unit",
+        "agreement/use.py",
+        "by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)",
+        "by_groups.setdefault((*delivery.bucket.axes.groups, delivery), []).append(delivery)",
+        besides="tests/corners/test_costs.py",
+    ),
+    # runtime
+    Fault(
+        "the order of units is learned once and for all",
+        "runtime/schedule.py",
+        "            if not (self._follows and self._at == len(self._known)):",
+        "            if not self._known:",
+        test="tests/corners/test_orders_that_differ.py",
+    ),
+    Fault(
+        "forwards without a backward are remembered for ever",
+        "runtime/trace.py",
+        "self._recent = [*self._recent[-_MOST_PASSES:], self.current]",
+        "self._recent = [*self._recent, self.current]",
+        besides="tests/corners/test_growth.py",
+    ),
+    Fault(
+        "a unit that is called twice is reduced after each call",
+        "runtime/reducer.py",
+        "            elif not comes_again and self._in_step is None:",
+        "            elif self._in_step is None:",
+        besides="tests/test_reductions.py",
+    ),
+    Fault(
+        "the root stays gathered after a forward without gradients",
+        "runtime/runner.py",
+        "            return not self.is_top or not with_grad",
+        "            return not self.is_top",
+    ),
+    Fault(
+        "what stays gathered is not given up when its shards change",
+        "runtime/root.py",
+        "            if members:\n                written = unit.written()",
+        "            if members and unit.written():\n                written = unit.written()",
+    ),
+    Fault(
+        "weights that change between a forward and its backward are not noticed",
+        "runtime/runner.py",
+        "        if call.version != self.unit.version():",
+        "        if call.version > self.unit.version():",
+        besides="tests/corners/test_changed_weights.py",
+    ),
+    Fault(
+        "a list that a user passes is copied",
+        "containers.py",
+        "    if not isinstance(value, tuple):\n        return value\n    items = [map_own(fn, item) for item in value]",
+        "    if not isinstance(value, (tuple, list)):\n        return value\n"
+        "    items = [map_own(fn, item) for item in value]",
+        besides="tests/corners/test_mutable_arguments.py",
+    ),
+    # api, optim
+    Fault(
+        "what is written inside summon_full_params lands one rank too early",
+        "api/wrapper/summon.py",
+        "            low = bucket.axes.shard.rank * bucket.layout.shard_numel\n            mine",
+        "            low = max(bucket.axes.shard.rank - 1, 0) * bucket.layout.shard_numel\n            mine",
+    ),
+    Fault(
+        "no_sync is over for the root alone",
+        "api/wrapper/fsdp.py",
+        "            for runner, value in zip(instances, before, strict=True):\n"
+        "                runner.set(reduce_sync=value)",
+        "            for runner, value in zip(instances[:1], before[:1], strict=True):\n"
+        "                runner.set(reduce_sync=value)",
+    ),
+    Fault(
+        "two ranks clip by norms of their own",
+        "optim/clip.py",
+        "            if not placement.is_replicate() and mesh.size(dim) > 1\n        ]",
+        "            if not placement.is_replicate() and mesh.size(dim) > 2\n        ]",
+    ),
+    # checkpoint, store
+    Fault(
+        "a group's own settings win over the saved ones",
+        "checkpoint/optimizer.py",
+        "for key, value in {**group, **settings[g]}.items() if key",
+        "for key, value in {**settings[g], **group}.items() if key",
+        test="tests/parity/test_wrapper_optimizer.py",
+    ),
+    Fault(
+        "all groups take the settings of the first",
+        "checkpoint/settings.py",
+        "settings = [_settings_of(number, saved, sources[number]) for number in range(len(groups))]",
+        "settings = [_settings_of(number, saved, sources[0]) for number in range(len(groups))]",
+        test="tests/store/test_group_settings.py",
+    ),
+    Fault(
+        "a state dict shares memory with the model",
+        "checkpoint/values.py",
+        "    return made.clone() if made.data_ptr() == value.data_ptr() else made",
+        "    return made",
+        test="tests/parity/test_state_dict_options.py",
+    ),
+    Fault(
+        "a piece is read from where the stored one begins",
+        "store/read.py",
+        "found.append(Copy(one, entry, tuple(a - b for a, b in zip(low, one.offsets, strict=True)), target))",
+        "found.append(Copy(one, entry, tuple(0 for _ in low), target))",
+        besides="tests/store/test_elastic.py",
+    ),
+    Fault(
+        "a tensor's header is taken from one of as many elements",
+        "store/write.py",
+        "        key = tensor.dtype, tensor.shape\n        around = self._around.get(key)",
+        "        key = tensor.dtype, torch.Size((tensor.numel(),))\n        around = self._around.get(key)",
+        besides="tests/store/test_save_and_load.py",
+    ),
+    Fault(
+        "the last block that is read has its hash not checked",
+        "store/read.py",
+        "for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1):",
+        "for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK):",
+        test="tests/store/test_damage.py",
+    ),
+    Fault(
+        "'latest' is written before the checkpoint is in its place",
+        "store/folder.py",
+        '        final = name.rpartition(".saving-")[0]\n        here.rename(self.path / final)\n',
+        '        final = name.rpartition(".saving-")[0]\n'
+        '        (self.path / LATEST).write_text(f"{final}\\n")\n        here.rename(self.path / final)\n',
+        test="tests/store/test_history.py",
+    ),
+    Fault(
+        "one checkpoint too many is kept",
+        "store/folder.py",
+        "        for name in self.names()[:-keep_last]:",
+        "        for name in self.names()[: -keep_last - 1]:",
+        test="tests/store/test_places.py",
+    ),
+    Fault(
+        "of ranks that hold one piece the second is not compared",
+        "store/plan.py",
+        "        for rank in ranks[1:]:",
+        "        for rank in ranks[2:]:",
+        test="tests/errors/test_errors_of_checkpoints.py",
+    ),
+    Fault(
+        "a save in the background keeps the lock's descriptor open",
+        "store/background.py",
+        "        finally:\n            if lock >= 0:\n                os.close(lock)\n\n    def _end_abandoned",
+        "        finally:\n            del lock\n\n    def _end_abandoned",
+        test="tests/store/test_background.py",
+    ),
+    Fault(
+        "an optimizer keeps the state of a parameter that had none when it was saved",
+        "store/reader.py",
+        "self.after.append(lambda: state.pop(tensor, None))",
+        "self.after.append(lambda: None)",
+        test="tests/store/test_frozen.py",
+    ),
+    Fault(
+        "what ranks settled at the last save is taken though the first rank's tensors changed",
+        "store/planning.py",
+        "    if told.known is not None and known is not None and known.added == outline:",
+        "    if told.known is not None and known is not None:",
+        test="tests/store/test_known.py",
+    ),
+)
