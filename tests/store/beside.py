@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,8 +18,8 @@ importlib.import_module("fullshard.store.save")  # with the writer of this proce
 class Thread:
     """What `Writer` asks of a `subprocess.Popen`."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self.thread = threading.Thread(target=writer_process.serve, args=(channel,), daemon=True)
+    def __init__(self, serve: Callable[..., None], *args: Any) -> None:
+        self.thread = threading.Thread(target=serve, args=args, daemon=True)
         self.thread.start()
 
     def poll(self) -> int | None:
@@ -37,7 +37,7 @@ def threads() -> Iterator[background.Writer]:
     def launch(self: Any) -> None:
         if self._process is None:
             self._channel, theirs = socket.socketpair()
-            self._process = Thread(theirs)
+            self._process = Thread(writer_process.serve, theirs)
 
     writer = background.Writer()
     with (

@@ -227,7 +227,7 @@ class Folder:
                 ).unlink()  # left by a save that was broken off, or put there by another user
             write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
             (self.path / f"{LATEST}.new").replace(self.path / LATEST)
-        except OSError:  # nothing names it yet, and nothing shall be left of it
+        except BaseException:  # nothing names it yet, and nothing shall be left of it
             (self.path / final).rename(here)
             raise
         sync_folder(self.path)
@@ -272,6 +272,7 @@ class Folder:
         """Remove a checkpoint, which is not there from the first moment on."""
         doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
         (self.path / name).rename(doomed)
+        sync_folder(self.path)  # else files may be gone from it after a crash, and the name be there
         shutil.rmtree(doomed, ignore_errors=True)
 
     def refuse_file(self) -> None:
@@ -402,7 +403,7 @@ def put_in_place(fresh: Path, path: Path) -> None:
     fresh.rename(path)
     try:
         sync_folder(path.parent)
-    except OSError:
+    except BaseException:
         path.rename(fresh)
         raise
 

@@ -38,7 +38,10 @@ def main() -> None:
 def serve(channel: socket.socket) -> None:
     """Write what comes over the channel, one save after the other, until the other end closes it."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 2)
+        except ConnectionResetError:  # the rank ended before it had read an answer
+            return
         if not message:
             return
         if message == GIVE_UP:  # it came when the save had ended
