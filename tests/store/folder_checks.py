@@ -38,7 +38,7 @@ def loads_whole(path: Path) -> int:
 
 
 def check(folder: Path, acknowledged: int) -> list[int]:
-    """The steps of the checkpoints that are there, all of them whole; `latest` names none before the one acknowledged."""
+    """The steps of the checkpoints that are there, all whole; `latest` names none before what was acknowledged."""
     root = fullshard.Folder(folder)
     names = root.names()
     steps = [loads_whole(folder / name) for name in names]

@@ -176,7 +176,8 @@ def saved_with(
 ) -> tuple[list[tuple[str, str]], list[Any], list[int]]:
     """A save with a fault in it, and what has to be true whatever it is.
 
-    Gives the calls, what the ranks were told, and the steps that are there then. Ranks that are alive save once more; if one is not, all start again, from one checkpoint.
+    Gives the calls, what the ranks were told, and the steps that are there then. Ranks that are alive save once more;
+    if one is not, all start again, from one checkpoint.
     """
     shutil.copytree(base, folder)
     run, there = folder / RUN, BEFORE if (base / RUN).exists() else 0

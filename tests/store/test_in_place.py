@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from disk import Disk, Fault, Killed, put
 from torch import nn
 
 from fullshard import CheckpointError
@@ -18,31 +18,15 @@ from fullshard.store import in_place
 from fullshard.store.formats.safetensors_folder import SafetensorsSource
 
 
-class Killed(BaseException):
-    """In place of a signal."""
-
-
-_left: list[int] = []
-"""How many changes of names are allowed before the end; empty: any number."""
-
-
-def watch(event: str, args: tuple[Any, ...]) -> None:
-    if _left and event in ("os.rename", "os.remove", "os.rmdir"):
-        if not _left[0]:
-            raise Killed
-        _left[0] -= 1
-
-
-sys.addaudithook(watch)
-
-
-@contextmanager
-def killed_after(changes: int) -> Iterator[None]:
-    _left[:] = [changes]
-    try:
-        yield
-    finally:
-        _left.clear()
+def killed(folder: Path, number: int, act: Callable[[], object]) -> bool:
+    """Whether it was, at its call of this number that changes a file."""
+    with Disk(folder) as disk, disk.acting("it"):
+        disk.fault = Fault("it", number, "kill")
+        try:
+            act()
+        except Killed:
+            return True
+    return False
 
 
 def model_of(value: float, layers: int = 4) -> nn.Module:
@@ -62,28 +46,50 @@ def values_in(folder: Path) -> set[float]:
         return set()
 
 
+SIZES = list(itertools.product((10**9, 200, 170), repeat=2))
+"""Bytes of a file, of the weights before and of those after: one file and several, in either order."""
+
+
+def put_before(folder: Path, nbytes: int) -> None:
+    write_weights(model_of(1.0), folder, max_shard_size=nbytes)
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def test_weights_are_never_mixed(tmp_path: Path) -> None:
-    """Of one file and of several, in either order: a kill before each change of a name."""
-    for before, after in itertools.product((10**9, 200, 170), repeat=2):
-        for changes in itertools.count():
-            folder = tmp_path / f"{before}-{after}-{changes}"
-            write_weights(model_of(1.0), folder, max_shard_size=before)
-            (folder / "tokenizer.json").write_text("{}")
-            try:
-                with killed_after(changes):
-                    write_weights(model_of(2.0), folder, max_shard_size=after)
-            except Killed:
-                assert len(values_in(folder)) <= 1, (before, after, changes)
-            else:
+    """A kill at every call."""
+    for before, after in SIZES:
+        put_before(tmp_path / f"{before}-{after}", before)
+        for number in itertools.count(1):
+            folder = tmp_path / f"{before}-{after}-{number}"
+            shutil.copytree(tmp_path / f"{before}-{after}", folder)
+            if not killed(folder, number, lambda: write_weights(model_of(2.0), folder, max_shard_size=after)):  # noqa: B023
                 assert values_in(folder) == {2.0}
                 break
-            write_weights(model_of(3.0), folder, max_shard_size=after)
+            assert len(values_in(folder)) <= 1, (before, after, number)
+            assert not killed(folder, 0, lambda: write_weights(model_of(3.0), folder, max_shard_size=after))  # noqa: B023
             assert values_in(folder) == {3.0}
-        assert changes >= 3
+        assert number > 10
         left = {path.name for path in folder.iterdir()}
         with SafetensorsSource(folder) as source:
             held = {source.file_of(name) for name in source.entries}
         assert left == {"tokenizer.json", *held} | ({"model.safetensors.index.json"} if len(held) > 1 else set())
+
+
+def test_weights_when_the_machine_is_switched_off(tmp_path: Path) -> None:
+    """The old ones, the new ones, or an error."""
+    for before, after in SIZES:
+        folder, seen = tmp_path / f"{before}-{after}", {}
+        put_before(folder, before)
+
+        def look(disk: Disk) -> None:
+            seen.update({frozenset(tree.items()): tree for tree in disk.remains()})  # noqa: B023
+
+        with Disk(folder, look) as disk, disk.acting("it"):
+            write_weights(model_of(2.0), folder, max_shard_size=after)
+        for number, tree in enumerate(seen.values()):
+            put(tree, tmp_path / f"{before}-{after}-{number}")
+            assert len(values_in(tmp_path / f"{before}-{after}-{number}")) <= 1, sorted(tree)
+        assert len(seen) > 10
 
 
 def test_a_folder_takes_anothers_place(tmp_path: Path, monkeypatch: Any) -> None:
@@ -91,21 +97,18 @@ def test_a_folder_takes_anothers_place(tmp_path: Path, monkeypatch: Any) -> None
     for exchanges in (True, False):
         if not exchanges:
             monkeypatch.setattr(in_place, "_exchanged", lambda *args: False)
-        for changes in range(8):
-            path, fresh = tmp_path / f"{exchanges}{changes}", tmp_path / f".{exchanges}{changes}.new"
+        for number in itertools.count(1):
+            path, fresh = tmp_path / f"{exchanges}{number}", tmp_path / f".{exchanges}{number}.new"
             for folder, text in ((path, "old"), (fresh, "new")):
                 folder.mkdir()
                 (folder / "text").write_text(text)
-            try:
-                with killed_after(changes):
-                    in_place.put_folder(fresh, path)
-            except Killed:
-                assert path.exists() or not exchanges
-                in_place.recover_folder(path)
-                assert (path / "text").read_text() in ("old", "new")
-            else:
-                assert changes and (path / "text").read_text() == "new" and not fresh.exists()
-                assert not in_place._old(path).exists()
+            if not killed(tmp_path, number, lambda: in_place.put_folder(fresh, path)):  # noqa: B023
+                break
+            assert path.exists() or not exchanges
+            in_place.recover_folder(path)
+            assert (path / "text").read_text() in ("old", "new")
+        assert number > 3 and (path / "text").read_text() == "new" and not fresh.exists()
+        assert not in_place._old(path).exists()
 
 
 def test_complex_weights_in_safetensors(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import threads
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -96,13 +97,14 @@ class Run:
 def uninterrupted(way: str, folder: Path, exact: bool, asynchronous: bool) -> list[float]:
     run = Run(way, exact, seed=0)
     losses = []
-    for step in range(1, STEPS + 1):
-        losses.append(run.step())
-        if step == SAVED:
-            saving = fullshard.save(
-                folder, run.model, run.optimizer, step=step, state=run.state, asynchronous=asynchronous
-            )
-    saving.wait()
+    with threads():
+        for step in range(1, STEPS + 1):
+            losses.append(run.step())
+            if step == SAVED:
+                saving = fullshard.save(
+                    folder, run.model, run.optimizer, step=step, state=run.state, asynchronous=asynchronous
+                )
+        saving.wait()
     return losses
 
 
@@ -113,12 +115,9 @@ def resumed(way: str, folder: Path, exact: bool) -> tuple[int, list[float], floa
     return found.step, losses, run.scaler.get_scale(), run.optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.timeout(600)  # in the background two processes import torch, on a machine that may be busy
-@pytest.mark.parametrize(
-    ("way", "asynchronous"), [("rows", False), pytest.param("wrapper", True, marks=pytest.mark.further)]
-)
+@pytest.mark.parametrize(("way", "asynchronous"), [("rows", False), ("wrapper", True)])
 def test_on_the_same_ranks_bit_for_bit(run_ranks: Any, tmp_path: Path, way: str, asynchronous: bool) -> None:
-    want = run_ranks(uninterrupted, way, tmp_path, True, asynchronous, timeout=400)
+    want = run_ranks(uninterrupted, way, tmp_path, True, asynchronous)
     for losses, (step, again, scale, lr) in zip(want, run_ranks(resumed, way, tmp_path, True), strict=True):
         assert step == SAVED and again == losses[SAVED:]
         assert scale == 64.0 * 2 ** (STEPS // 3) and lr == pytest.approx(0.0, abs=1e-9)

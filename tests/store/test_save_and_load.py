@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from awkward import (
     train_and_save,
     whole,
 )
+from beside import threads
 from torch import Tensor
 
 import fullshard
@@ -63,23 +65,26 @@ def test_replicas_share_the_writing_and_other_meshes_load(run_ranks: Any, tmp_pa
             assert not problems
 
 
-def save_behind(way: str, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
+def save_behind(way: str, folder: Path, as_threads: bool) -> tuple[dict[str, Tensor], list[str]]:
     """Saves in the background, trains on meanwhile, saves again; what all was at the first save."""
     model, optimizer = make(way)
     train(model, optimizer, range(STEPS))
-    first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
-    then = whole(model, optimizer)
-    train(model, optimizer, range(STEPS, 2 * STEPS))
-    second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
-    assert first.done and first.wait() == folder / "step-000000002"
-    assert second.wait() == folder / "step-000000004" and second.done
+    with threads() if as_threads else contextlib.nullcontext():
+        first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
+        then = whole(model, optimizer)
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+        second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
+        assert first.done and first.wait() == folder / "step-000000002"
+        assert second.wait() == folder / "step-000000004" and second.done
     return then, fullshard.Folder(folder).names()
 
 
 @pytest.mark.timeout(600)  # two processes import torch, on a machine that may be busy
-@pytest.mark.parametrize("way", ["rows", pytest.param("wrapper", marks=pytest.mark.further)])
-def test_what_is_saved_in_the_background_is_what_was_there(run_ranks: Any, tmp_path: Path, way: str) -> None:
-    (want, names), _ = run_ranks(save_behind, way, tmp_path, timeout=400)
+@pytest.mark.parametrize(("way", "as_threads"), [("rows", False), ("wrapper", True)])
+def test_what_is_saved_in_the_background_is_what_was_there(
+    run_ranks: Any, tmp_path: Path, way: str, as_threads: bool
+) -> None:
+    (want, names), _ = run_ranks(save_behind, way, tmp_path, as_threads, timeout=400)
     assert names == ["step-000000002", "step-000000004"]
     for problems, _ in run_ranks(load_and_compare, way, tmp_path / names[0], want):
         assert not problems
