@@ -8,10 +8,11 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-all test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
+.PHONY: demo test test-all test-property test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
+	@echo "make test-property MINUTES=30  new random models, ways to shard them and sequences of events, for so long"
 	@echo "make test-torch TORCH=2.15.0  the tests on another version of torch, in an environment of its own"
 	@echo "make test-torch-short TORCH=2.15.0  a part of them that takes minutes"
 	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"
@@ -34,6 +35,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --all-ways $(ARGS)
+
+MINUTES ?= 10
+test-property: $(STAMP)
+	$(BIN)/python -m pytest -n 2 tests/property -k process --property-minutes=$(MINUTES) $(ARGS)
 
 # Other versions of torch, each in an environment of its own. On PyPI every version but the default brings CUDA (5 GB).
 TORCH ?= 2.15.0

@@ -27,6 +27,7 @@ hypothesis.settings.load_profile("any machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
     parser.addoption("--property-seed", type=int, help="draw the examples of this number, and shrink what fails")
+    parser.addoption("--property-minutes", type=float, default=0, help="draw new examples for so long (tests/property)")
     parser.addoption("--record-errors", type=Path, metavar="FILE", help="add which test raises which error to FILE")
 
 
@@ -40,8 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Left out are those marked `further`; of the cases of a test on ranks an eighth, of one in `_MANY` fewer, by their
     names; and so of corner cases with a layout or wrapper among their parameters: most of those of `blocks` and
-    `owner`, which differ from `flat` in the plan alone. Of every test one case is run. Random models
-    (`random_runs.py`) go through this in other ways.
+    `owner`, which differ from `flat` in the plan alone. Of every test one case is run. The machine of
+    `tests/property` goes through this in other ways.
     """
     if config.getoption("--all-ways"):
         return

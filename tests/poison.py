@@ -114,6 +114,10 @@ class DelayedComm:
         result = tensor.data.clone()
         return self._late("broadcast", axis, self.inner.broadcast(axis, result, source), [], [(tensor, result)])
 
+    def __deepcopy__(self, _memo: dict) -> DelayedComm:
+        """A copy of a model communicates as the model does."""
+        return self
+
     def scratch_bytes(self, axis: Any, buffer: Tensor) -> int:
         return self.inner.scratch_bytes(axis, buffer)
 
@@ -157,7 +161,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def tail(storage: torch.UntypedStorage, start: int) -> Tensor:
     """The storage's bytes from `start` on, as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (storage.nbytes() - start,))
+    none = torch.tensor([], dtype=torch.uint8, device=storage.device)  # `torch.empty` may be one that fails
+    return none.set_(storage, start, (storage.nbytes() - start,))
 
 
 @contextlib.contextmanager

@@ -1,23 +1,44 @@
 """Any model, sharded in any way, through any sequence of what users do: see `machine.py`.
 
-Each commit draws other examples, the same ones wherever it is checked out. A failure prints the command that repeats
-it, and shrinks it; `--property-seed` with other numbers draws more.
+Each commit draws other examples, the same ones wherever it is checked out. A failure prints the program that failed,
+which `cases.py` can take, and the command that repeats and shrinks it. `--property-seed` with other numbers draws more;
+`--property-minutes` (`make test-property MINUTES=30`) draws new ones for so long.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import subprocess
+import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
+from invariants import rss
 from machine import Training
+from random_blocks import BlockPlan, ModelPlan
+from random_ways import Way
 
-EXAMPLES = 15  # of a part; about a second of processor time each
+from ways import WAYS
+
+EXAMPLES = 60  # of a part; nearly a second of processor time each
 COMMAND = 'python -m pytest tests/property -k "process[0]" --property-seed={}'
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_here_already() -> Iterator[None]:
+    """Is not looked at when the machine counts objects, many times."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def commit() -> int:
@@ -28,24 +49,70 @@ def commit() -> int:
     return zlib.crc32(head.stdout.encode()) % 1_000_000
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(4))
-def test_any_sequence_is_one_process(request, part):
-    given = request.config.getoption("--property-seed")
-    number = part + (commit() * 10 if given is None else given)
-    torch.set_num_threads(1)
+def draw(number: int, shrinks: bool) -> None:
+    """The examples of that number."""
     machine = seed(number)(type("Training", (Training,), {}))
     limits = settings(
         max_examples=EXAMPLES,
         stateful_step_count=12,
         database=None,
         deadline=None,
-        phases=(Phase.generate,) if given is None else (Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
     try:
         run_state_machine_as_test(machine, settings=limits)
     except BaseException as error:
-        error.add_note(f"repeat with: {COMMAND.format(number)}")
+        error.add_note(f"repeat with: {COMMAND.format(number)}\nand put the program into tests/property/cases.py")
         raise
+
+
+def run(example: object) -> None:
+    """One program of rules."""
+    machine = Training()
+    try:
+        example(machine)
+        machine.bytes_stay()
+        machine.steady_at_end()
+    finally:
+        machine.end()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_failed_once(case):
+    run(case)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("front", WAYS)
+def test_plain_steps(front, world):
+    """Collectives of a step are counted (`plain_counts`), and forty steps take no memory beyond those before."""
+    plan = ModelPlan((BlockPlan(), BlockPlan("norm"), BlockPlan("twice")))
+    machine = Training()
+    try:
+        machine.start(plan, Way(front, late=0), world)
+        machine.step(2, clips=True)
+        machine.steady()
+        before = rss()
+        for _ in range(3):
+            machine.steady()
+        assert rss() - before < 2**20, (rss(), before)
+    finally:
+        machine.end()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Four parts of this commit's examples; with `--property-minutes` two workers that draw new ones."""
+    if "part" in metafunc.fixturenames:
+        minutes = metafunc.config.getoption("--property-minutes")
+        mark = pytest.mark.timeout(1200 + 60 * minutes)
+        metafunc.parametrize("part", [pytest.param(part, marks=mark) for part in range(2 if minutes else 4)])
+
+
+def test_any_sequence_is_one_process(request, part):
+    end = time.monotonic() + 60 * request.config.getoption("--property-minutes")
+    given = request.config.getoption("--property-seed")
+    draw(part + (commit() * 10 if given is None else given), shrinks=given is not None)
+    while time.monotonic() < end:
+        draw(random.SystemRandom().randrange(10**9), shrinks=True)

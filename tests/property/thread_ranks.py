@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-PATIENCE = 120.0  # seconds that a task may take; one that hangs is reported after this
+PATIENCE = 60.0  # seconds that a task may take; one that hangs is reported after this
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "scatter", "gather", "alltoall")
 STOP = object()
 HERE = threading.local()

@@ -29,11 +29,14 @@ States = dict[str, dict[str, Any]]  # by parameter name and key
 Blank = Literal["never", "unless stepped", "where missing"]
 
 
-def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[int, dict[str, Any]]:
+def blank_states(
+    optimizer: torch.optim.Optimizer, tensors: list[Any], frozen: bool = False
+) -> dict[int, dict[str, Any]]:
     """The state that a first step would make for `tensors`, zeroed, by id; the optimizer and they stay as they are.
 
     Made by a step with learning rate 0 and zero gradients, which changes no parameter, and of which no hook learns. Of
-    an optimizer that computes losses itself (L-BFGS) that cannot be had, and none is made.
+    an optimizer that computes losses itself (L-BFGS) that cannot be had, and none is made. Frozen tensors get state
+    only with `frozen`.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -43,7 +46,8 @@ def blank_states(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> dict[i
     own = [(tensor, optimizer.state.pop(tensor)) for tensor in tensors if tensor in optimizer.state]
     blank = {id(tensor) for tensor in tensors}
     for tensor, _ in grads:
-        tensor.grad = torch.zeros_like(tensor) if id(tensor) in blank and tensor.requires_grad else None
+        steps = id(tensor) in blank and (frozen or tensor.requires_grad)
+        tensor.grad = torch.zeros_like(tensor) if steps else None
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0

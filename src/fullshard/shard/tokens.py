@@ -77,7 +77,9 @@ class TokenCount:
             )
 
     def let_go(self) -> None:
-        """Its memory may be given to others: the streams that it was read under are waited for."""
+        """Its memory may be given to others: its all-reduce and the streams that it was read under are waited for."""
+        if self._pending is not None:
+            self._pending.wait()
         self._turns.take()
         self._turns.give()
 

@@ -156,7 +156,7 @@ def _add_optimizer(
             )
     states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
     if blank := [one for one in held if (number, one.index) in lacking]:
-        made = blank_states(optimizer, [one.tensor for one in blank])
+        made = blank_states(optimizer, [one.tensor for one in blank], frozen=True)  # it may have been frozen since
         states |= {id(one): made[id(one.tensor)] for one in blank}
     for one in held:
         state = StateOf(optimizer, one, states[id(one)])

@@ -1,0 +1,38 @@
+"""Programs of rules that failed once, as the machine printed them; they run first, each in a second."""
+
+from __future__ import annotations
+
+from machine import Training
+from random_blocks import BlockPlan, ModelPlan
+from random_ways import Way
+
+
+def a_count_of_tokens_is_replaced_before_its_use(state: Training) -> None:
+    """Its all-reduce was not waited for."""
+    state.start(ModelPlan((BlockPlan(),)), Way("rows", reduction="tokens", late=9), 2)
+    state.exception(where=6)
+    state.keep_gathered()
+
+
+def a_parameter_is_frozen_between_its_steps_and_a_save(state: Training) -> None:
+    """Its momentum had no place where it was loaded."""
+    state.start(ModelPlan((BlockPlan(),)), Way("rows"), 2, "momentum")
+    state.step(1)
+    state.freeze(which=4)
+    state.step(1)
+    state.move(Way("originals"), 4)
+
+
+def an_infinite_gradient_and_a_unit_that_stays_gathered(state: Training) -> None:
+    state.start(ModelPlan((BlockPlan(), BlockPlan("norm"))), Way("rows", late=1), 2)
+    state.scaled_step(infinite=1)
+    state.look(0, "stays")
+    state.zero(keeps=True)
+    state.scaled_step()
+
+
+CASES = [
+    a_count_of_tokens_is_replaced_before_its_use,
+    a_parameter_is_frozen_between_its_steps_and_a_save,
+    an_infinite_gradient_and_a_unit_that_stays_gathered,
+]
