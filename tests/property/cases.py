@@ -31,7 +31,25 @@ def an_infinite_gradient_and_a_unit_that_stays_gathered(state: Training) -> None
     state.scaled_step()
 
 
+def tokens_of_units_that_were_added_later(state: Training) -> None:
+    """They are roots of their own, which were not given the count."""
+    state.start(ModelPlan((BlockPlan(),)), Way("rows", reduction="tokens"), 2)
+    state.micro_batch()
+    state.zero()
+    state.add_parameters()
+    state.micro_batch()
+
+
+def weights_are_replaced_where_a_rank_holds_none(state: Training) -> None:
+    """It did not notice, and was alone with a unit that stayed gathered."""
+    state.start(ModelPlan((BlockPlan("odd"),), width=3), Way("originals", units=4095, strategy="keep"), 4)
+    state.evaluate(False)
+    state.swap_in_average()
+
+
 CASES = [
+    weights_are_replaced_where_a_rank_holds_none,
+    tokens_of_units_that_were_added_later,
     a_count_of_tokens_is_replaced_before_its_use,
     a_parameter_is_frozen_between_its_steps_and_a_save,
     an_infinite_gradient_and_a_unit_that_stays_gathered,

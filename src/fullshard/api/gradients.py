@@ -10,7 +10,7 @@ from torch import nn
 
 from ..comm import Comm
 from ..errors import ConfigError, PhaseError, UsageError
-from ..runtime import Runner, runner_of, runners_in
+from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
 
 
@@ -66,17 +66,15 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
 
 def _tops(model: nn.Module) -> list[Runner]:
     """The outermost units in `model`, each once."""
-    tops = [own] if (own := runner_of(model)) is not None else []
-    if not tops:
-        found = runners_in(model)
-        if not found:
-            raise ConfigError(
-                f"{type(model).__name__} has no units: neither front-end was applied to it",
-                remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
-                code="C034",
-            )
-        inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
-        tops = [runner for runner in found if id(runner) not in inner]
+    found = runners_in(model)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no units: neither front-end was applied to it",
+            remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
+            code="C034",
+        )
+    inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
+    tops = [runner for runner in found if id(runner) not in inner]  # also units that were added to a root that has run
     for top in tops:
         if top.root is not None and not top.is_top:
             raise PhaseError(

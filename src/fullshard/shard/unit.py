@@ -318,10 +318,10 @@ class Unit:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             views = gradients.delivery.replaced_views()
             if not self.showing.unsharded and (views or bucket.replaced()):
-                if self.state is not State.SHARDED:
-                    self.free()
                 before = self.version()
                 alike = bucket.take_over(views)
+                if self.state is not State.SHARDED and not alike:
+                    self.free()  # else as after a change in place: a rank that holds no element notices neither
                 for member in bucket.members:  # `_apply` swaps attributes too
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 if alike:
