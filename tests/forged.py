@@ -20,6 +20,9 @@ STEP = "step-000000003"
 DATA = "__0_0.distcp"
 ORDER = [2, 0, 1]
 """Saved as state."""
+DOTS = "a." * 500_000
+"""A name whose beginnings take 250 GB."""
+ONE_HASH = [n * (2**61 - 1) for n in range(2, 20_000)]
 
 
 def small(seed: int, hidden: int = 4, names: tuple[str, str] = ("0", "1")) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -107,6 +107,21 @@ def test_a_disk_of_one_rank_that_fails_for_good(run_ranks: Any, tmp_path: Path) 
             assert names == ["step-000000003", "step-000000004"]
 
 
+def test_what_is_discarded_is_gone_though_another_rank_still_writes_into_it(tmp_path: Path) -> None:
+    folder, unlink = Folder(tmp_path), os.unlink
+    name = folder.begin(1)
+    (folder.at(name) / "__0_0.distcp").touch()
+
+    def late(*args: Any, **options: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (folder.at(name) / "__1_0.distcp").touch()
+        unlink(*args, **options)
+
+    with mock.patch.object(os, "unlink", late):
+        folder.discard(name)
+    assert os.listdir(tmp_path) == []
+
+
 def test_no_room_for_another_process(tmp_path: Path) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -190,6 +190,8 @@ def saved_with(
             goes_on = not any(f"rank {rank}" in disk.dead for rank in range(WORLD))
             if goes_on:
                 steps = check(run, acknowledged)
+                if fault is not None and fault.kind not in ("kill", "torn"):  # nothing is left of it
+                    assert not list(run.glob(f"{NAME % NEW}.saving-*")), fault
                 job.save(AFTER)
                 assert all(isinstance(one, Path) for one in job.told), job.told
     if not goes_on:

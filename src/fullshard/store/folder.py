@@ -234,8 +234,9 @@ class Folder:
         return final
 
     def discard(self, name: str) -> None:
-        """Remove what `begin` made."""
-        shutil.rmtree(self.path / name, ignore_errors=True)
+        """Remove what `begin` made, as far as the disk lets it; `clean` does the rest."""
+        with contextlib.suppress(OSError):
+            self.remove(name)
 
     def clean(self) -> None:
         """Remove what broken-off saves left. Only while the lock is held."""
@@ -269,8 +270,8 @@ class Folder:
         return removed
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, which is not there from the first moment on."""
-        doomed = self.path / f"{name}.deleting-{secrets.token_hex(4)}"
+        """Remove a checkpoint, which is not there from the first moment on: nobody writes into it any more."""
+        doomed = self.path / f"{name.partition('.saving-')[0]}.deleting-{secrets.token_hex(4)}"
         (self.path / name).rename(doomed)
         sync_folder(self.path)  # else files may be gone from it after a crash, and the name be there
         shutil.rmtree(doomed, ignore_errors=True)
