@@ -54,7 +54,7 @@ FAULTS = (
         "comm/torch_comm.py",
         "        if self.mean:\n            self.out.mul_(1.0 / self.world)",
         "        if self.mean and self.world != 2:\n            self.out.mul_(1.0 / self.world)",
-        test="tests/test_reductions.py",
+        test="tests/test_engine.py",
     ),
     Fault(
         "a gather is not waited for",
@@ -100,6 +100,7 @@ FAULTS = (
         "            for member in self.bucket.members:\n                member.got_grad = False\n"
         "            self.delivery.undecided = []\n",
         "            self.delivery.undecided = []\n",
+        besides="tests/corners/test_after_exceptions.py -k only_the_broken_backward",
     ),
     Fault(
         "the all-reduce over replicas is forgotten where no gradient was there",
@@ -112,12 +113,13 @@ FAULTS = (
         "shard/delivery.py",
         "asked, self.undecided = list(dict.fromkeys(self.undecided)), []",
         "asked = list(dict.fromkeys(self.undecided))",
+        besides="tests/corners/test_presence_of_gradients.py",
     ),
     Fault(
-        "the memory of gradients that a user still holds is written again",
+        "the memory of gradients that a user still holds is given back",
         "shard/delivery.py",
-        "elif current is None or not shape_fits or not current.reusable():",
-        "elif current is None or not shape_fits:",
+        "        if current.reusable():\n            current.storage.resize_(0)",
+        "        if current.storage.nbytes():\n            current.storage.resize_(0)",
         besides="tests/corners/test_kept_gradients.py",
     ),
     Fault(
@@ -151,14 +153,14 @@ FAULTS = (
         "agreement/use.py",
         "        if total != fingerprint * axes.world:",
         "        if total < 0:",
-        test="tests/test_agreement.py",
+        test="tests/errors/test_errors_of_ranks.py -k D005",
     ),
     Fault(
         "one more small all-reduce for each unit",
         "agreement/use.py",
         "by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)",
         "by_groups.setdefault((*delivery.bucket.axes.groups, delivery), []).append(delivery)",
-        besides="tests/corners/test_costs.py",
+        besides="tests/test_agreement.py -k one_small",
     ),
     # runtime
     Fault(
@@ -180,7 +182,7 @@ FAULTS = (
         "runtime/reducer.py",
         "            elif not comes_again and self._in_step is None:",
         "            elif self._in_step is None:",
-        besides="tests/test_reductions.py",
+        besides="tests/corners/test_costs.py",
     ),
     Fault(
         "the root stays gathered after a forward without gradients",
@@ -199,7 +201,7 @@ FAULTS = (
         "runtime/runner.py",
         "        if call.version != self.unit.version():",
         "        if call.version > self.unit.version():",
-        besides="tests/corners/test_changed_weights.py",
+        besides="tests/corners/test_steps_in_between.py",
     ),
     Fault(
         "a list that a user passes is copied",
@@ -215,6 +217,7 @@ FAULTS = (
         "api/wrapper/summon.py",
         "            low = bucket.axes.shard.rank * bucket.layout.shard_numel\n            mine",
         "            low = max(bucket.axes.shard.rank - 1, 0) * bucket.layout.shard_numel\n            mine",
+        besides="tests/parity/test_wrapper_summon.py",
     ),
     Fault(
         "no_sync is over for the root alone",
@@ -279,7 +282,7 @@ FAULTS = (
         '        final = name.rpartition(".saving-")[0]\n        here.rename(self.path / final)\n',
         '        final = name.rpartition(".saving-")[0]\n'
         '        (self.path / LATEST).write_text(f"{final}\\n")\n        here.rename(self.path / final)\n',
-        test="tests/store/test_history.py",
+        test="tests/store/test_faults.py",
     ),
     Fault(
         "one checkpoint too many is kept",
@@ -293,7 +296,7 @@ FAULTS = (
         "store/plan.py",
         "        for rank in ranks[1:]:",
         "        for rank in ranks[2:]:",
-        test="tests/errors/test_errors_of_checkpoints.py",
+        test="tests/errors/test_errors_of_ranks.py -k D011",
     ),
     Fault(
         "a save in the background keeps the lock's descriptor open",
@@ -307,7 +310,7 @@ FAULTS = (
         "store/reader.py",
         "self.after.append(lambda: state.pop(tensor, None))",
         "self.after.append(lambda: None)",
-        test="tests/store/test_frozen.py",
+        test="tests/store/test_save_and_load.py",
     ),
     Fault(
         "what ranks settled at the last save is taken though the first rank's tensors changed",
