@@ -69,7 +69,7 @@ FAULTS = (
         "shard/gradients.py",
         "        assert self.buffer is not None and self._slice is not None\n        self.buffer.free()\n",
         "        assert self.buffer is not None and self._slice is not None\n",
-        besides="tests/test_events.py",
+        besides="tests/test_events.py -k storages",
     ),
     Fault(
         "the reduction's buffer is given back before the wait",
@@ -100,7 +100,6 @@ FAULTS = (
         "            for member in self.bucket.members:\n                member.got_grad = False\n"
         "            self.delivery.undecided = []\n",
         "            self.delivery.undecided = []\n",
-        besides="tests/corners/test_after_exceptions.py -k only_the_broken_backward",
     ),
     Fault(
         "the all-reduce over replicas is forgotten where no gradient was there",
@@ -113,7 +112,6 @@ FAULTS = (
         "shard/delivery.py",
         "asked, self.undecided = list(dict.fromkeys(self.undecided)), []",
         "asked = list(dict.fromkeys(self.undecided))",
-        besides="tests/corners/test_presence_of_gradients.py",
     ),
     Fault(
         "the memory of gradients that a user still holds is given back",
@@ -175,14 +173,12 @@ FAULTS = (
         "runtime/trace.py",
         "self._recent = [*self._recent[-_MOST_PASSES:], self.current]",
         "self._recent = [*self._recent, self.current]",
-        besides="tests/corners/test_growth.py",
     ),
     Fault(
         "a unit that is called twice is reduced after each call",
         "runtime/reducer.py",
         "            elif not comes_again and self._in_step is None:",
         "            elif self._in_step is None:",
-        besides="tests/corners/test_costs.py",
     ),
     Fault(
         "the root stays gathered after a forward without gradients",
