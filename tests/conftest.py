@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import memory_ranks
 import ranks
 from error_recorder import Recorder
 from ranks import RankPools
@@ -25,6 +26,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gloo", action="store_true", help="ranks are processes over gloo in all tests")
     parser.addoption("--all-ways", action="store_true", help="all cases, of every layout")
     parser.addoption("--property-seed", type=int, help="draw the examples of this number, and shrink what fails")
     parser.addoption("--property-minutes", type=float, default=0, help="draw new examples for so long (tests/property)")
@@ -134,9 +136,14 @@ def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
 
 
 @pytest.fixture
-def run_ranks(rank_pools: RankPools) -> Callable:
-    """`run_ranks(fn, *args, world=2, timeout=60)`: a module-level function on every rank; results by rank."""
-    return rank_pools.run
+def run_ranks(request: pytest.FixtureRequest) -> Callable:
+    """`run_ranks(fn, *args, world=2, timeout=60)`: a module-level function on every rank; results by rank.
+
+    Ranks are threads (`memory_ranks.py`); processes over gloo for tests marked `gloo(reason)`, and with `--gloo`.
+    """
+    if request.config.getoption("--gloo") or request.node.get_closest_marker("gloo"):
+        return request.getfixturevalue("rank_pools").run
+    return memory_ranks.run
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from streams import MUTATIONS, SCENARIOS, build, races_in, train
 from training import Options
 from wrapped import Wrapping
 
+pytestmark = pytest.mark.gloo("streams are simulated by replacing parts of torch")
+
 
 def races_of(options: Options | Wrapping, offload: bool, **how: Any) -> tuple[list[str], set[str], int]:
     with watched(offload) as world:

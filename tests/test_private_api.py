@@ -32,6 +32,8 @@ from fullshard.torch_private.holders import holders
 from fullshard.torch_private.profiler import in_range
 from fullshard.torch_private.step_hooks import without_step_hooks
 
+pytestmark = pytest.mark.gloo("about gloo's groups and threads")
+
 
 def test_process_groups_have_the_methods_that_collectives_are_called_on() -> None:
     assert direct.HAS_DIRECT, (

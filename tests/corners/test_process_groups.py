@@ -22,6 +22,8 @@ import fullshard
 from fullshard import FullyShardedDataParallel
 from models import TORCH
 
+pytestmark = pytest.mark.gloo("about gloo's groups and threads")
+
 FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
 RENAMED = TORCH >= (2, 13)  # all_gather_single and its kin have been called _allgather_base and so on
 

@@ -20,6 +20,8 @@ import torch
 from pages import ROOT, blocks, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.gloo("each program begins its own group")
+
 BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
 BY_ERRORS = {"docs/errors.md"}
 WHOLE = [
