@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import pickle
 import queue
@@ -26,7 +27,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import reduce
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.fsdp import sharded_grad_scaler  # noqa: F401 -- an argument's default is the group of who imports it
 from torch.testing._internal.distributed import multi_threaded_pg
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 import fullshard.events
@@ -43,13 +45,13 @@ PATIENCE = 120.0  # seconds that a task may take
 UNMOVED = 2.0  # seconds after which ranks that all wait, with no other thread to wake them, are reported
 POISON = 0xFF
 REDUCE: dict[Any, Callable[[list[Tensor]], Tensor]] = {
-    dist.ReduceOp.SUM: lambda of_ranks: reduce(torch.add, of_ranks),
-    dist.ReduceOp.AVG: lambda of_ranks: reduce(torch.add, of_ranks) / len(of_ranks),
-    dist.ReduceOp.MIN: lambda of_ranks: reduce(torch.minimum, of_ranks),
-    dist.ReduceOp.MAX: lambda of_ranks: reduce(torch.maximum, of_ranks),
-    dist.ReduceOp.PRODUCT: lambda of_ranks: reduce(torch.mul, of_ranks),
-    dist.ReduceOp.BAND: lambda of_ranks: reduce(torch.bitwise_and, of_ranks),
-    dist.ReduceOp.BOR: lambda of_ranks: reduce(torch.bitwise_or, of_ranks),
+    dist.ReduceOp.SUM: lambda of_ranks: functools.reduce(torch.add, of_ranks),
+    dist.ReduceOp.AVG: lambda of_ranks: functools.reduce(torch.add, of_ranks) / len(of_ranks),
+    dist.ReduceOp.MIN: lambda of_ranks: functools.reduce(torch.minimum, of_ranks),
+    dist.ReduceOp.MAX: lambda of_ranks: functools.reduce(torch.maximum, of_ranks),
+    dist.ReduceOp.PRODUCT: lambda of_ranks: functools.reduce(torch.mul, of_ranks),
+    dist.ReduceOp.BAND: lambda of_ranks: functools.reduce(torch.bitwise_and, of_ranks),
+    dist.ReduceOp.BOR: lambda of_ranks: functools.reduce(torch.bitwise_or, of_ranks),
 }
 """Rank by rank, in the tensors' own precision, as gloo does."""
 HERE = threading.local()
@@ -201,6 +203,17 @@ def set_state(state: list[Any]) -> None:
         each.extend(content) if isinstance(each, list) else each.update(content)
 
 
+def unseen(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What a communicator does is not seen by modes of the program's."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return fn(*args, **keywords)
+
+    return call
+
+
 class Meeting:
     """The k-th collective of a group: what each rank brought, and the results once all are here."""
 
@@ -210,6 +223,7 @@ class Meeting:
         self.results: list[list[Tensor]] = []  # by rank
         self.error = ""
 
+    @unseen
     def bring(self, rank: int, kind: str, inputs: list[Tensor], option: Any) -> None:
         self.brought[rank] = (kind, inputs)
         if len(self.brought) < self.world:
@@ -255,6 +269,7 @@ COMPUTE: dict[str, Callable[[list[list[Tensor]], Any], list[list[Tensor]]]] = {
 class Pending(dist._Work):
     """A collective in flight. Results appear at `wait`."""
 
+    @unseen
     def __init__(self, group: MemoryGroup, meeting: Meeting, kind: str, inputs: list[Tensor], outputs: list[Tensor]):
         super().__init__()
         self.group, self.meeting, self.kind = group, meeting, kind
@@ -283,6 +298,11 @@ class Pending(dist._Work):
         if not self.meeting.over():
             raise LeftAlone
         self.done = True
+        self.arrive()
+        return True
+
+    @unseen
+    def arrive(self) -> None:
         for given, brought in zip(self.inputs, self.copies, strict=False):
             self.check_alive(given, "input")
             if not as_bytes(given).equal(as_bytes(brought)):
@@ -294,7 +314,6 @@ class Pending(dist._Work):
                 raise Disagreement(f"{self.kind}: its output was written between issue and wait")
             output.data.copy_(result.view_as(output))
         self.inputs, self.copies = [], []
-        return True
 
     def check_alive(self, tensor: Tensor, role: str) -> None:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -474,6 +493,9 @@ class ThreadRanks:
                 rank, results[rank], error = self._answer(patience)
                 if error is not None:
                     errors[rank] = error
+        except BaseException:
+            self.turns.fail()
+            raise
         finally:
             set_state(self.turns.state)
         if errors:
@@ -491,7 +513,6 @@ class ThreadRanks:
                 f"--- {thread.name}\n{''.join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))}"
                 for thread in self._threads
             )
-            self.turns.fail()
             raise TimeoutError(
                 f"ranks did not answer within {patience:g} s\n{self.turns.what_waits()}\n{stacks}"
             ) from None

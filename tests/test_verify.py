@@ -533,6 +533,8 @@ PROGRAM = """
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.gloo("verify hooks all optimizers of a process")
+
 def right():
     model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     batch_fn = lambda index, rank, world: torch.randn(3, 4)

@@ -317,6 +317,7 @@ def lazily(way: str) -> None:
 # What it costs.
 
 
+@pytest.mark.gloo("counts the storages of a process")
 @ways
 def test_broadcast_holds_one_whole_tensor_at_a_time(run_ranks, way):
     run_ranks(broadcast_memory, way)

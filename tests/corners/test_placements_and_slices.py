@@ -213,6 +213,7 @@ def whole_values(rows: int, dim: int) -> None:
         assert torch.equal(found.to_local(), expected.to_local()), placements
 
 
+@pytest.mark.gloo("torch counts collectives by process")
 @pytest.mark.parametrize(("rows", "dim"), [(7, 0), (1, 0), (8, 1)])
 def test_whole_values_are_dtensors_own(run_ranks, rows, dim):
     run_ranks(whole_values, rows, dim)

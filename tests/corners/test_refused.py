@@ -176,6 +176,7 @@ def different_ignored(front_end: str, kind: str) -> bool:
 # DDP composed around sharded modules.
 
 
+@pytest.mark.gloo("replicate needs a backend in C++")
 @every_layout
 def test_replicate_around_sharded_modules_that_it_ignores(run_ranks, layout):
     """It averages the gradients of the rest. It knows PyTorch's own sharded modules by a private mark, not ours."""
@@ -189,6 +190,7 @@ def replicated(layout: Any) -> bool:
     return trains_as(model, layers())
 
 
+@pytest.mark.gloo("replicate needs a backend in C++")
 @both_wrappers
 def test_replicate_around_wrapped_modules_that_it_ignores(run_ranks, originals):
     assert all(run_ranks(replicated_wrapper, originals))

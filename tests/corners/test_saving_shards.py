@@ -179,6 +179,7 @@ def staged(layout: str, folder: str) -> list[str]:
     return [name for name, tensor in want.items() if not torch.equal(loaded["model"][name].full_tensor(), tensor)]
 
 
+@pytest.mark.gloo("torch saves in the background over gloo")
 @pytest.mark.parametrize("layout", ["torch", *LAYOUTS])
 def test_async_save(run_ranks, layout, tmp_path):
     assert_same(run_ranks(staged, layout, str(tmp_path)))
@@ -269,6 +270,7 @@ def part_of(value: Any) -> Tensor:
     return (value.to_local() if hasattr(value, "to_local") else value).flatten()
 
 
+@pytest.mark.gloo("torch saves in the background over gloo")
 @pytest.mark.parametrize(
     ("with_mesh", "way"),
     [(mesh, way) for mesh in (False, True) for way in ("pickle", "deepcopy", "torch.save")] + [(True, "async_save")],

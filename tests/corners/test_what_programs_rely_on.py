@@ -200,6 +200,7 @@ def test_a_module_made_on_the_cpu_is_warned_of(fake_world, library):
 # Profiler ranges.
 
 
+@pytest.mark.gloo("the profiler is the process's")
 @pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
 def test_ranges_in_a_profile(run_ranks, front_end):
     assert all(run_ranks(profiled, front_end))

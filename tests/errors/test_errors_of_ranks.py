@@ -18,6 +18,8 @@ from fullshard.api import whole
 from quantised import GatheredInt8
 from raising import Programs, assert_raised, outcome, sharded, two_layers, wrapped
 
+pytestmark = pytest.mark.gloo("what happens when ranks differ is found by the watcher and told by gloo")
+
 ONE = torch.ones(1, 4)
 PROGRAMS = Programs()
 SECONDS = 30  # a hang is this

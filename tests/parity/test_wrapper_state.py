@@ -273,6 +273,7 @@ def memory_bound(orig: bool) -> list[str]:
     return problems
 
 
+@pytest.mark.gloo("counts the storages of a process")
 @ORIG
 def test_a_full_state_dict_holds_one_unit_above_its_result(run_ranks, orig):
     assert_same(run_ranks(memory_bound, orig))

@@ -30,6 +30,8 @@ from fullshard.store import background, writer_process
 from fullshard.store.folder import Folder
 from raising import raises
 
+pytestmark = pytest.mark.gloo("background saves are processes beside each rank")
+
 
 def model_of(value: float) -> nn.Module:
     model = nn.Linear(4, 4)

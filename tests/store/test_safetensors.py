@@ -146,6 +146,7 @@ def load_elsewhere(way: str, folder: Path) -> None:
     assert sum(everyone) == sum(t.numel() for t in want.values()), everyone
 
 
+@pytest.mark.gloo("counts what a process reads")
 @every_way
 def test_loads_on_four_ranks_what_each_owns(run_ranks, tmp_path, way):
     save_file(state_of("odd_mlp"), tmp_path / "model.safetensors")

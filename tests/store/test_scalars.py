@@ -266,6 +266,7 @@ def state_on_some_ranks(folder: Path) -> float:
     return optimizer.state[model.weight]["exp_avg"].sum().item()
 
 
+@pytest.mark.gloo("a rank that waits alone is reported by the watcher")
 def test_an_optimizer_that_communicates_and_lacks_state_on_one_rank(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(state_on_some_ranks, tmp_path)
     assert first == second != 0
