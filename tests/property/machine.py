@@ -97,6 +97,7 @@ class Training(RuleBasedStateMachine):
         self.unreduced = False  # whether gradients were left on their ranks
         self.rounding = 0.0  # the largest of all dtypes in which anything was computed; 0: double precision
         self.magnitude = 0.0  # of all gradients that were added up since there were none
+        self.left_open: int | None = None  # the unit that was unsharded for the micro-batch that comes
         self.kept: list[tuple[Tensor, Tensor]] = []  # gradients that the program keeps, and what they were
 
     @initialize(plan=models, way=ways, world=worlds, optimizer=optimizers)
@@ -113,7 +114,7 @@ class Training(RuleBasedStateMachine):
         if way.late is not None:
             self.ending.enter_context(poisoned_memory())
         self.way, self.world, self.factor = way, world, 1.0 * world
-        self.frees, self.trained = way.strategy == "full", False
+        self.frees, self.stays, self.trained = way.strategy == "full", False, False
         computed = way.param or self.plan.dtype
         rounding = max(eps_of(computed), eps_of(way.reduce or computed))
         self.rounding = max(self.rounding, rounding if rounding > 1e-12 else 0.0)
@@ -363,6 +364,7 @@ class Training(RuleBasedStateMachine):
         self.on_ranks(fail)
         self.zero(True)
 
+    @precondition(lambda self: not self.plan.of_some_ranks)
     @rule(nth=st.integers(1, 40))
     def out_of_memory(self, nth: int) -> None:
         """The nth piece of memory that each rank asks for is not there."""
@@ -371,6 +373,8 @@ class Training(RuleBasedStateMachine):
             set_turn(model, 3, 0)  # all ranks do the same, so that all fail at the same point
             if self.total:
                 fullshard.set_token_count(model, 3)
+            if (comm := self.sharding[rank].comm) is not None:
+                comm.coin.seed(nth)
             HERE.pieces_left = nth
             try:
                 with contextlib.suppress(torch.OutOfMemoryError):
@@ -393,8 +397,7 @@ class Training(RuleBasedStateMachine):
                 with FSDP.summon_full_params(model, writeback=writes_back):
                     assert finite(model)
                 return
-            units = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
-            unit = units[which % len(units)]
+            unit = unit_of(model, which)
             handle = unit.unshard(async_op=mode == "async")
             if handle is not None:
                 handle.wait()
@@ -404,6 +407,7 @@ class Training(RuleBasedStateMachine):
 
         self.on_ranks(see)
         if mode == "stays":
+            self.left_open = None if self.way.wraps else which
             self.forward_and_backward()
 
     @rule()
@@ -412,12 +416,9 @@ class Training(RuleBasedStateMachine):
         contexts = self.on_ranks(lambda _, model: fullshard.keep_gathered(model))
         self.on_ranks(lambda rank, _: contexts[rank].__enter__())
         frees, self.frees = self.frees, False
-        self.kept_gathered = True
         self.forward_and_backward()
         self.on_ranks(lambda rank, _: contexts[rank].__exit__(None, None, None))
-        self.frees, self.kept_gathered = frees, False
-
-    kept_gathered = False
+        self.frees = frees
 
     @precondition(lambda self: not self.unreduced)
     @rule()
@@ -460,6 +461,7 @@ class Training(RuleBasedStateMachine):
                 model.set_reshard_after_forward(value)
             elif what == "after backward":
                 model.set_reshard_after_backward(value)
+                self.stays = not value
             else:
                 for module in model.modules():
                     if isinstance(module, fullshard.FSDPModule):
@@ -548,11 +550,14 @@ class Training(RuleBasedStateMachine):
 
         def look(rank: int, model: Any) -> Any:
             comm = self.sharding[rank].comm
+            if self.left_open is not None:  # which nothing may have run
+                unit_of(model, self.left_open).reshard()
             if comm is not None and not counted:
                 comm.check_settled()
             return fullshard.memory_use(model)
 
         for use in self.on_ranks(look):
+            self.left_open = None
             assert self.unreduced or not use.reducing, use
             assert not use.gathered or not self.frees or self.whole(), use
 
@@ -598,7 +603,8 @@ class Training(RuleBasedStateMachine):
         def train(rank: int, model: Any) -> int:
             x = self.turn(model, 5, rank, trains=True)
             differentiate(model, x, "plain", self.total)
-            self.optimizers[rank].step()
+            if not self.stays:  # else what is gathered again depends on which weights changed in the compute dtype
+                self.optimizers[rank].step()
             model.zero_grad()
             if (comm := self.sharding[rank].comm) is not None:
                 comm.polls.clear()  # the one list that grows
@@ -619,6 +625,11 @@ class Training(RuleBasedStateMachine):
         if want is not None:
             kinds = {"gathers": "allgather", "reductions": "reduce_scatter", "small": "allreduce"}
             assert {name: counts[0].get(kind, 0) for name, kind in kinds.items()} == want, counts[0]
+
+
+def unit_of(model: Any, which: int) -> Any:
+    units = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
+    return units[which % len(units)]
 
 
 def clipped(model: Any) -> Tensor:

@@ -27,7 +27,7 @@ from random_ways import Way
 
 from ways import WAYS
 
-EXAMPLES = 60  # of a part; nearly a second of processor time each
+EXAMPLES = 50  # of a part; nearly a second of processor time each
 COMMAND = 'python -m pytest tests/property -k "process[0]" --property-seed={}'
 
 

@@ -56,7 +56,7 @@ class ThreadRanks:
         for tasks in self._tasks:
             tasks.put(STOP)
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(5.0)  # one that hangs was reported
         self._closing.close()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
