@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fullshard import Blocks, ConfigError, PhaseError
 from ways import wrap
 
+pytestmark = pytest.mark.gloo("torch compiles for one thread at a time")
+
 LAYOUTS = ["rows", "flat", Blocks("row"), "owner"]
 FRONT_ENDS = [*LAYOUTS, *WRAPPERS]
 BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -10,6 +10,8 @@ import fullshard
 from training import assert_same
 from ways import WAYS, WRAPPERS, adam, differences, one_process, shard, train, two_layers, whole_state, wide_batch
 
+pytestmark = pytest.mark.gloo("torch compiles for one thread at a time")
+
 
 def compiled(way: str, backend: str, when: str) -> list[str]:
     """Trains as one process does; the first forward is the compiled one, or an eager one came before it."""
