@@ -1,4 +1,4 @@
-"""What `memory_ranks.py` punishes, so that the tests that run on it would notice: reads too early, writes too late, hangs."""
+"""What `memory_ranks.py` punishes, so that tests on it notice: reads too early, writes too late, hangs."""
 
 from __future__ import annotations
 
