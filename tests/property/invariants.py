@@ -99,11 +99,12 @@ def held_by_this_process() -> dict[str, int]:
     objects = gc.get_objects()
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fullshard"]
     bounded = {id(each._history) for each in objects if type(each) is Course}  # the kinds of the last 256 passes
-    tables = [value for module in modules for value in vars(module).values() if isinstance(value, (list, dict, set))]
+    holders = [*modules, *(each for module in modules for each in vars(module).values() if hasattr(each, "__dict__"))]
+    tables = [v for each in holders for v in list(vars(each).values()) if isinstance(v, (list, dict, set, deque))]
     return {
         "tensors": sum(1 for each in objects if isinstance(each, Tensor)),
         "entries": sum(len(each) for each in objects if type(each) in (list, set, deque) and id(each) not in bounded),
-        "tables": sum(map(len, tables)),
+        "tables": sum(map(len, tables)),  # of modules, classes and objects that were there before
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
