@@ -1,9 +1,9 @@
 """Starts runs of `program.py` by forking: importing torch takes longer than most of them.
 
-Reads a line of JSON per run from stdin: {"front_end", "scenario", "world", "folder", "limit", "patience"}; forks a
-process per rank, whose output goes to `FOLDER/out.RANK`; waits until all have ended, but for those that are stopped
-when all others have, which it kills; and prints {"exits": [status of each rank]}: a number, as of `subprocess`, or None
-for a rank that had to be killed when `patience` seconds were over.
+Reads a line of JSON from stdin: a list of runs, {"front_end", "scenario", "world", "folder", "limit", "patience"}. Some
+are under way at once, as ranks mostly wait. A process per rank, whose output goes to `FOLDER/out.RANK`; those that are
+stopped when all others have ended are killed. Prints {"folder", "exits": [status of each rank]} for each run that is
+over: a number, as of `subprocess`, or None for a rank that had to be killed when `patience` seconds were over.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import program
+
+AT_ONCE = 3
 
 
 def start(argv: list[str], out: str) -> int:
@@ -36,32 +39,37 @@ class RankStarts(BaseException):
     """Leaves the zygote's loop, so that a rank ends as any program does."""
 
 
-def run(order: dict[str, str | int | float]) -> dict[str, object]:
-    world, folder = int(order["world"]), str(order["folder"])
-    began = time.monotonic()
-    ranks = {}
-    for rank in range(world):
-        argv = [order["front_end"], order["scenario"], rank, world, folder, order["limit"]]
-        ranks[rank] = start([str(each) for each in argv], f"{folder}/out.{rank}")
-    exits: dict[int, int | None] = {}
-    while len(exits) < world:
-        time.sleep(0.05)
-        for rank, pid in ranks.items():
-            if rank not in exits:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    exits[rank] = os.waitstatus_to_exitcode(status)
-        left = [rank for rank in ranks if rank not in exits]
-        late = time.monotonic() - began > float(order["patience"])
-        if left and all(is_stopped(ranks[rank]) for rank in left):
+class Run:
+    """One run's ranks, begun on construction."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.folder, self.world = str(order["folder"]), int(order["world"])
+        self.deadline = time.monotonic() + float(order["patience"])
+        self.exits: dict[int, int | None] = {}
+        self.ranks: dict[int, int] = {}
+        for rank in range(self.world):
+            argv = [order["front_end"], order["scenario"], rank, self.world, self.folder, order["limit"]]
+            self.ranks[rank] = start([str(each) for each in argv], f"{self.folder}/out.{rank}")
+
+    def is_over(self) -> bool:
+        """Looks after the ranks: who has ended, and who has to be killed."""
+        late = time.monotonic() > self.deadline
+        for rank, pid in self.ranks.items():
+            if rank not in self.exits:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.exits[rank] = os.waitstatus_to_exitcode(status)
+        left = [rank for rank in self.ranks if rank not in self.exits]
+        if late or (left and all(is_stopped(self.ranks[rank]) for rank in left)):
             for rank in left:
-                os.kill(ranks[rank], signal.SIGKILL)
-        elif late:
-            for rank in left:
-                os.kill(ranks[rank], signal.SIGKILL)
-                os.waitpid(ranks[rank], 0)
-                exits[rank] = None
-    return {"exits": [exits[rank] for rank in range(world)]}
+                os.kill(self.ranks[rank], signal.SIGKILL)
+                if late:
+                    os.waitpid(self.ranks[rank], 0)
+                    self.exits[rank] = None
+        return len(self.exits) == self.world
+
+    def answer(self) -> str:
+        return json.dumps({"folder": self.folder, "exits": [self.exits[rank] for rank in range(self.world)]})
 
 
 def is_stopped(pid: int) -> bool:
@@ -70,10 +78,16 @@ def is_stopped(pid: int) -> bool:
 
 
 def main() -> bool:
-    """Serve runs until stdin ends; returns whether this is a rank now."""
+    """Serve the runs; returns whether this is a rank now."""
+    waiting, running = json.loads(sys.stdin.readline()), []
     try:
-        for line in sys.stdin:
-            print(json.dumps(run(json.loads(line))), flush=True)
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                running.append(Run(waiting.pop(0)))
+            time.sleep(0.05)
+            for run in [run for run in running if run.is_over()]:
+                running.remove(run)
+                print(run.answer(), flush=True)
     except RankStarts:
         return True
     return False
