@@ -8,10 +8,10 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-all test-property test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
+.PHONY: demo test test-slow test-property test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
-	@echo "make test   run the tests        make test-all  in all ways, layouts and front-ends (an hour or more)"
+	@echo "make test   run the tests        make test-slow  those that take long"
 	@echo "make test-property MINUTES=30  new random models, ways to shard them and sequences of events, for so long"
 	@echo "make test-torch TORCH=2.15.0  the tests on another version of torch, in an environment of its own"
 	@echo "make test-torch-short TORCH=2.15.0  a part of them that takes minutes"
@@ -33,8 +33,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --all-ways $(ARGS)
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 MINUTES ?= 10
 test-property: $(STAMP)

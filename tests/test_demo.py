@@ -169,7 +169,7 @@ def test_demo_on_two_ranks_goes_on_on_one(tmp_path: Path, text: Path) -> None:
     assert len(losses(two)) == 8
 
 
-@pytest.mark.further
+@pytest.mark.slow
 def test_a_finished_demo_begins_anew_when_asked(tmp_path: Path, text: Path) -> None:
     run(command(tmp_path, text, "--steps", "2"))
     assert "finished before" in run(command(tmp_path, text, "--steps", "2"))

@@ -6,7 +6,7 @@
 A page is read as a reader sees it. A comment on the line before a block says what is special about it:
 
     <!-- file: train.py -->     the block is a file that the page's commands use, no part of the page's program
-    <!-- further -->            tests run it with --all-ways only: it takes long
+    <!-- slow -->               it takes long: `make test-slow` runs it
     <!-- not run: why -->       nobody runs it
 
 A ```text block right after a Python block is what the first rank prints there; "..." in it stands for anything.

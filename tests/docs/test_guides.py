@@ -30,10 +30,10 @@ WHOLE = [
     if name_of(page) not in BY_CLIENTS | BY_ERRORS and any(block.runs() for block in blocks(page))
 ]
 CONSOLE = [
-    pytest.param(page, every, id=page.stem + " further" * every, marks=[pytest.mark.further] * every)
+    pytest.param(page, every, id=page.stem + " slow" * every, marks=[pytest.mark.slow] * every)
     for page in pages.pages()
     for every in (False, True)
-    if any(block.language == "console" and block.mark == "further" * every for block in blocks(page))
+    if any(block.language == "console" and block.mark == "slow" * every for block in blocks(page))
 ]
 CHECKER = doctest.OutputChecker()
 AS_SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -57,7 +57,7 @@ def test_programs_run_and_print_what_is_shown(run_ranks: Any, tmp_path: Path, pa
 def test_commands_run_and_print_what_is_shown(tmp_path: Path, page: Path, every: bool) -> None:
     pages.prepare(page, tmp_path)
     for block in blocks(page):
-        if block.language != "console" or block.mark.startswith("not run:") or (block.mark == "further" and not every):
+        if block.language != "console" or block.mark.startswith("not run:") or (block.mark == "slow" and not every):
             continue
         for command, wanted in pages.commands_of(block.text):
             said = pages.run_command(command, tmp_path)
@@ -72,7 +72,7 @@ def test_every_block_is_run_by_some_test_or_says_why_not() -> None:
             assert block.language in known or block.language.startswith("{"), (
                 f"{where}: a block of a kind that no test looks at: {block.language}"
             )
-            told = re.fullmatch(r"|further|file: [\w.]+|not run: .{10,}", block.mark)
+            told = re.fullmatch(r"|slow|file: [\w.]+|not run: .{10,}", block.mark)
             assert told, f"{where}: what is <!-- {block.mark} --> to say?"
             if block.language == "console":
                 assert pages.commands_of(block.text), f"{where}: no line begins with '$ '"
