@@ -268,6 +268,7 @@ def adopted() -> set[torch.dtype]:
     return ours
 
 
+@pytest.mark.gloo("logs once a process")
 def test_a_result_that_changes_is_said_once(run_ranks):
     said = 1 if REDUCES_AS_COMPUTED else 0
     assert run_ranks(logged) == [said, 0]

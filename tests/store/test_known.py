@@ -17,6 +17,8 @@ from fullshard import CheckpointError
 from fullshard.store import known, metadata, telling
 from fullshard.store.plan import Told
 
+pytestmark = pytest.mark.gloo("counts what a process knows of its last save")
+
 
 class Head(nn.Module):
     """A linear map with another name for its weight, if asked for, and a buffer of any length."""

@@ -79,6 +79,7 @@ def save_behind(way: str, folder: Path, as_threads: bool) -> tuple[dict[str, Ten
     return then, fullshard.Folder(folder).names()
 
 
+@pytest.mark.gloo("a rank waits for its writer")
 @pytest.mark.timeout(600)  # two processes import torch, on a machine that may be busy
 @pytest.mark.parametrize(("way", "as_threads"), [("rows", False), ("wrapper", True)])
 def test_what_is_saved_in_the_background_is_what_was_there(
