@@ -204,8 +204,8 @@ def reference(name: str, options: Options, world: int) -> Record:
 
 
 @lru_cache
-def pytorch(name: str, options: Options) -> Record:
-    """The named example's record from PyTorch's own fully_shard, computed once per process."""
+def pytorch(name: str, options: Options, world: int, rank: int) -> Record:
+    """This rank's record of the named example from PyTorch's own fully_shard, computed once per rank."""
     return train_sharded(torch_fsdp, EXAMPLES[name], options)
 
 
@@ -273,7 +273,7 @@ def parity(
     one_process = reference(name, plain, dist.get_world_size())
     problems = compare(got, one_process, tolerance, "one process", buffers=not example.per_rank)
     if check_torch and example.torch_is_right:
-        theirs = pytorch(name, plain)
+        theirs = pytorch(name, plain, dist.get_world_size(), dist.get_rank())
         allowed = tolerance if torch_tolerance is None else torch_tolerance
         problems += compare(got, theirs, allowed, "PyTorch's fully_shard")
     return problems

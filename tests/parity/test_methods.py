@@ -8,19 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fullshard
 from models import EXAMPLES, Example
 from training import (
     FP64,
-    LAYOUTS,
     BatchOf,
     Options,
     assert_same,
     compare,
     compare_tensors,
-    full_gradients,
     full_parameters,
     parity,
     reference,
@@ -28,8 +25,6 @@ from training import (
     take_step,
     train_sharded,
 )
-
-both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def double(layout: str, **settings: object) -> Options:
@@ -48,9 +43,8 @@ def score(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
     return loss
 
 
-@both_layouts
-def test_registered_forward_methods(run_ranks, layout):
-    assert_same(run_ranks(registered_methods, double(layout, scenario=score)))
+def test_registered_forward_methods(run_ranks):
+    assert_same(run_ranks(registered_methods, double("rows", scenario=score)))
 
 
 def registered_methods(options: Options) -> list[str]:
@@ -63,8 +57,7 @@ def registered_methods(options: Options) -> list[str]:
     return compare(got, want, FP64, "one process")
 
 
-@both_layouts
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at_once", "with_handle"])
+@pytest.mark.parametrize(("asynchronous", "layout"), [(False, "flat"), (True, "rows")])
 def test_unshard_and_reshard(run_ranks, asynchronous, layout):
     assert_same(run_ranks(unshard_and_reshard, double(layout), asynchronous))
 
@@ -93,21 +86,6 @@ def unshard_and_reshard(options: Options, asynchronous: bool) -> list[str]:
     return problems + compare_tensors("resharded", full_parameters(block), want, 0.0)
 
 
-def unshard_first(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    """Gathers by hand what forward would gather by itself. A plain module has nothing to gather."""
-    for unit in [model, *model.blocks]:
-        if hasattr(unit, "unshard"):
-            unit.unshard(async_op=unit is not model)
-    loss = example.loss(model, batch_of(0))
-    loss.backward()
-    return loss
-
-
-@both_layouts
-def test_unshard_by_hand_before_forward(run_ranks, layout):
-    assert_same(run_ranks(parity, "gpt", double(layout, scenario=unshard_first), FP64))
-
-
 def prefetching(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
     """The root prefetches the first block, and each block the next two, in both directions."""
     blocks = list(model.blocks)
@@ -122,41 +100,13 @@ def prefetching(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor
     return loss
 
 
-@both_layouts
-@pytest.mark.parametrize("name", ["frozen", "nested"])
-def test_prefetch_setters_change_no_number(run_ranks, name, layout):
-    assert_same(run_ranks(parity, name, double(layout, scenario=prefetching), FP64))
+def test_prefetch_setters_change_no_number(run_ranks):
+    assert_same(run_ranks(parity, "frozen", double("rows", scenario=prefetching), FP64))
 
 
-@both_layouts
-@pytest.mark.parametrize("mesh", ["default", "hybrid"])
-def test_gradient_divide_factor(run_ranks, mesh, layout):
-    assert_same(run_ranks(divided_gradients, double(layout, mesh=mesh), world=4))
-
-
-def divided_gradients(options: Options) -> list[str]:
-    """A gradient is the sum over ranks divided by the factor, where by default it is the mean."""
-    world, factor, name = dist.get_world_size(), 2.5, "odd_mlp"
-    model = sharded(name, options)
-    for module in model.modules():
-        if isinstance(module, fullshard.FSDPModule):
-            module.set_gradient_divide_factor(factor)
-    take_step(model, EXAMPLES[name], 0, [dist.get_rank()], options)
-    mean = reference(name, Options(dtype=options.dtype), world).gradients[0]
-    want = {name: gradient * world / factor for name, gradient in mean.items()}
-    return compare_tensors(f"divided by {factor}: gradient of", full_gradients(model), want, FP64)
-
-
-@both_layouts
-def test_optimizer_view(run_ranks, layout):
-    """Plain local tensors for the optimizer, the same numbers, and state dicts that see every step."""
-    assert_same(run_ranks(viewed, double(layout)))
-
-
-@both_layouts
-def test_optimizer_view_says_which_gradient_is_zero(run_ranks, layout):
+def test_optimizer_view_says_which_gradient_is_zero(run_ranks):
     """A parameter that nothing used, beside one that was: one warning that names it, from a rank that holds it."""
-    said = [text for texts in run_ranks(warnings_of_views, layout) for text in texts]
+    said = [text for texts in run_ranks(warnings_of_views, "flat") for text in texts]
     assert said
     assert all("unused" in text and "optimizer_view(model, params=...)" in text for text in said)
 
@@ -175,26 +125,3 @@ def warnings_of_views(layout: str) -> list[str]:
     texts = [str(warning.message) for warning in caught if "optimizer view" in str(warning.message)]
     assert len(views) == 2 and len(texts) <= 1
     return texts
-
-
-def viewed(options: Options) -> list[str]:
-    model = sharded("odd_mlp", options)
-    problems = []
-    views = fullshard.optimizer_view(model)
-    problems += [
-        f"view {index} is a {type(view)}"
-        for index, view in enumerate(views)
-        if not isinstance(view, nn.Parameter) or isinstance(view, DTensor) or hasattr(view, "full_tensor")
-    ]
-    if options.layout == "rows":  # padding may come along: it stays zero
-        held = sum(p.to_local().numel() for p in model.parameters())
-        seen = sum(view.numel() for view in views)
-        problems += [] if seen >= held else [f"views hold {seen} elements, the shard holds {held}"]
-    optimizer = torch.optim.AdamW(views, lr=1e-2, eps=1e-3, weight_decay=0.1)
-    for step in range(options.steps):
-        take_step(model, EXAMPLES["odd_mlp"], step, [dist.get_rank()], options)
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
-    want = reference("odd_mlp", Options(dtype=options.dtype), dist.get_world_size()).parameters
-    return problems + compare_tensors("parameter", full_parameters(model), want, FP64)

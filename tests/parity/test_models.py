@@ -1,32 +1,158 @@
-"""Every example model, sharded, against single-process training and against PyTorch's fully_shard."""
+"""Models, settings and shapes of steps of `fully_shard`: the numbers of one process, and of PyTorch's own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from models import EXAMPLES
-from training import FP32, FP64, LAYOUTS, Options, assert_same, parity
+import fullshard
+from models import EXAMPLES, Example
+from training import (
+    FP32,
+    FP64,
+    BatchOf,
+    Options,
+    assert_same,
+    compare,
+    one_batch,
+    parity,
+    reference,
+    train_sharded,
+)
 
-CORE = ["gpt", "odd_mlp", "tied_within", "tied_across", "frozen"]
+DOUBLE = torch.float64
+
+
+LIKE_OTHERS = ("gpt", "gpt_one_unit", "odd_mlp_one_unit", "checkpoint_outside", "checkpoint_inside")
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in LIKE_OTHERS])
+def test_model(run_ranks, name):
+    assert_same(run_ranks(parity, name, Options(layout=EXAMPLES[name].layouts[0], steps=2), FP32))
+
+
+# The example, the world, and what is set.
+SETTINGS = {
+    "gathered after forward, no prefetch": ("nested", 2, Options(reshard=False, prefetch=0, steps=2)),
+    "the root is freed too, prefetch of three": ("nested", 2, Options(reshard=True, prefetch=3, steps=2)),
+    "freed to half of the ranks": ("odd_mlp", 4, Options(reshard=2, steps=2)),
+    "rows of blocks, hybrid": ("odd_mlp", 4, Options(layout=fullshard.Blocks("row"), mesh="hybrid", steps=2)),
+    "owner": ("odd_mlp_one_unit", 4, Options(layout="owner", mesh="1d", steps=2)),
+    "accumulation": ("frozen", 2, Options(micro_batches=3, dtype=DOUBLE, steps=2)),
+    "accumulation without sync": ("odd_mlp", 4, Options(mesh="hybrid", micro_batches=2, sync=False, dtype=DOUBLE)),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_setting(run_ranks, what):
+    name, world, options = SETTINGS[what]
+    tolerance = FP64 if options.dtype is DOUBLE else FP32
+    assert_same(run_ranks(parity, name, options, tolerance, world=world))
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name, example in EXAMPLES.items() for layout in example.layouts],
+    ("name", "settings", "max_norm"),
+    [
+        # PyTorch's function cannot take the infinity norm of an empty local tensor; the GPT has none.
+        ("gpt", {"clip": "torch"}, 0.5),
+        ("gpt", {"clip": "torch", "norm_type": float("inf")}, 0.02),
+        ("odd_mlp", {"clip": "torch", "mesh": "hybrid"}, 0.3),
+        ("odd_mlp", {"clip": "fullshard", "norm_type": 1.0}, 5.0),
+        ("odd_mlp", {"clip": "fullshard", "mesh": "hybrid"}, 0.3),
+        ("odd_mlp", {"clip": "fullshard", "norm_type": float("inf"), "layout": "flat"}, 0.05),
+        ("odd_mlp", {"clip": "fullshard", "norm_type": 1.0, "layout": "owner"}, 5.0),
+    ],
+    ids=str,
 )
-def test_model(run_ranks, name, layout):
-    assert_same(run_ranks(parity, name, Options(layout=layout), FP32))
+def test_clipping(run_ranks, name, settings, max_norm):
+    """The total norm and the clipped gradients are those of the unsharded model."""
+    options = Options(max_norm=max_norm, dtype=DOUBLE, steps=2, **settings)
+    assert_same(run_ranks(clipped, name, options, world=4 if "mesh" in settings else 2))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CORE)
-def test_model_on_four_ranks(run_ranks, name, layout):
-    assert_same(run_ranks(parity, name, Options(layout=layout), FP32, world=4))
+def clipped(name: str, options: Options) -> list[str]:
+    norms = reference(name, replace(options, layout="rows"), dist.get_world_size()).norms
+    assert min(norms) > options.max_norm, "this test clips nothing"
+    return parity(name, options, FP64, check_torch=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CORE)
-def test_model_in_double_precision(run_ranks, name, layout):
-    """Without fp32's rounding there is no room for a small mistake."""
-    assert_same(run_ranks(parity, name, Options(layout=layout, dtype=torch.float64, steps=5), FP64))
+def test_same_seed_twice_is_bitwise_equal(run_ranks):
+    assert_same(run_ranks(twice, Options(clip="fullshard"), world=4))
+
+
+def twice(options: Options) -> list[str]:
+    first, second = (train_sharded(fullshard, EXAMPLES["odd_mlp"], options) for _ in range(2))
+    return compare(first, second, 0.0, "the same once more")
+
+
+# Shapes of steps that PyTorch promises, too; others are the stateful machine's (`tests/property`).
+
+
+def two_backwards_of_one_loss(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    loss = example.loss(model, batch_of(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def two_losses_of_one_forward(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    inputs, targets = batch_of(0)
+    outputs = model(inputs)
+    first, second = example.loss_of(outputs, targets), outputs.square().mean()
+    first.backward(retain_graph=True)
+    second.backward()
+    return first + second
+
+
+def two_forwards_two_backwards(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    first, second = example.loss(model, batch_of(0)), example.loss(model, batch_of(1))
+    first.backward()
+    second.backward()
+    return first + second
+
+
+def two_forwards_one_backward(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    loss = example.loss(model, batch_of(0)) + example.loss(model, batch_of(1))
+    loss.backward()
+    return loss
+
+
+def evaluation_before(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        example.loss(model, batch_of(1))
+    model.train()
+    return one_batch(model, example, batch_of)
+
+
+def gradients_zeroed_not_dropped(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    one_batch(model, example, batch_of)
+    model.zero_grad(set_to_none=False)
+    return one_batch(model, example, batch_of)
+
+
+def gradients_kept_over_steps(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    """As with `retain_graph`, but through the optimizer's eyes: two backwards with no zero_grad between."""
+    first = one_batch(model, example, lambda index: batch_of(1))
+    return first.detach() + one_batch(model, example, batch_of)
+
+
+SCENARIOS = [
+    two_backwards_of_one_loss,
+    two_losses_of_one_forward,
+    two_forwards_two_backwards,
+    two_forwards_one_backward,
+    evaluation_before,
+    gradients_zeroed_not_dropped,
+    gradients_kept_over_steps,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(run_ranks, scenario):
+    options = Options(dtype=DOUBLE, scenario=scenario, steps=2)
+    assert_same(run_ranks(parity, "odd_mlp", options, FP64))

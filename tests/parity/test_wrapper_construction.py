@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import ShardingStrategy
-from wrapped import LIBRARIES, batch, mlp, same, train, trained, whole, wrap
+from wrapped import LIBRARIES, mlp, same, train, trained, whole, wrap
 
 both = pytest.mark.parametrize("originals", [True, False])
 
@@ -66,8 +64,9 @@ def from_meta(given: bool, originals: bool, policy: bool) -> None:
     same(found["ours"][1], trained(reference))
 
 
-@both
-@pytest.mark.parametrize(("given", "policy"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("given", "policy", "originals"), [(True, True, False), (True, False, True), (False, True, True)]
+)
 def test_models_on_meta_get_values(run_ranks, given: bool, policy: bool, originals: bool) -> None:
     run_ranks(from_meta, given, originals, policy)
 
@@ -90,9 +89,8 @@ def synced(originals: bool) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@both
-def test_sync_module_states_spreads_rank_0s(run_ranks, originals: bool) -> None:
-    run_ranks(synced, originals)
+def test_sync_module_states_spreads_rank_0s(run_ranks) -> None:
+    run_ranks(synced, False)
 
 
 # Groups and meshes.
@@ -113,32 +111,8 @@ def separate_groups(originals: bool) -> None:
     same(whole(fullshard, model), expected)
 
 
-@both
-def test_groups_of_ranks_train_on_their_own(run_ranks, originals: bool) -> None:
-    run_ranks(separate_groups, originals, world=4)
-
-
-def hybrid(how: str, originals: bool) -> None:
-    rank = dist.get_rank()
-    keywords: dict[str, Any] = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    if how == "zero2":
-        keywords = {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
-    if how in ("pair", "zero2"):
-        shard, replicate = halves()
-        keywords["process_group"] = (shard[rank // 2], replicate[rank % 2])
-    elif how == "mesh":
-        keywords["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    policy = fullshard.wrap.ModuleWrapPolicy({nn.Linear})
-    model = wrap(fullshard, mlp(), auto_wrap_policy=policy, use_orig_params=originals, **keywords)
-    assert model.world_size == (4 if how == "node" else 2)
-    train(model)
-    same(whole(fullshard, model), trained(mlp()))
-
-
-@both
-@pytest.mark.parametrize("how", ["pair", "zero2", "mesh", "node"])
-def test_hybrid_strategies(run_ranks, how: str, originals: bool) -> None:
-    run_ranks(hybrid, how, originals, world=4)
+def test_groups_of_ranks_train_on_their_own(run_ranks) -> None:
+    run_ranks(separate_groups, True, world=4)
 
 
 # Being a module.
@@ -195,21 +169,3 @@ def doubled(module: nn.Module) -> None:
 @both
 def test_attributes_names_and_methods_reach_the_module(run_ranks, originals: bool) -> None:
     run_ranks(forwarding, originals)
-
-
-def early_optimizer(originals: bool) -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model = wrap(fullshard, model, use_orig_params=originals)
-    if originals:
-        train(model, optimizer=optimizer)
-        same(whole(fullshard, model), trained(mlp()))
-        return
-    model(batch(0, 0)).sum().backward()
-    with pytest.raises(fullshard.ConfigError, match=r"(?s)remedy.*use_orig_params=True"):
-        optimizer.step()
-
-
-@both
-def test_an_optimizer_made_before_wrapping_works_or_says_why_not(run_ranks, originals: bool) -> None:
-    run_ranks(early_optimizer, originals)

@@ -131,9 +131,8 @@ def over_a_group(originals: bool) -> None:
         model.state_dict()
 
 
-@both
-def test_tensor_parallel_parameters_over_a_process_group(run_ranks, originals: bool) -> None:
-    run_ranks(over_a_group, originals, world=4)
+def test_tensor_parallel_parameters_over_a_process_group(run_ranks) -> None:
+    run_ranks(over_a_group, True, world=4)
 
 
 def over_every_other_rank(originals: bool) -> None:
@@ -152,6 +151,5 @@ def over_every_other_rank(originals: bool) -> None:
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-@both
-def test_sharded_state_over_a_part_of_the_ranks(run_ranks, originals: bool) -> None:
-    run_ranks(over_every_other_rank, originals, world=4)
+def test_sharded_state_over_a_part_of_the_ranks(run_ranks) -> None:
+    run_ranks(over_every_other_rank, False, world=4)

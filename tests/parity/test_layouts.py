@@ -1,4 +1,4 @@
-"""`Blocks` and `"owner"`: the same numbers as one process, in every setting, and checkpoints into any layout."""
+"""What ranks hold of parameters in each layout, and AdamW's steps on it."""
 
 from __future__ import annotations
 
@@ -7,78 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoints import load, resume, save
-from test_precision import bf16_parity
-from test_settings import clipped_parity
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
 from fullshard import Blocks
 from models import EXAMPLES
-from training import FP32, FP64, PACKED, Options, assert_same, compare_tensors, full_parameters, parity, shard
-
-packed = pytest.mark.parametrize("layout", PACKED, ids=str)
+from training import FP64, Options, assert_same, compare_tensors, full_parameters, mesh_of, shard
 
 
-@packed
-@pytest.mark.parametrize("name", ["gpt", "odd_mlp", "odd_mlp_one_unit", "tied_within", "tied_across", "frozen"])
-def test_model(run_ranks, name, layout):
-    assert_same(run_ranks(parity, name, Options(layout=layout), FP32))
-
-
-@packed
-@pytest.mark.parametrize("name", ["gpt", "odd_mlp"])
-@pytest.mark.parametrize("settings", [{}, {"mesh": "hybrid"}, {"reshard": 2}], ids=str)
-def test_model_on_four_ranks(run_ranks, name, layout, settings):
-    options = Options(layout=layout, dtype=torch.float64, **settings)
-    check_torch = "reshard" not in settings
-    assert_same(run_ranks(parity, name, options, FP64, check_torch=check_torch, world=4))
-
-
-@packed
-def test_accumulation_without_sync(run_ranks, layout):
-    options = Options(layout=layout, micro_batches=3, sync=False, dtype=torch.float64)
-    assert_same(run_ranks(parity, "odd_mlp", options, FP64))
-
-
-@packed
-def test_bf16(run_ranks, layout):
-    assert_same(run_ranks(bf16_parity, Options(layout=layout, precision="bf16")))
-
-
-@packed
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clipping(run_ranks, norm_type, layout):
-    max_norm = {1.0: 5.0, 2.0: 0.3, float("inf"): 0.05}[norm_type]
-    options = Options(
-        layout=layout, clip="fullshard", max_norm=max_norm, norm_type=norm_type, dtype=torch.float64, steps=2
-    )
-    assert_same(run_ranks(clipped_parity, "odd_mlp", options))
-
-
-PAIRS = [
-    ("rows", "owner"),
-    ("owner", Blocks("row")),
-    ("owner", "flat"),
-    (Blocks("row"), "rows"),
-    (Blocks(5), "flat"),
-    ("flat", Blocks(5)),
-    (Blocks(5), "owner"),
-]
-
-
-@pytest.mark.parametrize(("saved_as", "loaded_as"), PAIRS, ids=str)
-def test_checkpoints_go_from_one_to_the_other(run_ranks, tmp_path, saved_as, loaded_as):
-    """Parameters on twice as many ranks, and half as many; the optimizer's state in a run that goes on."""
-    want = run_ranks(save, "odd_mlp", saved_as, tmp_path / "two")[0]
-    assert_same(run_ranks(load, "odd_mlp", loaded_as, tmp_path / "two", want, world=4))
-    want = run_ranks(save, "odd_mlp", saved_as, tmp_path / "four", world=4)[0]
-    assert_same(run_ranks(load, "odd_mlp", loaded_as, tmp_path / "four", want))
-    assert_same(run_ranks(resume, "odd_mlp", loaded_as, tmp_path / "two"))
-
-
-@packed
-@pytest.mark.parametrize("kind", ["loop", "foreach", "fused", "view"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("foreach", "flat"), ("fused", Blocks("row")), ("view", Blocks(5)), ("loop", "owner")], ids=str
+)
 def test_adamw_of_every_kind(run_ranks, kind, layout):
     for problems in run_ranks(steps_of, kind, layout):
         assert not problems
@@ -135,7 +75,7 @@ def whole_rows(layout: object) -> bool:
     return all(p.to_local().numel() % torch.Size(p.shape[1:]).numel() == 0 for p in model.parameters())
 
 
-@packed
+@pytest.mark.parametrize("layout", ["flat", "owner"])
 def test_what_cannot_be_computed_raises_by_name(fake_world, layout):
     fake_world(2)
     model = fullshard.fully_shard(nn.Linear(6, 4), layout=layout)
@@ -164,3 +104,53 @@ class Fast:
 
     def costs(self, axis: object) -> object:
         return replace(self.inner.costs(axis), latency=0.0)
+
+
+def test_rows_are_dtensors_cut_as_chunk_does(run_ranks):
+    assert_same(run_ranks(local_chunks, "default", world=4))
+    assert_same(run_ranks(local_chunks, "hybrid", world=4))
+
+
+def local_chunks(mesh: str) -> list[str]:
+    """Names, shapes, placements and local parts of every sharded parameter; some parts are empty."""
+    model = made(Options(mesh=mesh))
+    ways = dist.get_world_size() // (2 if mesh == "hybrid" else 1)
+    want = (Replicate(), Shard(0)) if mesh == "hybrid" else (Shard(0),)
+    problems = []
+    plain = dict(EXAMPLES["odd_mlp"].make().named_parameters())
+    if [name for name, _ in model.named_parameters()] != list(plain):
+        problems.append(f"names {[name for name, _ in model.named_parameters()]}, wanted {list(plain)}")
+    mesh_shape = (mesh_of(mesh) or mesh_of("1d")).shape
+    for name, p in model.named_parameters():
+        if p.device_mesh.shape != mesh_shape:
+            problems.append(f"{name} lies on {p.device_mesh}")
+        if not isinstance(p, DTensor) or not isinstance(p, nn.Parameter) or tuple(p.placements) != want:
+            problems.append(f"{name} is a {type(p)} with placements {getattr(p, 'placements', None)}")
+            continue
+        chunks = list(plain[name].chunk(ways)) + [plain[name][:0]] * ways
+        local = p.to_local()
+        if p.shape != plain[name].shape or not torch.equal(local, chunks[dist.get_rank() % ways]):
+            problems.append(f"{name}: local part {tuple(local.shape)} of {tuple(p.shape)} is not its chunk")
+    return problems
+
+
+def test_flat_shards_hold_everything_once(run_ranks):
+    """Global shapes and whole tensors are exact; no rank holds more than its share of the elements."""
+    by_rank = run_ranks(flat_shards, world=4)
+    assert_same([problems for problems, _ in by_rank])
+    held = [count for _, count in by_rank]
+    total = sum(p.numel() for p in EXAMPLES["odd_mlp"].make().parameters())
+    assert total <= sum(held) <= total + 4 * 6 * 4, f"ranks hold {held} elements of {total}"
+
+
+def flat_shards() -> tuple[list[str], int]:
+    model = made(Options(layout="flat"))
+    want = {name: p.detach() for name, p in EXAMPLES["odd_mlp"].make().named_parameters()}
+    problems = [f"{n} has shape {p.shape}" for n, p in model.named_parameters() if p.shape != want[n].shape]
+    problems += compare_tensors("whole", full_parameters(model), want, 0.0)
+    return problems, sum(view.numel() for view in fullshard.optimizer_view(model))
+
+
+def made(options: Options) -> nn.Module:
+    example = EXAMPLES["odd_mlp"]
+    return shard(fullshard, example.make(), example, options)
