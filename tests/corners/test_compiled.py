@@ -12,7 +12,19 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import ConfigError, PhaseError
 from training import assert_same
-from ways import WRAPPERS, batch, differences, layers, loss_of, mine, shard, some_ways, value_problems
+from ways import (
+    WRAPPERS,
+    batch,
+    differences,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    some_ways,
+    two_layers,
+    value_problems,
+    wide_batch,
+)
 
 pytestmark = pytest.mark.gloo("compiled code is the process's: what a second rank compiles is for any size")
 BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -54,7 +66,9 @@ def compiled_step(way: str, build: str) -> list[str]:
     return trained(build, model, steps[0], plain, steps[1])
 
 
-@pytest.mark.parametrize(("way", "build"), [("rows", "AdamW"), ("flat", "SGD"), ("wrapper", "AdamW"), ("originals", "SGD")])
+@pytest.mark.parametrize(
+    ("way", "build"), [("rows", "AdamW"), ("flat", "SGD"), ("wrapper", "AdamW"), ("originals", "SGD")]
+)
 def test_a_compiled_step(run_ranks, way, build):
     assert_same(run_ranks(compiled_step, way, build))
 
@@ -172,7 +186,9 @@ def compiled_model(way: str) -> list[str]:
         if how == "after a forward":
             with torch.no_grad():
                 model(mine(9))
-        made = compiled(nn.Sequential(model) if how == "around" else model, "aot_eager" if how == "aot_eager" else "eager")
+        made = compiled(
+            nn.Sequential(model) if how == "around" else model, "aot_eager" if how == "aot_eager" else "eager"
+        )
         for number in range(2):
             step_of(ours, ours.step)(made, mine(number))
             step_of(theirs, theirs.step)(plain, batch(number))
@@ -188,11 +204,11 @@ def test_a_compiled_model(run_ranks, way):
 def compiled_in_eval(way: str) -> list[str]:
     torch.compiler.reset()
     mixed = fullshard.MixedPrecision(param_dtype=torch.bfloat16)
-    model = shard(layers().float(), way, mixed_precision=mixed, full_precision_in_eval=True)
-    made, x = compiled(model, "eager"), mine(0).float()
+    model = shard(two_layers(), way, mixed_precision=mixed, full_precision_in_eval=True)
+    made, x = compiled(model, "eager"), wide_batch(0, 0)
     found = [made.train(mode)(x).dtype for mode in (True, False, True)]
     problems = [] if found == [torch.bfloat16, torch.float32, torch.bfloat16] else [f"outputs of {found}"]
-    return problems + differences("eval", {"": made.eval()(x).detach()}, {"": layers().float()(x).detach()})
+    return problems + differences("eval", {"": made.eval()(x).detach()}, {"": two_layers()(x).detach()})
 
 
 @pytest.mark.parametrize("way", WRAPPERS)
