@@ -45,8 +45,8 @@ def reference() -> dict[str, dict[str, Tensor]]:
 
 def same_state(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert got.keys() == want.keys()
-    for name in want:
-        assert_equal(got[name], want[name], name, 1e-4)
+    for name, wanted in want.items():
+        assert_equal(got[name], wanted, name, 1e-4)
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:

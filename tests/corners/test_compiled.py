@@ -58,7 +58,7 @@ def step_of(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Step:
 
 
 def compiled_step(way: str, build: str) -> list[str]:
-    """Both are compiled: a compiled AdamW corrects its averages in tensors of 32 bits, an eager one in Python's floats."""
+    """Both are compiled: an eager AdamW corrects its averages in Python's floats, not in tensors of 32 bits."""
     torch.compiler.reset()
     model, plain = shard(layers(), way), layers()
     ours, theirs = (BUILDERS[build](m.parameters()) for m in (model, plain))

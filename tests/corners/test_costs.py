@@ -19,9 +19,7 @@ from fullshard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.state_dict import StateDictOptions
 from training import assert_same
 from ways import (
-    WRAPPERS,
     adam,
-    children,
     differences,
     every_wrapper,
     gradient_problems,
