@@ -282,6 +282,7 @@ class Pending(dist._Work):
             poison(output)
         self.poisoned = apart or kind == "all_reduce"
         self.done = False
+        group.ranks.in_flight.append(self)
 
     def is_completed(self) -> bool:
         """A coin's answer, if it could be yes."""
@@ -299,6 +300,7 @@ class Pending(dist._Work):
         if not self.meeting.over():
             raise LeftAlone
         self.done = True
+        self.group.ranks.in_flight.remove(self)
         self.arrive()
         return True
 
@@ -363,18 +365,18 @@ class MemoryGroup(multi_threaded_pg.ProcessLocalGroup):
         # Never called. Asked for by torch functions that look for the device that a group communicates on.
         backend = FakeProcessGroup._create_internal(rank, world)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-        self.issued = 0
 
     def getBackendName(self) -> str:
         return "gloo"
 
     def _issue(self, kind: str, inputs: list[Tensor], outputs: list[Tensor], option: Any = None) -> Pending:
         members = sorted(self._world().pg_group_ranks[self])  # ranks of the world
-        self.issued += 1
+        issued = self.ranks.issued
+        issued[self] += 1
         if members[self._rank] == 0:
             self.ranks.counts[kind] += 1
-        key = (self.pg_name, *members, self.issued)
-        meeting = self.ranks.meeting(key, f"group {self.pg_name} of ranks {members}, no. {self.issued}", len(members))
+        key = (self.pg_name, *members, issued[self])
+        meeting = self.ranks.meeting(key, f"group {self.pg_name} of ranks {members}, no. {issued[self]}", len(members))
         pending = Pending(self, meeting, kind, inputs, outputs)
         meeting.bring(self._rank, kind, pending.copies, option)
         if meeting.over():
@@ -449,12 +451,16 @@ class ThreadRanks:
     Attributes:
         counts: collectives in which the first rank takes part, by kind.
         coin: what `is_completed` of a work that could be completed answers.
+        issued: how many collectives each rank's group issued, in this `run`.
+        in_flight: collectives, of all ranks, that nobody has waited for.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.counts: Counter[str] = Counter()
         self.coin = random.Random(0)
+        self.issued: Counter[MemoryGroup] = Counter()
+        self.in_flight: list[Pending] = []
         self.turns = Turns(world)
         self._meetings: dict[Any, Meeting] = {}
         self._tasks: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world)]
@@ -477,14 +483,14 @@ class ThreadRanks:
             tasks.put(None)
         for thread in self._threads:
             thread.join(5.0)  # one that hangs is left behind
-        self._meetings.clear()
+        self._meetings.clear(), self.issued.clear(), self.in_flight.clear()
         self._closing.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Any]:
         """`fn(rank, *args)` on every rank; the results by rank. Raises what the first rank that raised did."""
         __tracebackhide__ = True
         self.turns = Turns(self.world)
-        self._meetings.clear()
+        self._meetings.clear(), self.issued.clear()  # ranks that raised issued fewer than others
         for tasks in self._tasks:
             tasks.put((fn, args))
         results: list[Any] = [None] * self.world

@@ -9,7 +9,7 @@ from random_ways import Way
 
 def a_count_of_tokens_is_replaced_before_its_use(state: Training) -> None:
     """Its all-reduce was not waited for."""
-    state.start(ModelPlan((BlockPlan(),)), Way("rows", reduction="tokens", late=9), 2)
+    state.start(ModelPlan((BlockPlan(),)), Way("rows", reduction="tokens"), 2)
     state.exception(where=6)
     state.keep_gathered()
 
@@ -24,7 +24,7 @@ def a_parameter_is_frozen_between_its_steps_and_a_save(state: Training) -> None:
 
 
 def an_infinite_gradient_and_a_unit_that_stays_gathered(state: Training) -> None:
-    state.start(ModelPlan((BlockPlan(), BlockPlan("norm"))), Way("rows", late=1), 2)
+    state.start(ModelPlan((BlockPlan(), BlockPlan("norm"))), Way("rows"), 2)
     state.scaled_step(infinite=1)
     state.look(0, "stays")
     state.zero(keeps=True)

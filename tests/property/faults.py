@@ -8,8 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from thread_ranks import HERE
 from torch import Tensor, nn
+
+from memory_ranks import HERE
 
 
 class Planted(Exception):

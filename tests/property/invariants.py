@@ -81,9 +81,7 @@ def plain_counts(model: Any, way: Way, world: int) -> dict[str, int] | None:
     """
     plan = model.plan
     blocks = plan.blocks
-    plain = (
-        way.units == "blocks" and way.strategy == "full" and not (way.hybrid or way.offload) and way.late is not None
-    )
+    plain = way.units == "blocks" and way.strategy == "full" and not (way.hybrid or way.offload)
     plain = plain and way.param is way.reduce is None and way.reduction == "mean"
     plain = plain and all(block.recompute == "no" and block.inner is None and not block.tied for block in blocks)
     plain = plain and all(block.kind in ("layers", "norm", "odd", "twice", "in place") for block in blocks)

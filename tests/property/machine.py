@@ -1,8 +1,7 @@
 """Any model, sharded in any way, taken through any sequence of what users do, is one process on all ranks' batches.
 
 One stateful machine: hypothesis draws a model (`random_blocks.py`), a way to shard it (`random_ways.py`) and a sequence
-of rules; ranks are threads (`thread_ranks.py`), whose collectives and memory are mostly late and poisoned
-(`tests/poison.py`). After every rule what users see is compared (`invariants.py`): losses, gradients and whether there
+of rules; ranks are threads (`tests/memory_ranks.py`), whose collectives are late and whose memory is poisoned. After every rule what users see is compared (`invariants.py`): losses, gradients and whether there
 are any, parameters, what is gathered, bytes. At the end the same step is repeated: it issues the same collectives each
 time, the small ones too, and nothing is more than before.
 """
@@ -14,10 +13,11 @@ import copy
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from faults import CHANGES, raising, scale, short_of_memory
@@ -37,12 +37,11 @@ from invariants import (
 )
 from random_blocks import INPUTS, Model, ModelPlan, changed, loss_of, models, set_turn
 from random_ways import Sharding, Way, ways, worlds
-from thread_ranks import HERE, ThreadRanks
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from poison import poisoned_memory
+from memory_ranks import HERE, ThreadRanks
 from ways import synced, whole_parameters
 
 EXACT = 1e-9  # relative, after some steps of double precision
@@ -86,6 +85,17 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("_fsdp_wrapped_module.", ""): parameter for name, parameter in model.named_parameters()}
 
 
+@contextlib.contextmanager
+def memory_not_zeroed() -> Iterator[None]:
+    """What torch leaves uninitialised is NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 class Training(RuleBasedStateMachine):
     """See the module's docstring. `models` and `optimizers` are by rank; `reference` saw the batches of all."""
 
@@ -111,8 +121,7 @@ class Training(RuleBasedStateMachine):
         """Start `world` ranks with a model each."""
         self.ending.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if way.late is not None:
-            self.ending.enter_context(poisoned_memory())
+        self.ending.enter_context(memory_not_zeroed())
         self.way, self.world, self.factor = way, world, 1.0 * world
         self.frees, self.stays, self.trained = way.strategy == "full", False, False
         computed = way.param or self.plan.dtype
@@ -373,8 +382,6 @@ class Training(RuleBasedStateMachine):
             set_turn(model, 3, 0)  # all ranks do the same, so that all fail at the same point
             if self.total:
                 fullshard.set_token_count(model, 3)
-            if (comm := self.sharding[rank].comm) is not None:
-                comm.coin.seed(nth)
             HERE.pieces_left = nth
             try:
                 with contextlib.suppress(torch.OutOfMemoryError):
@@ -384,7 +391,7 @@ class Training(RuleBasedStateMachine):
             finally:
                 HERE.pieces_left = 0
 
-        with short_of_memory():
+        with short_of_memory(), mock.patch.object(self.ranks.coin, "random", lambda: 1.0):
             self.on_ranks(fail)
         self.zero(True)
 
@@ -549,13 +556,11 @@ class Training(RuleBasedStateMachine):
         """
 
         def look(rank: int, model: Any) -> Any:
-            comm = self.sharding[rank].comm
             if self.left_open is not None:  # which nothing may have run
                 unit_of(model, self.left_open).reshard()
-            if comm is not None and not counted:
-                comm.check_settled()
             return fullshard.memory_use(model)
 
+        assert counted or not self.ranks.in_flight, [each.kind for each in self.ranks.in_flight]
         for use in self.on_ranks(look):
             self.left_open = None
             assert self.unreduced or not use.reducing, use
@@ -606,8 +611,6 @@ class Training(RuleBasedStateMachine):
             if not self.stays:  # else what is gathered again depends on which weights changed in the compute dtype
                 self.optimizers[rank].step()
             model.zero_grad()
-            if (comm := self.sharding[rank].comm) is not None:
-                comm.polls.clear()  # the one list that grows
             return groups_of_this_rank()
 
         for repetition in range(
@@ -623,7 +626,7 @@ class Training(RuleBasedStateMachine):
             numbers = [each[what] for each in seen]
             assert not all(more > less for less, more in pairwise(numbers)), f"{what} grow: {numbers}"
         if want is not None:
-            kinds = {"gathers": "allgather", "reductions": "reduce_scatter", "small": "allreduce"}
+            kinds = {"gathers": "all_gather", "reductions": "reduce_scatter", "small": "all_reduce"}
             assert {name: counts[0].get(kind, 0) for name, kind in kinds.items()} == want, counts[0]
 
 

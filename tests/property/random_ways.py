@@ -12,7 +12,6 @@ from torch import nn
 
 import fullshard
 from fullshard import BackwardPrefetch, ShardingStrategy
-from poison import DelayedComm
 from training import mesh_of
 from ways import WAYS, WRAPPERS, wrap
 
@@ -32,7 +31,6 @@ class Way(Short):
         offload: whether shards live in host memory.
         prefetch: units ahead; for the wrapper the places of its list of settings.
         reduction: "mean", "sum" or "tokens".
-        late: whether collectives and memory are those of `poison.py`, by this seed; None: they are not.
     """
 
     front: str
@@ -45,7 +43,6 @@ class Way(Short):
     offload: bool = False
     prefetch: int = 1
     reduction: str = "mean"
-    late: int | None = None
 
     @property
     def wraps(self) -> bool:
@@ -83,7 +80,6 @@ ways = st.builds(
     offload=st.sampled_from([False, False, False, True]),
     prefetch=st.integers(0, 2),
     reduction=st.sampled_from(["mean", "mean", "mean", "sum", "tokens"]),
-    late=st.none() | st.integers(0, 9) | st.integers(0, 9) | st.integers(0, 9),
 ).map(valid)
 worlds = st.sampled_from([2, 2, 1, 3, 4])
 
@@ -102,15 +98,13 @@ def units_of(model: Any, way: Way) -> list[str]:
 
 
 class Sharding:
-    """How this rank shards: a way, and the collectives and mesh of all of its units. On a rank's thread."""
+    """How this rank shards: a way, and the mesh of all of its units. On a rank's thread."""
 
     def __init__(self, plan: ModelPlan, way: Way, world: int) -> None:
         self.way, self.world = way, world
-        self.comm = None if way.late is None else DelayedComm(fullshard.TorchComm(), way.late)
         hybrid = way.hybrid and world % 2 == 0 and way.strategy != "none"
         self.mesh = mesh_of("hybrid") if hybrid else None
         self.settings: dict[str, Any] = {**WAYS[way.front], "reduction": way.reduction}
-        self.settings |= {} if self.comm is None else {"comm": self.comm}
         self.settings |= {"unused": "zeros", "check": "every"} if plan.of_some_ranks else {}
 
     def model(self, model: Model) -> nn.Module:

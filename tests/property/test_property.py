@@ -91,7 +91,7 @@ def test_plain_steps(front, world):
     plan = ModelPlan((BlockPlan(), BlockPlan("norm"), BlockPlan("twice")))
     machine = Training()
     try:
-        machine.start(plan, Way(front, late=0), world)
+        machine.start(plan, Way(front), world)
         machine.step(2, clips=True)
         machine.steady()
         before = rss()

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +28,7 @@ from torch import nn
 import fullshard
 from fullshard import CheckpointError
 from fullshard.store import background, writer_process
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "property"))
-from thread_ranks import HERE, ThreadRanks
+from memory_ranks import HERE, ThreadRanks
 
 BEFORE, NEW, AFTER = 1, 2, 3
 """Steps: of the checkpoint that is there, of the save that is broken off, and of the next one."""
