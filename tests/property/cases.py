@@ -47,7 +47,17 @@ def weights_are_replaced_where_a_rank_holds_none(state: Training) -> None:
     state.swap_in_average()
 
 
+def gradients_that_a_rank_has_no_element_of_are_no_ones_own(state: Training) -> None:
+    """They have no address, and passed for assigned by the program once the memory beside them came back."""
+    state.start(ModelPlan((BlockPlan(),), width=8), Way("rows"), 3, "view")
+    state.micro_batch()
+    state.zero()
+    state.micro_batch()
+    state.park()
+
+
 CASES = [
+    gradients_that_a_rank_has_no_element_of_are_no_ones_own,
     weights_are_replaced_where_a_rank_holds_none,
     tokens_of_units_that_were_added_later,
     a_count_of_tokens_is_replaced_before_its_use,

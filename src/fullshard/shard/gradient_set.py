@@ -12,10 +12,14 @@ from ..torch_private.holders import holders
 from ..torch_private.local_tensor import plain_access
 
 
+def _inside(part: Any) -> torch.Tensor:
+    """A gradient's plain tensor: a DTensor's count of elements is that of all ranks."""
+    plain: torch.Tensor = getattr(part, "_local_tensor", part)
+    return plain
+
+
 def _address(part: Any) -> int:
-    """Where a gradient, or the tensor inside it, begins."""
-    at: int = getattr(part, "_local_tensor", part).data_ptr()
-    return at
+    return _inside(part).data_ptr()
 
 
 @dataclass(eq=False)
@@ -43,8 +47,8 @@ class GradientSet:
         self.storage = self.flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.shown = [False] * len(self.parts)
-        # Those that have elements, and where each lies: bytes from the first one of `flat`.
-        self._held = [part for part in self.parts if part.numel()]
+        # Those that have elements here, and where each lies: bytes from the first one of `flat`.
+        self._held = [part for part in self.parts if _inside(part).numel()]
         self._offsets = [at - self.flat.data_ptr() for at in map(_address, self._held)]
         # Users may hold the tensors that they see, or those inside them.
         self._watched: list[Any] = [*self.parts, *self.views]
