@@ -84,11 +84,12 @@ def plain_counts(model: Any, way: Way, world: int) -> dict[str, int] | None:
     plain = way.units == "blocks" and way.strategy == "full" and not (way.hybrid or way.offload)
     plain = plain and way.param is way.reduce is None and way.reduction == "mean"
     plain = plain and all(block.recompute == "no" and block.inner is None and not block.tied for block in blocks)
-    plain = plain and all(block.kind in ("layers", "norm", "odd", "twice", "in place") for block in blocks)
+    plain = plain and all(block.kind in ("layers", "norm", "odd", "twice", "in place", "again") for block in blocks)
     plain = plain and not hasattr(model, "adapter") and all(p.requires_grad for p in model.parameters())
     if not plain or world == 1:
         return None
-    return {"gathers": 2 * len(blocks) + (2 if way.wraps else 1), "reductions": len(blocks) + 1, "small": 1}
+    calls = sum(2 if block.kind == "again" else 1 for block in blocks)
+    return {"gathers": 2 * calls + (2 if way.wraps else 1), "reductions": len(blocks) + 1, "small": 1}
 
 
 def held_by_this_process() -> dict[str, int]:

@@ -1,9 +1,10 @@
 """Any model, sharded in any way, taken through any sequence of what users do, is one process on all ranks' batches.
 
 One stateful machine: hypothesis draws a model (`random_blocks.py`), a way to shard it (`random_ways.py`) and a sequence
-of rules; ranks are threads (`tests/memory_ranks.py`), whose collectives are late and whose memory is poisoned. After every rule what users see is compared (`invariants.py`): losses, gradients and whether there
-are any, parameters, what is gathered, bytes. At the end the same step is repeated: it issues the same collectives each
-time, the small ones too, and nothing is more than before.
+of rules; ranks are threads (`tests/memory_ranks.py`), whose collectives are late and whose memory is poisoned. After
+every rule what users see is compared (`invariants.py`): losses, gradients and whether there are any, parameters, what
+is gathered, bytes. At the end the same step is repeated: it issues the same collectives each time, the small ones too,
+and nothing is more than before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.runtime import trace
+from fullshard.shard.parking import Mover
 from memory_ranks import HERE, ThreadRanks
 from ways import synced, whole_parameters
 
@@ -266,6 +269,16 @@ class Training(RuleBasedStateMachine):
         self.zero(to_none)
         self.values_agree("after a step")
 
+    @precondition(lambda self: not self.gradients() and not self.total)
+    @rule(batches=st.integers(1, 3), sync=st.sampled_from(["no", "scatter"]))
+    def accumulate(self, batches: int = 2, sync: str = "no") -> None:
+        """So many micro-batches without gradient sync, one with it, a clipped step; and one more, as ever."""
+        for _ in range(batches):
+            self.forward_and_backward(sync)
+        if self.forward_and_backward() or not self.unreduced:
+            self.step(clips=True)
+            self.step(1)
+
     @precondition(lambda self: not self.gradients())
     @rule(infinite=st.none() | st.integers(0, 3), batches=st.integers(1, 2))
     def scaled_step(self, infinite: int | None = None, batches: int = 1) -> None:
@@ -358,6 +371,29 @@ class Training(RuleBasedStateMachine):
 
         self.on_ranks(fail)
         self.zero(True)
+        self.forward_and_backward()
+
+    @precondition(lambda self: not self.plan.of_some_ranks and not self.gradients() and self.optimizer != "view")
+    @rule()
+    def change_in_between(self) -> None:
+        """Weights change between a forward and its backward: where plain PyTorch raises, all ranks do."""
+
+        def refused(model: Any, x: Tensor) -> bool:
+            loss = loss_of(model, x, self.total)
+            scale(model, "mul_", 0.9)
+            try:
+                if loss.requires_grad:
+                    loss.backward()
+            except RuntimeError:
+                return True
+            return False
+
+        set_turn(self.reference, 3, 0)
+        wanted = refused(self.reference, self.batch(3, 0))
+        found = self.on_ranks(lambda rank, model: refused(model, self.turn(model, 3, rank, trains=True)))
+        assert all(found) or not wanted, found
+        self.zero(True)
+        self.values_agree("after a refused backward")
 
     @precondition(lambda self: self.trained and not self.plan.of_some_ranks and not isinstance(self.way.units, int))
     @rule(who=st.integers(0, 3))
@@ -403,6 +439,8 @@ class Training(RuleBasedStateMachine):
             if isinstance(model, FSDP):
                 with FSDP.summon_full_params(model, writeback=writes_back):
                     assert finite(model)
+                    if writes_back:
+                        scale(model, "mul_", 0.9)
                 return
             unit = unit_of(model, which)
             handle = unit.unshard(async_op=mode == "async")
@@ -412,7 +450,11 @@ class Training(RuleBasedStateMachine):
             if mode != "stays":
                 unit.reshard()
 
+        writes_back = writes_back and self.way.wraps and not self.gradients()
         self.on_ranks(see)
+        if writes_back:
+            scale(self.reference, "mul_", 0.9)
+            self.values_agree("after writing whole parameters")
         if mode == "stays":
             self.left_open = None if self.way.wraps else which
             self.forward_and_backward()
@@ -430,8 +472,9 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.unreduced)
     @rule()
     def park(self) -> None:
-        self.on_ranks(lambda rank, model: fullshard.park(model, self.optimizers[rank]))
-        self.on_ranks(lambda rank, model: fullshard.resume(model, self.optimizers[rank]))
+        with mock.patch.object(Mover, "needed", lambda *_: True):  # also to a CPU's memory
+            self.on_ranks(lambda rank, model: fullshard.park(model, self.optimizers[rank]))
+            self.on_ranks(lambda rank, model: fullshard.resume(model, self.optimizers[rank]))
 
     @precondition(lambda self: not self.way.flat and not self.gradients())
     @rule()
@@ -589,35 +632,41 @@ class Training(RuleBasedStateMachine):
             self.end()
 
     def steady_at_end(self) -> None:
+        vain = self.number % 2 == 1
         self.zero(True)
-        self.steady()
+        self.steady(vain)
 
     def end(self) -> None:
         """Of these ranks."""
         self.kept = []
         self.ending.close()
 
-    def steady(self) -> None:
-        """The same step again and again: the same collectives, and nothing more of anything than before."""
+    def steady(self, vain: bool = False) -> None:
+        """The same step again and again: the same collectives, and nothing more of anything than before.
+
+        `vain`: or a forward whose backward nobody calls.
+        """
         self.number, self.kept = 5, []  # the same micro-batch
         seen, counts = [{}] * 4, [{}] * 4  # as long as ever: their entries are counted, too
         if not self.differentiable():
             return
-        want = plain_counts(self.reference, self.way, self.world) if self.frees else None
+        want = plain_counts(self.reference, self.way, self.world) if self.frees and not vain else None
 
         def train(rank: int, model: Any) -> int:
             x = self.turn(model, 5, rank, trains=True)
+            if vain:
+                loss_of(model, x, self.total)
+                return groups_of_this_rank()
             differentiate(model, x, "plain", self.total)
             if not self.stays:  # else what is gathered again depends on which weights changed in the compute dtype
                 self.optimizers[rank].step()
             model.zero_grad()
             return groups_of_this_rank()
 
-        for repetition in range(
-            14
-        ):  # ten, until what ranks expect next looks back on nothing else (agreement/course.py)
+        for repetition in range(14):  # ten until ranks expect what they saw last and nothing else (agreement/course.py)
             self.ranks.counts.clear()
-            groups = tuple(self.on_ranks(train))
+            with mock.patch.object(trace, "_MOST_PASSES", 4):  # of which no backward is called
+                groups = tuple(self.on_ranks(train))
             if repetition >= 10:
                 seen[repetition - 10] = {"groups": max(groups), **held_by_this_process()}
                 counts[repetition - 10] = dict(self.ranks.counts)

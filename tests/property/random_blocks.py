@@ -89,6 +89,7 @@ KINDS = (
     "changes",
     "cut",
     "buffers",
+    "again",
 )
 
 
@@ -116,7 +117,7 @@ def block_plans(kinds: tuple[str, ...], inner: Any) -> Any:
     return st.builds(
         BlockPlan,
         kind=st.sampled_from(kinds),
-        passes=st.sampled_from(["tensor", "tensor", "dict", "carried", "tuple", "keywords"]),
+        passes=st.sampled_from(["tensor", "tensor", "dict", "carried", "tuple", "list", "keywords"]),
         recompute=st.sampled_from(["no", "no", "reentrant", "not reentrant"]),
         frozen=st.sampled_from([False, False, True]),
         tied=st.sampled_from([False, False, True]),
@@ -170,6 +171,9 @@ class Block(nn.Module):
             return self.compute(x)
         if isinstance(given, dict):
             return {"x": self.compute(given["x"]), "besides": given["besides"]}
+        if isinstance(given, list):
+            given.append(torch.tanh(given[0]))  # the caller looks there
+            return self.compute(given[0])
         if isinstance(given, tuple):
             return self.compute(given[0]), [torch.tanh(given[1][0])], given[2]
         if isinstance(given, Carried):
@@ -223,6 +227,8 @@ class Model(nn.Module):
         extras: list[Tensor] = []
         for block in self.blocks:
             x = run(block, block.plan, x + 0.0 if block.plan.kind == "changes" else x, extras)
+            if block.plan.kind == "again":
+                x = run(block, block.plan, x, extras)
         if hasattr(self, "adapter"):
             x = x + self.adapter(x)
         return self.last(x), sum(extras, x.new_zeros(()))
@@ -243,6 +249,10 @@ def pass_through(block: nn.Module, plan: BlockPlan, x: Tensor) -> Tensor:
     if plan.passes == "tuple":
         x, [y], scale = block((x, [x * 0.5], 0.5))
         return x + y * scale
+    if plan.passes == "list":
+        given = [x]
+        y = block(given)
+        return y + given[1]
     return block(x=x) if plan.passes == "keywords" else block(x)
 
 

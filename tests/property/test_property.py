@@ -88,11 +88,12 @@ def test_what_failed_once(case):
 @pytest.mark.parametrize("front", WAYS)
 def test_plain_steps(front, world):
     """Collectives of a step are counted (`plain_counts`), and forty steps take no memory beyond those before."""
-    plan = ModelPlan((BlockPlan(), BlockPlan("norm"), BlockPlan("twice")))
+    plan = ModelPlan((BlockPlan(), BlockPlan("norm"), BlockPlan("twice"), BlockPlan("again")))
     machine = Training()
     try:
         machine.start(plan, Way(front), world)
         machine.step(2, clips=True)
+        machine.steady(vain=True)
         machine.steady()
         before = rss()
         for _ in range(3):
