@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,11 +19,28 @@ from fullshard.comm.lanes import Lanes, Turns
 from fullshard.runtime.root import Root
 from fullshard.shard.bucket import Bucket
 from happens_before import Event, InFlight, Stream, World, muted, watched
-from models import EXAMPLES, GPT
+from models import Example, blocks_of
 from training import Options, shard
 from wrapped import Wrapping, wrap_example
 
-EXAMPLE = replace(EXAMPLES["gpt"], build=partial(GPT, 3))  # so many units that the first has to go before the last
+
+class Tower(nn.Module):
+    """Three blocks, so many that the first has to go before the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+EXAMPLE = Example(Tower, blocks_of, kind="vectors", width=4)
 SGD = {"lr": 1e-2, "momentum": 0.9, "foreach": False}
 
 
@@ -64,7 +80,7 @@ def evaluate(model: nn.Module, average: list[torch.Tensor]) -> None:
     swap(model, average)
 
 
-def train(model: nn.Module, micro_batches: int = 1, sync: bool = True, clips: bool = False, steps: int = 3) -> None:
+def train(model: nn.Module, micro_batches: int = 1, sync: bool = True, clips: bool = False, steps: int = 2) -> None:
     """Steps with an evaluation between any two."""
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     average = [parameter.detach().clone() for parameter in model.parameters()]
@@ -105,7 +121,7 @@ def plain(model: nn.Module, world: World) -> None:
 
 
 def accumulating(model: nn.Module, world: World) -> None:
-    train(model, micro_batches=2, steps=2)
+    train(model, micro_batches=2)
 
 
 def evaluating(model: nn.Module, world: World) -> None:
@@ -149,8 +165,8 @@ def swapped_after_a_failure(model: nn.Module, world: World) -> None:
 
 def swapped_after_a_broken_backward(model: nn.Module, world: World) -> None:
     average = [parameter.detach().clone() for parameter in model.parameters()]
-    norm: Any = model.blocks[0].norm1  # type: ignore[index]
-    handle = norm.register_full_backward_pre_hook(lambda module, grads: 1 / 0)
+    layer: Any = model.blocks[0][0]  # type: ignore[index]
+    handle = layer.register_full_backward_pre_hook(lambda module, grads: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 0).backward()
     handle.remove()
