@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import fully_shard, share_comm_ctx
 from test_method_effects import NeverSaysDone
-from training import LAYOUTS
 
-both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 CHUNKS, WIDTH = 2, 4
 
 
@@ -24,12 +22,12 @@ def chunk(index: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
-def sharded_chunks(layout: str, shared: str, **settings: object) -> list[nn.Module]:
+def sharded_chunks(shared: str, **settings: object) -> list[nn.Module]:
     chunks = [chunk(index) for index in range(CHUNKS)]
     for model in chunks:
         for layer in model:
-            fully_shard(layer, layout=layout, **settings)
-        fully_shard(model, layout=layout, **settings)
+            fully_shard(layer, **settings)
+        fully_shard(model, **settings)
     if shared == "before":
         share_comm_ctx(chunks)
     return chunks
@@ -74,15 +72,14 @@ def interleaved(chunks: list[nn.Module], batch) -> Tensor:
 SCHEDULES = {f.__name__: f for f in (one_after_the_other, two_micro_batches, interleaved)}
 
 
-@both_layouts
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shared", ["never", "before", "between"])
-def test_numbers_of_interleaved_roots(run_ranks, schedule, shared, layout):
-    assert all(run_ranks(as_one_process, schedule, shared, layout))
+def test_numbers_of_interleaved_roots(run_ranks, schedule, shared):
+    assert all(run_ranks(as_one_process, schedule, shared))
 
 
-def as_one_process(schedule: str, shared: str, layout: str) -> bool:
-    chunks, whole = sharded_chunks(layout, shared), [chunk(index) for index in range(CHUNKS)]
+def as_one_process(schedule: str, shared: str) -> bool:
+    chunks, whole = sharded_chunks(shared), [chunk(index) for index in range(CHUNKS)]
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(3):
         if step == 1 and shared == "between":
@@ -116,7 +113,7 @@ class HoldsOn(torch.autograd.Function):
 @pytest.mark.parametrize(("shared", "most"), [("never", 2), ("before", 1)])
 def test_reductions_in_flight_are_bounded_together(fake_world, shared, most):
     fake_world(4)
-    chunks = sharded_chunks("rows", shared, comm=NeverSaysDone(fullshard.TorchComm()))
+    chunks = sharded_chunks(shared, comm=NeverSaysDone(fullshard.TorchComm()))
     x = torch.ones(1, WIDTH)
 
     def nested() -> None:
@@ -140,7 +137,7 @@ def test_reductions_in_flight_are_bounded_together(fake_world, shared, most):
 def test_sharing_leaves_the_others_reductions_to_them(fake_world):
     """A root that recovers drops its own reductions in flight, not those of a root it shares with."""
     fake_world(2)
-    chunks = sharded_chunks("rows", "before")
+    chunks = sharded_chunks("before")
     for model in chunks:
         model(torch.ones(1, WIDTH)).sum().backward()
     first, second = (model._runner().root for model in chunks)
@@ -154,7 +151,7 @@ def test_sharing_leaves_the_others_reductions_to_them(fake_world):
 
 def test_what_cannot_share(fake_world):
     fake_world(2)
-    model = sharded_chunks("rows", "never")[0]
+    model = sharded_chunks("never")[0]
     with pytest.raises(fullshard.ConfigError, match="share a communication context"):
         share_comm_ctx([model, nn.Linear(2, 2)])
     model(torch.ones(1, WIDTH))

@@ -22,8 +22,9 @@ from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.cli.main import main
 from fullshard.insight.verify.causes import gradient_cause
 from models import EXAMPLES, Example, blocks_of
-from ways import WAYS, shard
+from ways import shard
 
+pytestmark = pytest.mark.gloo("verify hooks all optimizers of a process")
 WIDTH = 6
 
 
@@ -122,7 +123,7 @@ def verify_example(example: Example, **given: Any) -> Any:
 # Right programs.
 
 
-def right(name: str) -> dict[str, str]:
+def right() -> dict[str, str]:
     """Reports of right programs that are not ok, by what was verified."""
     wrong: dict[str, str] = {}
 
@@ -131,39 +132,27 @@ def right(name: str) -> dict[str, str]:
         if not report.ok:
             wrong[what] = str(report)
 
-    if name == "ways":
-        for way in WAYS:
-            for example in ("tied_within", "unused" if way == "wrapper" else "frozen"):
-                e = EXAMPLES[example]  # the wrapper refuses the frozen one: a FlatParameter is frozen as a whole
-                sharded = partial(shard, way=way, units=blocks_of)
-                check(f"{way} {example}", verify_example(e, shard_fn=sharded))
-    if name == "settings":
-        for way in ("rows", "flat", "wrapper", "originals"):
-            sharded = partial(shard, way=way, units=blocks_of)
-            given: dict[str, Any] = {"shard_fn": sharded, "steps": 1}
-            check(f"{way} tokens", verify_tied(micro_batches=2, no_sync=True, **TOKENS, **given))
-            check(f"{way} sum", verify_tied(reduction="sum", max_norm=0.5, micro_batches=2, **given))
-            dropping = partial(Tied, 0.5, False)
-            check(f"{way} dropout", fullshard.verify(dropping, tokens_of, next_token, micro_batches=2, **given))
-        for example in ("batch_norm", "two_types", "shapes", "checkpoint_outside"):
-            e = EXAMPLES[example]
-            sharded = partial(shard, way="rows", units=e.units)
-            check(example, verify_example(e, shard_fn=sharded))
-        for policy in (
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-            MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32),
-        ):
-            check(str(policy), verify_tied(shard_fn=partial(by_blocks, mp_policy=policy)))
-        check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
-        check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
-        check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
-        low = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for way in ("wrapper", "originals"):
-            sharded = partial(shard, way=way, units=blocks_of, mixed_precision=low)
-            check(f"{way} in low precision", verify_tied(shard_fn=sharded))
-        check("compiled", verify_tied(shard_fn=compiled))
-        check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
+    for way in ("rows", "owner", "wrapper", "originals"):
+        sharded = partial(shard, way=way, units=blocks_of)
+        given: dict[str, Any] = {"shard_fn": sharded, "steps": 1}
+        check(f"{way} tied", verify_example(EXAMPLES["tied_within"], shard_fn=sharded))
+        check(f"{way} tokens", verify_tied(micro_batches=2, no_sync=True, **TOKENS, **given))
+        dropping = partial(Tied, 0.5, False)
+        check(f"{way} dropout", fullshard.verify(dropping, tokens_of, next_token, micro_batches=2, **given))
+    check("sum", verify_tied(reduction="sum", max_norm=0.5, micro_batches=2, shard_fn=by_blocks))
+    for example in ("frozen", "unused", "batch_norm", "two_types", "shapes", "checkpoint_outside"):
+        e = EXAMPLES[example]
+        check(example, verify_example(e, shard_fn=partial(shard, way="rows", units=e.units)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
+    check("float16", verify_tied(shard_fn=partial(by_blocks, mp_policy=policy)))
+    check("bfloat16", fullshard.verify(lambda: Tied().bfloat16(), tokens_of, next_token, shard_fn=by_blocks))
+    low = fullshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    sharded = partial(shard, way="wrapper", units=blocks_of, mixed_precision=low)
+    check("wrapper in low precision", verify_tied(shard_fn=sharded))
+    check("the default way", verify_tied(train_step_fn=usual, optimizer_fn=momentum))
+    check("views", verify_tied(shard_fn=by_blocks, optimizer_fn=of_views))
+    check("compiled", verify_tied(shard_fn=compiled))
+    check("drawn after sharding", verify_tied(shard_fn=drawn_again, initial="copy"))
     return wrong
 
 
@@ -201,9 +190,8 @@ def test_on_meshes_of_two_dims(run_ranks):
         assert all(report.ok for report in reports), "\n".join(map(str, reports))
 
 
-@pytest.mark.parametrize("name", ["ways", "settings"])
-def test_right_programs_are_found_right(run_ranks, name):
-    for wrong in run_ranks(right, name, timeout=240):
+def test_right_programs_are_found_right(run_ranks):
+    for wrong in run_ranks(right, timeout=240):
         assert not wrong, "\n".join(f"{what}: {text}" for what, text in wrong.items())
 
 
@@ -532,8 +520,6 @@ def test_names_are_plain_within_checkpoint_wrappers_and_buffers_may_be_complex()
 PROGRAM = """
 import torch
 from torch import nn
-
-pytestmark = pytest.mark.gloo("verify hooks all optimizers of a process")
 
 def right():
     model_fn = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
