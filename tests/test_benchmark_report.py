@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SAME = "[2.0, 1.5, 1.0]"
+CODE = """
+import contextlib, io, json, pathlib, sys
+import live_memory, report, run, throughput
 
+def ended(act):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = act()
+        except SystemExit as error:
+            status = error.code
+    words = status if isinstance(status, str) else ""  # sys.exit says them
+    return int(bool(status)), out.getvalue(), err.getvalue() + words
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    """`code` where the benchmarks' own modules are, in a process of its own: their `models` is not the tests'."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+same, nan = [2.0, 1.5, 1.0], float("nan")
+for losses, differs in ((same, 0), ([2.0, 1.5, 1.1], 1), ([2.0, nan, 1.0], 1), ([nan, 1.5, 1.0], 1)):
+    quantity = throughput.loss_deviation({"ddp": same, "rows": losses})
+    status, out, err = ended(lambda: report.hand_back([quantity], None))
+    assert status == differs, (losses, err)
+    assert ("differs: throughput: loss, distance from DDP's: rows" in err) == ("DIFFERS" in out) == bool(differs), out
 
-
-@pytest.mark.parametrize(
-    ("losses", "differs"),
-    [(SAME, False), ("[2.0, 1.5, 1.1]", True), ("[2.0, float('nan'), 1.0]", True), ("[float('nan'), 1.5, 1.0]", True)],
-)
-def test_losses_that_differ_end_in_a_failure(losses, differs):
-    quantity = f"throughput.loss_deviation({{'ddp': {SAME}, 'rows': {losses}}})"
-    done = run(f"import throughput, report; report.hand_back([{quantity}], None)")
-    assert done.returncode == (1 if differs else 0), done.stderr
-    assert ("differs: throughput: loss, distance from DDP's: rows" in done.stderr) == differs
-    assert ("DIFFERS" in done.stdout) == differs
-
-
-@pytest.mark.parametrize(("peer", "fails"), [("wrapper-flat", True), ("fsdp2", False)])
-def test_memory_that_grows_ends_in_a_failure(peer, fails):
-    """Only Fullshard's own is its fault."""
-    code = f"""
-import live_memory, report
-live_memory.peak = lambda name, mesh: (10**8, 512 if name == {peer!r} else 0)
-report.hand_back(live_memory.measure(True), None)
-"""
-    done = run(code)
-    assert done.returncode == (1 if fails else 0), done.stderr
+for peer, fails in (("wrapper-flat", 1), ("fsdp2", 0)):  # only Fullshard's own is its fault
+    live_memory.peak = lambda name, mesh: (10**8, 512 if name == peer else 0)
+    status, out, err = ended(lambda: report.hand_back(live_memory.measure(True), None))
     said = f"grows: live_memory: peak live memory: {peer} (grows 512 B a step)"
-    assert (said in done.stderr) == fails and ("GROWS" in done.stdout) == fails
+    assert status == fails and (said in err) == ("GROWS" in out) == bool(fails), (peer, out, err)
 
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_the_whole_suite_fails_where_one_differs(tmp_path, differs):
-    """Through the samples' file, as from a benchmark's process to run.py's."""
-    samples = tmp_path / "samples.json"
-    made = f"[report.Quantity('b', 'q', 's', 'm', (report.Series('rows', (1.0,), differs={differs}),))]"
-    written = run(f"import report, pathlib; report.hand_back({made}, pathlib.Path({str(samples)!r}))")
-    assert written.returncode == 0, written.stderr
+samples = pathlib.Path(sys.argv[1])  # as from a benchmark's process to run.py's
+for differs in (False, True):
+    quantity = report.Quantity("b", "q", "s", "m", (report.Series("rows", (1.0,), differs=differs),))
+    assert ended(lambda: report.hand_back([quantity], samples))[0] == 0
     assert json.loads(samples.read_text())[0]["series"][0]["differs"] is differs
-    code = f"""
-import json, pathlib, sys, run
-run.run = lambda name, quick: run.load(json.loads(pathlib.Path({str(samples)!r}).read_text()))
-sys.argv = ["run.py", "--only", "traffic"]
-sys.exit(run.main())
+    run.run = lambda name, quick: run.load(json.loads(samples.read_text()))
+    sys.argv = ["run.py", "--only", "traffic"]
+    status, out, err = ended(run.main)
+    assert status == differs and ("differs: b: q: rows" in out) == differs, (out, err)
 """
-    done = run(code)
-    assert done.returncode == (1 if differs else 0), done.stderr
-    assert ("differs: b: q: rows" in done.stdout) == differs
+
+
+def test_what_differs_or_grows_ends_in_a_failure(tmp_path: Path) -> None:
+    """In a process of its own: the benchmarks' `models` is not the tests'."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    command = [sys.executable, "-c", CODE, str(tmp_path / "samples.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the engine does beyond PyTorch's: second backwards, compiled blocks, slow paths; and its pure schedule."""
+"""Compiled blocks, parameters that stay gathered over an optimizer's step, and the pure schedule of prefetches."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import copy
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fullshard
-from fullshard.comm import Costs
 from fullshard.runtime import Order
-
-both_layouts = pytest.mark.parametrize("layout", ["rows", "flat"])
 
 
 def small() -> nn.Sequential:
@@ -34,11 +30,11 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def sharded(model: nn.Sequential, layout: str, **settings: object) -> nn.Sequential:
+def sharded(model: nn.Sequential, **settings: object) -> nn.Sequential:
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fullshard.fully_shard(layer, layout=layout, **settings)
-    return fullshard.fully_shard(model, layout=layout, **settings)
+            fullshard.fully_shard(layer, **settings)
+    return fullshard.fully_shard(model, **settings)
 
 
 def batch(step: int = 0) -> Tensor:
@@ -46,39 +42,14 @@ def batch(step: int = 0) -> Tensor:
     return torch.randn(4, 5)
 
 
-def penalty(model: nn.Module) -> None:
-    """A loss with a penalty on the gradient of its input: parameters are needed by two backwards."""
-    x = batch().requires_grad_()
-    y = model(x).pow(2).sum()
-    (grad,) = torch.autograd.grad(y, x, create_graph=True)
-    (grad.pow(2).sum() + y).backward()
-
-
-@both_layouts
-def test_gradient_penalty_equals_one_process(run_ranks, layout: str) -> None:
-    assert max(run_ranks(penalty_error, layout)) < 1e-5
-
-
-def penalty_error(layout: str) -> float:
-    model, whole = sharded(small(), layout), small()
-    worst = 0.0
-    for _ in range(2):
-        penalty(model)
-        penalty(whole)
-        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            error = (mine.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
-            worst = max(worst, float(error))
-        model.zero_grad()
-        whole.zero_grad()
-    return worst
-
-
 BREAKS = {"before": 0, "after": 0, "wrapped_before": 0, "wrapped_after": 2, "whole": 4}  # graph breaks, as documented
 
 
-@both_layouts
-@pytest.mark.parametrize("when", BREAKS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.gloo("counts what Dynamo compiles in a process")
+@pytest.mark.parametrize(
+    ("when", "backend", "layout"),
+    [*((when, "aot_eager", "rows") for when in BREAKS), ("before", "inductor", "flat"), ("whole", "inductor", "rows")],
+)
 def test_compiled_blocks_give_the_same_numbers(run_ranks, layout: str, when: str, backend: str) -> None:
     for plain, compiled, breaks, graphs in run_ranks(compiled_losses, layout, when, backend, timeout=240):
         assert compiled == pytest.approx(plain, rel=1e-5)
@@ -119,45 +90,10 @@ def compiled_losses(layout: str, when: str, backend: str) -> tuple[list[float], 
     return losses[0], losses[1], sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
 
-@both_layouts
-def test_parameters_with_segments_of_their_own(run_ranks, layout: str) -> None:
-    """With a backend whose collectives cost nothing, rows gathers each parameter alone: same numbers, no staging."""
-    for losses, alone, staging in run_ranks(losses_with_costs, layout):
-        assert losses[0] == losses[1]
-        if layout == "rows":
-            assert alone and staging == 0
-
-
-def losses_with_costs(layout: str) -> tuple[list[list[float]], bool, int]:
-    class Free(fullshard.TorchComm):
-        def costs(self, axis: object) -> Costs:
-            return Costs(latency=0.0, copy_bandwidth=1.0)
-
-    losses, segments, staging = [], [], 0
-    for comm in ("torch", Free()):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
-        fullshard.fully_shard(model, layout=layout, comm=comm)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses.append([])
-        for step in range(3):
-            torch.manual_seed(step + dist.get_rank())
-            loss = model(torch.randn(4, 8)).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-        plan = model._runner().unit.buckets[0].layout
-        segments.append(len(plan.segments))
-        staging = sum(s.slice_numel for s in plan.segments if s.full_offset is None and s.slice_numel > 16)
-    return losses, segments[1] > segments[0], staging
-
-
-@both_layouts
-def test_null_comm_communicates_nothing(fake_world, layout: str) -> None:
+def test_null_comm_communicates_nothing(fake_world) -> None:
     fake_world(4)
     recording = fullshard.RecordingComm(fullshard.NullComm())
-    model = sharded(small(), layout, comm=recording)
+    model = sharded(small(), comm=recording)
     model(batch()).sum().backward()
     assert {call.verb for call in recording.calls} == {"gather", "reduce"}
     assert copy.deepcopy(model)._runner().settings.comm is recording
@@ -195,19 +131,18 @@ def test_user_hooks_see_torch_functions_enabled(fake_world) -> None:
     assert len(seen) == 1 and "weight" in seen[0]
 
 
-@both_layouts
 @pytest.mark.parametrize("how", ["kept", "unshard", "small"])
-def test_gathered_parameters_follow_the_optimizer(run_ranks, layout: str, how: str) -> None:
+def test_gathered_parameters_follow_the_optimizer(run_ranks, how: str) -> None:
     """Whatever stays gathered over an optimizer step, fused or not, is gathered anew and never used stale."""
-    for plain, kept in run_ranks(losses_with_kept_parameters, layout, how, world=4):
+    for plain, kept in run_ranks(losses_with_kept_parameters, how, world=4):
         assert kept == plain
 
 
-def losses_with_kept_parameters(layout: str, how: str) -> tuple[list[float], list[float]]:
+def losses_with_kept_parameters(how: str) -> tuple[list[float], list[float]]:
     losses = []
     for special in (False, True):
         settings = {"reshard_after_forward": 2} if how == "small" and special else {}
-        model = sharded(small(), layout, **settings)
+        model = sharded(small(), **settings)
         if how == "kept" and special:
             model.set_reshard_after_backward(False)
         optimizer = torch.optim.SGD(fullshard.optimizer_view(model), lr=0.1, fused=True)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+import memory_ranks
 from training import assert_same
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import, on every rank
@@ -49,14 +50,14 @@ def write_config(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pretrained(rank_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """What the first recipe wrote, in six steps, of which the last two after it was started again."""
     folder = tmp_path_factory.mktemp("recipes")
     config, out = write_config(folder / "config"), folder / "run"
     given = ["--config", str(config), *TINY]
     straight = str(folder / "straight")
     told = [
-        rank_pools.run(run, "pretrain", "--out", where, "--steps", steps, *given, timeout=120)
+        memory_ranks.run(run, "pretrain", "--out", where, "--steps", steps, *given, timeout=120)
         for where, steps in ((str(out), "4"), (str(out), "6"), (straight, "6"))
     ]
     return SimpleNamespace(out=out, model=out / "model-6", losses=told[:2], straight=told[2])
