@@ -10,6 +10,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 CODE = """
 import contextlib, io, json, pathlib, sys
+import torch.distributed
 import live_memory, report, run, throughput
 
 def ended(act):
@@ -33,6 +34,7 @@ for peer, fails in (("wrapper-flat", 1), ("fsdp2", 0)):  # only Fullshard's own 
     live_memory.peak = lambda name, mesh: (10**8, 512 if name == peer else 0)
     status, out, err = ended(lambda: report.hand_back(live_memory.measure(True), None))
     said = f"grows: live_memory: peak live memory: {peer} (grows 512 B a step)"
+    torch.distributed.destroy_process_group()
     assert status == fails and (said in err) == ("GROWS" in out) == bool(fails), (peer, out, err)
 
 samples = pathlib.Path(sys.argv[1])  # as from a benchmark's process to run.py's
