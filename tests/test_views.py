@@ -51,13 +51,6 @@ def clipped(layout: str, how: str) -> list[str]:
     return [f"{n}: {found[n]}" for n, p in plain.named_parameters() if not torch.allclose(found[n], p.grad)]
 
 
-@pytest.mark.further  # the next test runs one of each
-@pytest.mark.parametrize("how", ["views", "and parameters", "some"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_clipping_is_by_the_norm_of_all_ranks_each(run_ranks, layout, how):
-    assert run_ranks(clipped, layout, how) == [[], []]
-
-
 def test_clipping_is_by_the_norm_of_all_ranks(run_ranks):
     for layout, how in zip(LAYOUTS, ["views", "and parameters", "some"], strict=True):
         assert run_ranks(clipped, layout, how) == [[], []], (layout, how)
