@@ -584,6 +584,7 @@ def poisoning(resize: Callable[..., Any]) -> Callable[..., Any]:
     def tail(storage: torch.UntypedStorage, start: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(storage, start, (storage.nbytes() - start,))
 
+    @unseen
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         kept = min(storage.nbytes(), nbytes)
         if storage.device.type != "cpu":

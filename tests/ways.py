@@ -7,6 +7,8 @@ wrapper, originals          `FullyShardedDataParallel` with one FlatParameter pe
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +24,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from models import Example, blocks_of
-from training import compare_tensors, full, full_gradients, full_parameters, mesh_of
+from training import assert_same, compare_tensors, full, full_gradients, full_parameters, mesh_of
 from wrapped import whole_gradients as wrapped_gradients
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,30 @@ WIDTH = 5  # rows, biases and columns do not divide by two ranks
 WIDE = 6
 
 Units = Callable[[nn.Module], Iterable[Any]]  # the modules that become units besides the root, bottom-up
+
+
+# Tests.
+
+
+def on_ranks(body: Callable[..., Any] | None = None, *, world: int = 2) -> Any:
+    """A test that every rank performs. It may return problems, which fail it."""
+    if body is None:
+        return partial(on_ranks, world=world)
+
+    def test(run_ranks: Callable, **given: Any) -> None:
+        __tracebackhide__ = True
+        found = run_ranks(perform, body.__module__, body.__name__, given, world=world)
+        assert_same([problems or [] for problems in found])
+
+    names = ["run_ranks", *inspect.signature(body).parameters]
+    test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])  # type: ignore[attr-defined]
+    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+    test.body = body  # type: ignore[attr-defined]
+    return test
+
+
+def perform(module: str, name: str, given: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(module), name).body(**given)
 
 
 # Sharding.
@@ -137,8 +163,10 @@ def without_sync(model: nn.Module) -> Iterator[None]:
             yield
     elif hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
     else:
         yield
 

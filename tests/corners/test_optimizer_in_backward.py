@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fullshard
-from training import assert_same
 from ways import (
     LAYOUTS,
-    WAYS,
     backward,
     differences,
     error_of,
     named_error,
+    on_ranks,
     one_process,
     shard,
     two_layers,
@@ -27,8 +26,6 @@ from ways import (
     wide_batch,
     wrap,
 )
-
-hooked = pytest.mark.parametrize("hook", [False, True], ids=["no_hook", "hook"])
 
 
 def attach(model: nn.Module, hook: bool) -> None:
@@ -48,7 +45,9 @@ def stepped(model: nn.Module, where: str) -> list[str]:
     return problems + ([f"{where}: {left} keep gradients"] if left else [])
 
 
-def with_original_parameters(when: str, hook: bool) -> list[str]:
+@pytest.mark.parametrize(("when", "hook"), [("before", True), ("after", False)])
+@on_ranks
+def test_original_parameters_step_in_backward(when: str, hook: bool) -> list[str]:
     """As PyTorch's wrapper does: whether attached before wrapping or after it, and whether a hook was asked for."""
     problems = []
     for library in (torch_fsdp, fullshard):
@@ -62,18 +61,13 @@ def with_original_parameters(when: str, hook: bool) -> list[str]:
     return problems
 
 
-@hooked
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_original_parameters_step_in_backward(run_ranks, when, hook):
-    assert_same(run_ranks(with_original_parameters, when, hook, timeout=20))
-
-
-def with_flat_parameters(hook: bool) -> list[str]:
+@on_ranks
+def test_flat_parameters_refuse_it() -> list[str]:
     """PyTorch's raises a RuntimeError at the first forward; so do we, and the model stays as it was."""
     problems = []
     for library in (torch_fsdp, fullshard):
         model = shard(two_layers(), "wrapper", library=library)
-        attach(model, hook)
+        attach(model, True)
         error = error_of(lambda m=model: backward(m, 0))
         if library is fullshard:
             problems += named_error(error, "use_orig_params=True", kinds=RuntimeError, where="ours")
@@ -82,40 +76,28 @@ def with_flat_parameters(hook: bool) -> list[str]:
     return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
-@hooked
-def test_flat_parameters_refuse_it(run_ranks, hook):
-    assert_same(run_ranks(with_flat_parameters, hook, timeout=20))
-
-
-def of_shards(layout: str, hook: bool) -> list[str]:
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@on_ranks
+def test_sharded_parameters_step_in_backward(layout: str) -> list[str]:
     """Attached to sharded parameters they step in backward as well (PyTorch's `fully_shard` ignores them)."""
+    hook = layout == "rows"
     model = shard(two_layers(), layout)
     attach(model, hook)
     return stepped(model, layout)
 
 
-@hooked
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_parameters_step_in_backward(run_ranks, layout, hook):
-    assert_same(run_ranks(of_shards, layout, hook, timeout=20))
-
-
-def of_replaced(way: str, hook: bool) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+@on_ranks
+def test_optimizers_of_parameters_that_were_replaced(way: str) -> list[str]:
     """Attached to parameters that sharding replaces: named at the latest by the first backward, or followed."""
     model = two_layers()
-    attach(model, hook)
+    attach(model, True)
     try:
         model = shard(model, way)
         backward(model, 0)
     except fullshard.FullshardError as error:
         return [] if "optimizer" in str(error).lower() else [f"{way}: {error}"]
     return differences(way, whole_state(model), whole_state(one_process(1, optimizer=sgd)[0]))
-
-
-@hooked
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "originals"])
-def test_optimizers_of_parameters_that_were_replaced(run_ranks, way, hook):
-    assert_same(run_ranks(of_replaced, way, hook, timeout=20))
 
 
 class Heads(nn.Module):
@@ -139,7 +121,9 @@ def sharded_heads(way: str) -> Any:
     return wrap(model, use_orig_params=True)
 
 
-def of_some_ranks(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "originals"])
+@on_ranks
+def test_parameters_used_on_some_ranks_are_stepped_on_all(way: str) -> list[str]:
     """A parameter that only the other rank used is stepped on this one as well, once; one that none used is not."""
     model, reference = sharded_heads(way), Heads()
     _apply_optimizer_in_backward(torch.optim.Adam, list(model.parameters()), {"lr": 0.1}, register_hook=False)
@@ -155,12 +139,9 @@ def of_some_ranks(way: str) -> list[str]:
     return problems + differences(way, whole_state(model), dict(reference.state_dict()))
 
 
-@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
-def test_parameters_used_on_some_ranks_are_stepped_on_all(run_ranks, way):
-    assert_same(run_ranks(of_some_ranks, way, timeout=20))
-
-
-def of_views(when: str) -> list[str]:
+@pytest.mark.parametrize("when", ["before a step", "after a step"])
+@on_ranks
+def test_optimizer_views_refuse_it(when: str) -> list[str]:
     """An `optimizer_view` covers several parameters, whose gradients need not be complete at once: refused by name."""
     model = shard(two_layers(), "rows")
     if when == "after a step":
@@ -169,8 +150,3 @@ def of_views(when: str) -> list[str]:
         view._in_backward_optimizers = [sgd([view])]  # as `_apply_optimizer_in_backward` does
     error = error_of(lambda: backward(model, 1))
     return named_error(error, "optimizer_view", kinds=fullshard.PhaseError, where="views")
-
-
-@pytest.mark.parametrize("when", ["before a step", "after a step"])
-def test_optimizer_views_refuse_it(run_ranks, when):
-    assert_same(run_ranks(of_views, when, timeout=20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from typing import Any
 
@@ -10,21 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.distributed.optim import _NamedOptimizer
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType, StateDictType, state_dict
-from training import assert_same
+from fullshard.state_dict import StateDictOptions
 from ways import (
-    LAYOUTS,
-    WAYS,
     WRAPPERS,
     adam,
     alone,
     differences,
     error_of,
+    every_wrapper,
+    inner,
     named_error,
+    on_ranks,
     one_process,
     shard,
     train,
@@ -33,27 +36,21 @@ from ways import (
     whole_state,
 )
 
-fronts = pytest.mark.parametrize("way", WAYS)
-wrappers = pytest.mark.parametrize("way", WRAPPERS)
-FULL = state_dict.StateDictOptions(full_state_dict=True)
+three_ways = pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+FULL = StateDictOptions(full_state_dict=True)
+NAMES = ["0.weight", "2.weight"]
 
 
-def trained(way: str, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = shard(two_layers(), way)
+def trained(way: str, steps: int = 2, library: Any = fullshard, **units: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = shard(two_layers(), way, library=library, **units)
     optimizer = adam(model.parameters())
     train(model, optimizer, range(steps))
     return model, optimizer
 
 
-def saved_by(model: Any, optimizer: Any, kind: str = "FULL_STATE_DICT", **config: Any) -> Any:
-    configs = (fullshard.FullStateDictConfig(**config), fullshard.FullOptimStateDictConfig(**config))
-    with FSDP.state_dict_type(model, StateDictType[kind], *(configs if config else ())):
-        return FSDP.optim_state_dict(model, optimizer)
-
-
-def loads_of(model: Any, optimizer: Any, saved: Any, kind: str = "FULL_STATE_DICT", **more: Any) -> Any:
+def saved_by(model: Any, optimizer: Any, kind: str = "FULL_STATE_DICT") -> Any:
     with FSDP.state_dict_type(model, StateDictType[kind]):
-        return FSDP.optim_state_dict_to_load(model, optimizer, saved, **more)
+        return FSDP.optim_state_dict(model, optimizer)
 
 
 def step_counts(state: dict[str, Any]) -> dict[str, float]:
@@ -63,204 +60,149 @@ def step_counts(state: dict[str, Any]) -> dict[str, float]:
 # Named optimizers.
 
 
-def named(way: str, load_directly: bool) -> list[str]:
-    """A named optimizer resumes: it finds its keys, which are those of the wrapped model, and goes on."""
+@every_wrapper
+@on_ranks
+def test_a_named_optimizer_finds_its_keys(way: str) -> list[str]:
+    """It resumes: its keys are those of the wrapped model."""
     problems = []
     for library in (torch_fsdp, fullshard):
-        where = library.__name__
-        source = shard(two_layers(), way, alone, library=library)
-        optimizer = adam(source.parameters())
-        train(source, optimizer, range(2))
-        wrapper = library.FullyShardedDataParallel
-        with warnings.catch_warnings(), wrapper.state_dict_type(source, library.StateDictType.FULL_STATE_DICT):
+        wrapper, full = library.FullyShardedDataParallel, library.StateDictType.FULL_STATE_DICT
+        source, optimizer = trained(way, library=library, units=alone)
+        with warnings.catch_warnings(), wrapper.state_dict_type(source, full):
             warnings.simplefilter("ignore")
             weights, saved = source.state_dict(), wrapper.optim_state_dict(source, optimizer)
         model = shard(two_layers(), way, alone, library=library)
-        with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
+        with wrapper.state_dict_type(model, full):
             model.load_state_dict(weights)
         groups = [{"params": list(model.parameters())}]
         loaded: Any = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, lr=0.1, eps=1e-3)
         loaded.init_state()
-        with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
-            state = wrapper.optim_state_dict_to_load(
-                model, loaded, saved, is_named_optimizer=True, load_directly=load_directly
-            )
+        given = {"is_named_optimizer": True, "load_directly": way == "wrapper"}
+        with wrapper.state_dict_type(model, full):
+            state = wrapper.optim_state_dict_to_load(model, loaded, saved, **given)
         names = [name for name, _ in model.named_parameters()]
-        if not state["state"].keys() <= set(names) or [g["params"] for g in state["param_groups"]] != [names]:
-            problems.append(f"{where}: keys {[*state['state']]} where {names} are the optimizer's")
-        if not load_directly:
+        assert state["state"].keys() <= set(names) and [g["params"] for g in state["param_groups"]] == [names], library
+        if way != "wrapper":
             loaded.load_state_dict(state)
         train(model, loaded, range(2, 3))
         if library is torch_fsdp and way == "originals":
             continue  # its keys are right, and what it trains is not
-        reference, _ = one_process(3)
-        with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
-            problems += differences(where, model.state_dict(), dict(reference.state_dict()))
+        with wrapper.state_dict_type(model, full):
+            problems += differences(library.__name__, model.state_dict(), dict(one_process(3)[0].state_dict()))
     return problems
 
 
-@wrappers
-@pytest.mark.parametrize("load_directly", [False, True])
-def test_a_named_optimizer_finds_its_keys(run_ranks, way, load_directly):
-    assert_same(run_ranks(named, way, load_directly, timeout=20))
-
-
-def names_kept(way: str) -> list[str]:
+@every_wrapper
+@on_ranks
+def test_names_of_an_optimizers_parameters_stay(way: str) -> None:
     """`torch.optim` with names: what it is given to load lists them, as PyTorch's does."""
     model = shard(two_layers(), way, alone)
     optimizer = adam(model.named_parameters())
     train(model, optimizer, range(1))
-    state = loads_of(model, optimizer, saved_by(model, optimizer))
-    got, want = state["param_groups"][0].get("param_names"), [name for name, _ in model.named_parameters()]
-    return [] if got == want else [f"param_names {got} where {want} are wanted"]
-
-
-@wrappers
-def test_names_of_an_optimizers_parameters_stay(run_ranks, way):
-    assert_same(run_ranks(names_kept, way, timeout=20))
+    saved = saved_by(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
 
 
 # Steps.
 
 
-def counts(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+@on_ranks
+def test_steps_are_those_of_a_rank_that_owns_something(way: str) -> None:
     """State made for all parameters beforehand (to load into), also on ranks that own nothing of some."""
     model = shard(two_layers(), way, alone)
     optimizer = adam(model.parameters())
     state_dict.get_optimizer_state_dict(model, optimizer)
     train(model, optimizer, range(2))
-    want = dict.fromkeys(["0.weight", "2.weight"], 2.0)
-    found = {"get_optimizer_state_dict": state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)}
+    found = [state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)]
     if way in WRAPPERS:
-        found |= {kind: saved_by(model, optimizer, kind) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")}
-    return [f"{name}: {step_counts(s)}" for name, s in found.items() if step_counts(s) != want]
-
-
-@fronts
-def test_steps_are_those_of_a_rank_that_owns_something(run_ranks, way):
-    assert_same(run_ranks(counts, way, timeout=20))
-
-
-def stale_counts() -> list[str]:
-    """The same with state by hand: a rank's state of a parameter of which it holds nothing counts for nothing."""
-    model, optimizer = trained("originals")
-    model = shard(two_layers(), "originals", alone)
-    optimizer = adam(model.parameters())
-    train(model, optimizer, range(2))
-    for parameter in model.parameters():
-        if not parameter.numel():
-            optimizer.state[parameter] = {
-                "step": torch.tensor(77.0),
-                "exp_avg": torch.empty(0),
-                "exp_avg_sq": torch.empty(0),
-            }
-    got = step_counts(saved_by(model, optimizer))
-    return [] if set(got.values()) == {2.0} else [f"steps {got}"]
-
-
-def test_state_of_a_parameter_without_elements_counts_for_nothing(run_ranks):
-    assert_same(run_ranks(stale_counts, timeout=20))
+        found += [saved_by(model, optimizer, kind) for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")]
+        for parameter in model.parameters():  # and where it was made by hand
+            if not parameter.numel():
+                optimizer.state[parameter] = {"step": torch.tensor(77.0), "exp_avg": torch.empty(0)}
+                optimizer.state[parameter]["exp_avg_sq"] = torch.empty(0)
+        found.append(saved_by(model, optimizer))
+    for state in found:
+        assert step_counts(state) == dict.fromkeys(NAMES, 2.0)
 
 
 # State missing for a part of what one optimizer tensor holds.
 
 
-def missing_part(missing: str) -> list[str]:
-    """`missing`: a parameter's whole state, or one key of it; PyTorch raises a ValueError, on every rank."""
-    problems = []
-    for library in (torch_fsdp, fullshard):
-        model = shard(two_layers(), "wrapper", alone, library=library)
-        optimizer = adam(model.parameters())
-        train(model, optimizer, range(2))
-        wrapper = library.FullyShardedDataParallel
-        with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
-            saved = wrapper.optim_state_dict(model, optimizer)
-            if missing == "parameter":
-                del saved["state"]["2.weight"]
-            else:
-                del saved["state"]["2.weight"][missing]
-            before = copy.deepcopy(optimizer.state_dict()["state"])
-            error = error_of(
-                lambda w=wrapper, m=model, o=optimizer, s=saved: w.optim_state_dict_to_load(m, o, s, load_directly=True)
-            )
-        if library is torch_fsdp:
-            if not isinstance(error, ValueError):
-                problems.append(f"PyTorch's: {error!r}")
-            continue
-        problems += named_error(error, "2.weight", kinds=ValueError, where="ours")
-        problems += differences("left as it was", optimizer.state_dict()["state"][0], before[0])
-        error = error_of(
-            lambda m=model, o=optimizer, s=saved: state_dict.set_optimizer_state_dict(m, o, s, options=FULL)
-        )
-        problems += named_error(error, "2.weight", kinds=ValueError, where="set_optimizer_state_dict")
-    return problems
+def lacking(saved: dict[str, Any], missing: str) -> dict[str, Any]:
+    """Without the second weight's whole state, or one key of it."""
+    states = saved["state"] if missing == "parameter" else saved["state"]["2.weight"]
+    del states["2.weight" if missing == "parameter" else missing]
+    return saved
 
 
 @pytest.mark.parametrize("missing", ["parameter", "exp_avg", "step"])
-def test_state_missing_for_a_part_of_a_flat_parameter(run_ranks, missing):
-    assert_same(run_ranks(missing_part, missing, timeout=20))
-
-
-def missing_part_of_view(missing: str) -> list[str]:
-    """The same for an `optimizer_view`, which covers several parameters as well."""
+@on_ranks
+def test_state_missing_for_a_part_of_one_tensor(missing: str) -> list[str]:
+    """A flat parameter's raises a ValueError on every rank, as PyTorch's; so does an optimizer view's."""
+    for library in (torch_fsdp, fullshard):
+        model, optimizer = trained("wrapper", library=library, units=alone)
+        wrapper = library.FullyShardedDataParallel
+        with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
+            saved = lacking(wrapper.optim_state_dict(model, optimizer), missing)
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            load = wrapper.optim_state_dict_to_load
+            with pytest.raises(ValueError, match=None if library is torch_fsdp else r"2\.weight"):
+                load(model, optimizer, saved, load_directly=True)
+    problems = differences("left as it was", optimizer.state_dict()["state"][0], before[0])
+    error = error_of(lambda: state_dict.set_optimizer_state_dict(model, optimizer, saved, options=FULL))
+    problems += named_error(error, "2.weight", kinds=ValueError, where="set_optimizer_state_dict")
     model = shard(two_layers(), "flat", alone)
     optimizer = adam(fullshard.optimizer_view(model))
     train(model, optimizer, range(2))
-    saved = fullshard.optimizer_state_dict(model, optimizer)
-    if missing == "parameter":
-        del saved["state"]["2.weight"]
-    else:
-        del saved["state"]["2.weight"][missing]
+    saved = lacking(fullshard.optimizer_state_dict(model, optimizer), missing)
     error = error_of(lambda: fullshard.load_optimizer_state_dict(model, optimizer, saved))
-    return named_error(error, "2.weight", kinds=fullshard.CheckpointError, where=missing)
-
-
-@pytest.mark.parametrize("missing", ["parameter", "exp_avg", "step"])
-def test_state_missing_for_a_part_of_an_optimizer_view(run_ranks, missing):
-    assert_same(run_ranks(missing_part_of_view, missing, timeout=20))
+    return problems + named_error(error, "2.weight", kinds=fullshard.CheckpointError, where="a view")
 
 
 # State dicts without groups, and without the state of some parameters.
 
 
-def without_groups(way: str) -> list[str]:
+def loaded_problems(where: str, optimizer: Any, state: dict[str, Any], kept: list[int]) -> list[str]:
+    """That what is to be loaded is the optimizer's own state, of the parameters in `kept` that have elements here."""
+    own, parameters = optimizer.state_dict()["state"], optimizer.param_groups[0]["params"]
+    want = {number: own[number] for number in kept if parameters[number].numel()}
+    if not want.keys() <= state["state"].keys() <= set(kept):
+        return [f"{where}: state of {[*state['state']]} where {[*want]} is wanted"]
+    return [p for number in want for p in differences(f"{where} {number}", state["state"][number], want[number])]
+
+
+@every_wrapper
+@on_ranks
+def test_state_dicts_without_groups(way: str) -> list[str]:
     """Every function takes them: values are loaded, settings stay the optimizer's."""
     model, optimizer = trained(way)
     groupless = {"state": saved_by(model, optimizer)["state"]}
-    names = {"0.weight", "2.weight"}
-    own = {"state": optimizer.state_dict()["state"]}
     with warnings.catch_warnings(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         warnings.simplefilter("ignore")
-        collected = FSDP.optim_state_dict(model, optimizer, own)
+        collected = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
         numbered = FSDP.rekey_optim_state_dict(groupless, OptimStateKeyType.PARAM_ID, two_layers())
         loaded = {
             "optim_state_dict_to_load": FSDP.optim_state_dict_to_load(model, optimizer, groupless),
             "shard_full": FSDP.shard_full_optim_state_dict(groupless, model, optim=optimizer),
             "flatten_sharded": FSDP.flatten_sharded_optim_state_dict(groupless, model, optimizer),
         }
-    problems = [] if collected["state"].keys() == names else [f"collected {[*collected['state']]}"]
-    problems += [] if numbered["state"].keys() == {0, 1} else [f"numbered {[*numbered['state']]}"]
-    want = optimizer.state_dict()["state"]
-    for where, state in loaded.items():
-        for number, own in want.items():
-            if optimizer.param_groups[0]["params"][number].numel():
-                problems += differences(f"{where} {number}", state["state"].get(number, {}), own)
-    return problems
+    assert collected["state"].keys() == set(NAMES) and numbered["state"].keys() == {0, 1}
+    return [p for where, state in loaded.items() for p in loaded_problems(where, optimizer, state, [0, 1])]
 
 
-@wrappers
-def test_state_dicts_without_groups(run_ranks, way):
-    assert_same(run_ranks(without_groups, way, timeout=20))
-
-
-def sent_from_rank0(way: str, how: str) -> list[str]:
-    """State dicts that only rank 0 has, without groups or without the state of a parameter."""
+@every_wrapper
+@pytest.mark.parametrize("lacks", ["groups", "state"])
+@on_ranks
+def test_state_dicts_of_rank_0_that_lack_something(way: str, lacks: str) -> list[str]:
     model, optimizer = trained(way)
     saved = saved_by(model, optimizer)
-    if how == "groups":
+    if lacks == "groups":
         del saved["param_groups"]
     else:
-        del saved["state"]["2.weight"]
+        lacking(saved, "parameter")
     mine = saved if dist.get_rank() == 0 else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -268,93 +210,81 @@ def sent_from_rank0(way: str, how: str) -> list[str]:
     config = fullshard.FullStateDictConfig(rank0_only=True), fullshard.FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *config):
         sent = FSDP.optim_state_dict_to_load(model, optimizer, mine or {})
-    problems, want = [], optimizer.state_dict()["state"]
-    kept = [0, 1] if how == "groups" else [0]
-    for where, state in (("scatter", scattered), ("rank0_only", sent)):
-        expected = {i: want[i] for i in kept if optimizer.param_groups[0]["params"][i].numel()}
-        if state["state"].keys() != expected.keys():
-            problems.append(f"{where}: state of {[*state['state']]} where {[*expected]} is wanted")
-            continue
-        for number, own in expected.items():
-            problems += differences(f"{where} {number}", state["state"][number], own)
+    kept = [0, 1] if lacks == "groups" else [0]
+    states = {"scatter": scattered, "rank0_only": sent}
+    return [p for where, state in states.items() for p in loaded_problems(where, optimizer, state, kept)]
+
+
+@three_ways
+@on_ranks
+def test_setting_state_without_groups_and_of_frozen_parameters(way: str) -> list[str]:
+    """`set_state_dict` takes both; training goes on as one process does."""
+    problems = []
+    for freezes, flatten in ((False, False), (True, False), (True, True)):
+        for full in (False, True):
+
+            def make(freezes: bool = freezes) -> Any:
+                model = two_layers()
+                model[2].requires_grad_(not freezes)
+                return model
+
+            def sharded(freezes: bool = freezes) -> Any:
+                model = shard(two_layers(), way)
+                inner(model)[2].requires_grad_(not freezes)
+                return model
+
+            options = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
+            source, model = sharded(), sharded()
+            optimizer, loaded = adam(source.parameters()), adam(model.parameters())
+            train(source, optimizer, range(2))
+            weights, saved = state_dict.get_state_dict(source, optimizer, options=options)
+            if not freezes:
+                del saved["param_groups"]
+            state_dict.set_state_dict(model, loaded, model_state_dict=weights, optim_state_dict=saved, options=options)
+            train(model, loaded, range(2, 3))
+            where = f"frozen {freezes}, flat {flatten}, full {full}"
+            problems += differences(where, whole_state(model), whole_state(one_process(3, make)[0]))
     return problems
 
 
-@wrappers
-@pytest.mark.parametrize("how", ["groups", "state"])
-def test_state_dicts_of_rank_0_that_lack_something(run_ranks, way, how):
-    assert_same(run_ranks(sent_from_rank0, way, how, timeout=20))
-
-
-def set_without_groups(way: str, full: bool) -> list[str]:
-    """`set_optimizer_state_dict` takes them too; training goes on as one process does."""
-    source, optimizer = trained(way)
-    options = state_dict.StateDictOptions(full_state_dict=full)
-    weights, saved = state_dict.get_state_dict(source, optimizer, options=options)
-    del saved["param_groups"]
-    model = shard(two_layers(), way)
-    loaded = adam(model.parameters())
-    state_dict.set_state_dict(model, loaded, model_state_dict=weights, optim_state_dict=saved, options=options)
-    train(model, loaded, range(2, 3))
-    return differences("", whole_state(model), whole_state(one_process(3)[0]))
-
-
-@fronts
-@pytest.mark.parametrize("full", [False, True])
-def test_setting_state_without_groups(run_ranks, way, full):
-    assert_same(run_ranks(set_without_groups, way, full, timeout=20))
-
-
-def frozen(way: str, flatten: bool, full: bool) -> list[str]:
-    """A frozen parameter is listed in the groups and has no state: saving and loading know that."""
-
-    def freeze(model: Any) -> Any:
-        model[2].requires_grad_(False) if way in LAYOUTS else model.module[2].requires_grad_(False)
-        return model
-
-    source = freeze(shard(two_layers(), way))
-    optimizer = adam(source.parameters())
-    train(source, optimizer, range(2))
-    options = state_dict.StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flatten)
-    weights, saved = state_dict.get_state_dict(source, optimizer, options=options)
-    model = freeze(shard(two_layers(), way))
-    loaded = adam(model.parameters())
-    state_dict.set_state_dict(model, loaded, model_state_dict=weights, optim_state_dict=saved, options=options)
-    train(model, loaded, range(2, 3))
-
-    def make() -> Any:
-        made = two_layers()
-        made[2].requires_grad_(False)
-        return made
-
-    return differences("", whole_state(model), whole_state(one_process(3, make)[0]))
-
-
-@fronts
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("flatten", [False, True])
-def test_parameters_that_groups_list_and_that_have_no_state(run_ranks, way, flatten, full):
-    assert_same(run_ranks(frozen, way, flatten, full, timeout=20))
-
-
-def lacks_a_parameter(way: str) -> list[str]:
-    """State that a trained parameter lacks: refused by name where strict, as PyTorch does; else it begins anew."""
+@three_ways
+@on_ranks
+def test_state_that_lacks_a_trained_parameter(way: str) -> list[str]:
+    """Refused by name where strict, as PyTorch does; else it begins anew."""
     model, optimizer = trained(way)
-    saved = state_dict.get_optimizer_state_dict(model, optimizer, options=FULL)
-    saved = {**saved, "state": {name: own for name, own in saved["state"].items() if name != "2.weight"}}
-    fresh = adam(model.parameters())
-    error = error_of(lambda: state_dict.set_optimizer_state_dict(model, fresh, saved, options=FULL))
-    problems = []
-    if not isinstance(error, RuntimeError) or "2.weight" not in str(error):
-        problems.append(f"strict: {error!r}")
-    loose = state_dict.StateDictOptions(full_state_dict=True, strict=False)
-    fresh = adam(model.parameters())
+    saved = lacking(state_dict.get_optimizer_state_dict(model, optimizer, options=FULL), "parameter")
+    with pytest.raises(RuntimeError, match=r"2\.weight"):
+        state_dict.set_optimizer_state_dict(model, adam(model.parameters()), saved, options=FULL)
+    loose, fresh = StateDictOptions(full_state_dict=True, strict=False), adam(model.parameters())
     state_dict.set_optimizer_state_dict(model, fresh, saved, options=loose)
     again = state_dict.get_optimizer_state_dict(model, fresh, options=FULL)
-    got = {f"{key}": whole(value) for key, value in again["state"]["0.weight"].items()}
-    return problems + differences("loose", got, saved["state"]["0.weight"])
+    got = {key: whole(value) for key, value in again["state"]["0.weight"].items()}
+    return differences("loose", got, saved["state"]["0.weight"])
 
 
-@fronts
-def test_state_that_lacks_a_trained_parameter(run_ranks, way):
-    assert_same(run_ranks(lacks_a_parameter, way, timeout=20))
+# Time.
+
+
+def calls_to_match(modules: int, orig: bool) -> int:
+    """Python calls that the optimizer's state takes to be matched, with that many wrapped modules."""
+    model = nn.Sequential(*(FSDP(nn.Linear(2, 2), use_orig_params=orig) for _ in range(modules)))
+    root, calls = FSDP(model, use_orig_params=orig), 0
+    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    saved_by(root, optimizer, "SHARDED_STATE_DICT")
+    sys.setprofile(count)
+    try:
+        saved_by(root, optimizer, "SHARDED_STATE_DICT")
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@every_wrapper
+def test_optimizer_state_is_matched_in_linear_time(fake_world, way):
+    fake_world(2)
+    assert calls_to_match(160, WRAPPERS[way]) < 2.5 * calls_to_match(80, WRAPPERS[way])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fullshard
 from models import blocks_of
-from training import assert_same
 from ways import (
     WIDE,
     Block,
@@ -27,15 +26,16 @@ from ways import (
     gradient_problems,
     inner,
     mean_square,
+    on_ranks,
     right_or_named,
     shard,
-    some_ways,
     wide_batch,
 )
 
-# Views of parameters.
+three_ways = pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+Given = dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]]  # what is given, and made into a tensor
 
-GIVEN: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+VIEWS: Given = {
     "the weight": (lambda block, y: (y, block.up.weight), lambda out: out[0] @ out[1]),
     "its transpose": (lambda block, y: (y, block.up.weight.t()), lambda out: out[0] @ out[1]),
     "a row": (lambda block, y: {"y": y, "row": block.up.weight[2]}, lambda out: out["y"] * out["row"]),
@@ -45,42 +45,30 @@ GIVEN: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] =
 }
 
 
-def given_view(way: str, what: str) -> list[str]:
-    give, join = GIVEN[what]
-    build = lambda: Network(lambda: Block(give), join)  # noqa: E731
+def giving(give: Callable, join: Callable) -> Callable[[], nn.Module]:
+    return lambda: Network(lambda: Block(give), join)
+
+
+@three_ways
+@pytest.mark.parametrize("what", VIEWS)
+@on_ranks
+def test_a_view_of_a_parameter_among_the_outputs(way: str, what: str) -> list[str]:
     name = "bias" if "bias" in what else "weight"
-    return right_or_named(way, build, mean_square, (f"blocks.1.up.{name}", "remedy"), after=None)
+    return right_or_named(way, giving(*VIEWS[what]), mean_square, (f"blocks.1.up.{name}", "remedy"), after=None)
 
 
-@pytest.mark.parametrize("what", GIVEN)
-@some_ways
-def test_a_view_of_a_parameter_among_the_outputs(run_ranks, way, what):
-    assert_same(run_ranks(given_view, way, what, timeout=20))
-
-
-def evaluated_view(way: str) -> list[str]:
+@three_ways
+@on_ranks
+def test_a_view_of_a_parameter_in_evaluation(way: str) -> None:
     """The same without gradients; and a copy of the parameter, which is anyone's."""
-    problems = []
-    copies = lambda: Network(lambda: Block(lambda b, y: (y, b.up.weight.clone())), lambda o: o[0] @ o[1])  # noqa: E731
-    views = lambda: Network(lambda: Block(lambda b, y: (y, b.up.weight.t())), lambda o: o[0] @ o[1])  # noqa: E731
-    for build, may_raise in ((copies, False), (views, True)):
-        model, plain, x = shard(build(), way, blocks_of), build(), wide_batch(0, 0)
+    copied = (lambda block, y: (y, block.up.weight.clone()), lambda out: out[0] @ out[1])
+    for given, may_raise in ((copied, False), (VIEWS["its transpose"], True)):
+        build, x = giving(*given), wide_batch(0, 0)
         with torch.no_grad():
             try:
-                if not torch.allclose(model(x), plain(x), atol=1e-6):
-                    problems.append("wrong output")
+                torch.testing.assert_close(shard(build(), way, blocks_of)(x), build()(x))
             except fullshard.FullshardError as error:
-                if not may_raise or "blocks.1.up.weight" not in str(error):
-                    problems.append(f"{error}")
-    return problems
-
-
-@some_ways
-def test_a_view_of_a_parameter_in_evaluation(run_ranks, way):
-    assert_same(run_ranks(evaluated_view, way, timeout=20))
-
-
-# Outputs in objects that are no containers.
+                assert may_raise and "blocks.1.up.weight" in str(error)
 
 
 class Slotted:
@@ -100,7 +88,7 @@ class Deep:
         self.itself = self  # and a cycle
 
 
-OBJECTS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+OBJECTS: Given = {
     "namespace": (lambda block, y: SimpleNamespace(y=y), lambda out: out.y),
     "slots": (lambda block, y: Slotted(y), lambda out: out.y),
     "deep": (lambda block, y: Deep(y), lambda out: out.inside.items["all"][1]),
@@ -112,120 +100,87 @@ OBJECTS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]]
 }
 
 
-def in_object(way: str, what: str) -> list[str]:
-    give, join = OBJECTS[what]
-    build = lambda: Network(lambda: Block(give), join)  # noqa: E731
-    return right_or_named(way, build, mean_square, ("blocks.1", "remedy"), after=None)
-
-
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
 @pytest.mark.parametrize("what", OBJECTS)
-@some_ways
-def test_outputs_in_plain_objects(run_ranks, way, what):
-    assert_same(run_ranks(in_object, way, what, timeout=20))
+@on_ranks
+def test_outputs_in_plain_objects(way: str, what: str) -> list[str]:
+    return right_or_named(way, giving(*OBJECTS[what]), mean_square, ("blocks.1", "remedy"), after=None)
 
 
 # Losses that a module keeps, beside or in place of its output.
 
+ELSEWHERE: dict[int, Tensor] = {}  # by module
+
 
 class Keeping(Block):
-    """Keeps a loss of its own, which needs its parameters in backward."""
+    """Keeps a loss of its own, which needs its parameters in backward; made after the output or `first`."""
+
+    first = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y = None if self.first else super().forward(x)
         self.loss = self.up(x).square().mean() + self.down.weight.square().sum()
-        return y
+        return super().forward(x) if y is None else y
 
 
-class KeepingFirst(Block):
-    """As `Keeping`, made before the output is."""
+class KeepingFirst(Keeping):
+    first = True
+
+
+class KeepingElsewhere(Block):
+    """Keeps a loss in a dictionary of the program's, beside an output that leads back as usual."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.loss = self.up(x).square().mean() + self.down.weight.square().sum()
+        ELSEWHERE[id(self)] = self.up(x).square().mean()
         return super().forward(x)
 
 
-def kept_alone(model: nn.Module, x: Tensor) -> Tensor:
-    model(x)
-    return inner(model.blocks[1]).loss
+def kept_of(index: int) -> Loss:
+    """The loss that a block kept, alone; the first one's inputs need no gradient."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        block = inner(model.blocks[index])
+        return ELSEWHERE.pop(id(block)) if id(block) in ELSEWHERE else block.loss
+
+    return loss
 
 
 def kept_and_output(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean() + inner(model.blocks[1]).loss
+    return mean_square(model, x) + inner(model.blocks[1]).loss
 
 
 def kept_then_output(model: nn.Module, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
+    loss = mean_square(model, x)
     inner(model.blocks[1]).loss.backward(retain_graph=True)
     return loss
 
 
-def kept_from_first(model: nn.Module, x: Tensor) -> Tensor:
-    """Of the block that runs first, whose inputs need no gradient."""
-    model(x)
-    return inner(model.blocks[0]).loss
-
-
 KEPT: dict[str, tuple[type[Block], Loss]] = {
-    "alone": (Keeping, kept_alone),
-    "alone, made first": (KeepingFirst, kept_alone),
+    "alone": (Keeping, kept_of(1)),
+    "alone, made first": (KeepingFirst, kept_of(1)),
+    "of the first block": (Keeping, kept_of(0)),
     "added to the output's": (Keeping, kept_and_output),
     "added to the output's, made first": (KeepingFirst, kept_and_output),
     "before the output's": (Keeping, kept_then_output),
+    "where nobody looks": (KeepingElsewhere, kept_of(1)),  # freed memory is never read
 }
 
 
-def kept(way: str, what: str) -> list[str]:
-    kind, loss = KEPT[what]
-    return right_or_named(way, lambda: Network(kind), loss, ("blocks.1", "remedy"))
-
-
+@three_ways
 @pytest.mark.parametrize("what", KEPT)
-@some_ways
-def test_a_loss_kept_on_a_module(run_ranks, way, what):
-    assert_same(run_ranks(kept, way, what, timeout=20))
+@on_ranks
+def test_a_loss_kept_on_a_module(way: str, what: str) -> list[str]:
+    kind, loss = KEPT[what]
 
-
-def kept_by_first(way: str) -> list[str]:
     def build() -> nn.Module:
-        model = Network(Block)
+        model = Network(kind)
         torch.manual_seed(1)
-        model.blocks[0] = Keeping()
+        model.blocks[0] = kind()
         return model
 
-    return right_or_named(way, build, kept_from_first, ("blocks.0", "remedy"))
-
-
-@some_ways
-def test_a_loss_kept_on_the_first_module(run_ranks, way):
-    assert_same(run_ranks(kept_by_first, way, timeout=20))
-
-
-# Graphs that are kept where nobody looks: freed memory is never read.
-
-ELSEWHERE: list[Tensor] = []
-
-
-class KeepingElsewhere(Block):
-    """Keeps a loss in a list of the program's, beside an output that leads back as usual."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ELSEWHERE.append(self.up(x).square().mean())
-        return super().forward(x)
-
-
-def kept_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
-    ELSEWHERE.clear()
-    model(x)
-    return ELSEWHERE.pop()
-
-
-def kept_by_nobody(way: str) -> list[str]:
-    return right_or_named(way, lambda: Network(KeepingElsewhere), kept_elsewhere, ("blocks.1.up.weight", "remedy"))
-
-
-@some_ways
-def test_a_loss_kept_elsewhere(run_ranks, way):
-    assert_same(run_ranks(kept_by_nobody, way, timeout=20))
+    block = "blocks.0" if "first block" in what else "blocks.1"
+    return right_or_named(way, build, loss, (f"{block}.up.weight" if kind is KeepingElsewhere else block, "remedy"))
 
 
 class Sometimes(Block):
@@ -242,12 +197,14 @@ class Sometimes(Block):
 
 
 def sometimes(model: nn.Module, x: Tensor) -> Tensor:
-    output = model(x).square().mean()
+    output = mean_square(model, x)
     loss = inner(model.blocks[1]).loss
     return output if loss is None else loss
 
 
-def kept_sometimes(way: str) -> list[str]:
+@three_ways
+@on_ranks
+def test_a_loss_kept_now_and_then(way: str) -> list[str]:
     """Two steps without the loss, then two with it."""
     model, plain = shard(Network(Sometimes), way, blocks_of), Network(Sometimes)
     problems = []
@@ -255,8 +212,3 @@ def kept_sometimes(way: str) -> list[str]:
         backward_of_both(model, plain, step, sometimes)
         problems += gradient_problems(f"step {step}", model, plain)
     return problems
-
-
-@some_ways
-def test_a_loss_kept_now_and_then(run_ranks, way):
-    assert_same(run_ranks(kept_sometimes, way, timeout=20))

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import Example
-from ways import assert_equal, every_parameter, example_of, sharded, whole_gradients, without_sync
-
-SECONDS = 40  # a hang is this, not a minute
+from ways import assert_equal, batch, example_of, on_ranks, sharded, whole_gradients, without_sync
 
 
 class Net(nn.Module):
@@ -33,250 +31,197 @@ class Net(nn.Module):
 
 NET = example_of(Net, "first", "second")
 WEIGHT = "second.weight"
+Hook = Callable[[Tensor], Tensor | None]
+per_parameter = pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+both_times = pytest.mark.parametrize("when", ["before", "after"])
 
 
-def batch(rank: int, number: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
+def backward(model: nn.Module, number: int = 0, all_ranks: bool = False, skip: tuple[int, ...] = ()) -> None:
+    """One backward: of this rank's batch, or of the mean over ranks; those in `skip` leave out a unit."""
+    ranks = range(dist.get_world_size()) if all_ranks else [dist.get_rank()]
+    for rank in ranks:
+        (model(batch(number, rank, 4), rank in skip).square().mean() / len(ranks)).backward()
 
 
-def backward(model: nn.Module, number: int = 0, ranks: tuple[int, ...] = (), skip: tuple[int, ...] = ()) -> None:
-    """One backward: of this rank's batch, or of the mean over `ranks`, of which those in `skip` leave out a unit."""
-    for rank in ranks or (dist.get_rank(),):
-        loss = model(batch(rank, number), rank in skip).square().mean()
-        (loss / max(len(ranks), 1)).backward()
+def hooked(way: str, when: str, register: Callable[[nn.Module], object]) -> tuple[nn.Module, nn.Module]:
+    """The model sharded, its parameters hooked before or after that by `register(model)`; and an unsharded one."""
 
-
-def hooked(way: str, when: str, register: Callable[[nn.Module], object], example: Example = NET) -> nn.Module:
-    """The example sharded, its parameters hooked before or after that by `register(model)`."""
-    if when == "before":
-        build = example.build
-
-        def build_hooked() -> nn.Module:
-            model = build().double()  # at once, so that the objects with the hooks are the ones that are sharded
+    def build() -> nn.Module:
+        model = NET.build().double()  # at once, so that the objects with the hooks are the ones that are sharded
+        if when == "before":
             register(model)
-            return model
+        return model
 
-        return sharded(Example(build_hooked, example.units, kind="vectors"), way)
-    model = sharded(example, way)
-    register(model)
-    return model
-
-
-def reference() -> nn.Module:
-    return NET.make(torch.float64)
+    model = sharded(Example(build, NET.units, kind="vectors"), way)
+    if when == "after":
+        register(model)
+    return model, NET.make(torch.float64)
 
 
 def compare(model: nn.Module, whole: nn.Module, what: str) -> None:
     assert_equal(whole_gradients(model), {n: p.grad for n, p in whole.named_parameters()}, what)
 
 
-def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+def zero(*models: nn.Module) -> None:
+    for model in models:
+        model.zero_grad()
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
     """The parameter of that name in the unwrapped model."""
-    return next(p for n, p in model.named_parameters() if n.replace("_fsdp_wrapped_module.", "") == name)
+    return next(p for n, p in model.named_parameters() if n.replace("_fsdp_wrapped_module.", "") == WEIGHT)
 
 
 def in_place(grad: Tensor) -> None:
     grad.mul_(2)
 
 
-HOOKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+HOOKS: dict[str, Hook] = {
     "another": lambda grad: 2 * grad,
     "in place": in_place,
     "clipped": lambda grad: grad.clamp(-0.01, 0.01),  # of the mean over ranks, not of each rank's own
-    "nothing": lambda grad: None,
 }
 
-both_times = pytest.mark.parametrize("when", ["before", "after"])
 
-
-@every_parameter
+@per_parameter
 @both_times
 @pytest.mark.parametrize("what", HOOKS)
-def test_a_hook_sees_the_reduced_gradient_and_may_replace_it(run_ranks, way, when, what):
-    assert all(run_ranks(replacing, way, when, what, timeout=SECONDS))
-
-
-def replacing(way: str, when: str, what: str) -> bool:
+@on_ranks
+def test_a_hook_sees_the_reduced_gradient_and_may_replace_it(way: str, when: str, what: str) -> None:
     """Over two steps, the first of two reduced backwards: what a hook gives is added to what is there."""
     calls: list[str] = []
 
-    def register(model: nn.Module) -> None:
-        def hook(grad: Tensor) -> Tensor | None:
-            calls.append(type(grad).__name__)
-            return HOOKS[what](grad)
+    def hook(grad: Tensor) -> Tensor | None:
+        calls.append(type(grad).__name__)
+        return HOOKS[what](grad)
 
-        parameter_of(model, WEIGHT).register_hook(hook)
-
-    model, whole = hooked(way, when, register), reference()
+    model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
     calls.clear()
     for step in range(2):
-        model.zero_grad()
-        whole.zero_grad()
+        zero(model, whole)
         for number in range(2 - step):
             backward(model, number)
-            fresh = reference()
-            backward(fresh, number, ranks=(0, 1))
+            fresh = NET.make(torch.float64)
+            backward(fresh, number, all_ranks=True)
             grad = fresh.get_parameter(WEIGHT).grad
             given = HOOKS[what](grad)
             fresh.get_parameter(WEIGHT).grad = grad if given is None else given
             for mine, theirs in zip(whole.parameters(), fresh.parameters(), strict=True):
                 mine.grad = theirs.grad if mine.grad is None else mine.grad + theirs.grad
         compare(model, whole, f"step {step}")
-    if parameter_of(model, WEIGHT).numel():
-        assert len(calls) == 3, calls
-    return True
+    assert len(calls) == 3 or not weight_of(model).numel(), calls
 
 
-@every_parameter
+@per_parameter
 @both_times
-def test_a_hook_runs_once_for_what_was_kept_without_sync(run_ranks, way, when):
-    assert all(run_ranks(kept, way, when, timeout=SECONDS))
-
-
-def kept(way: str, when: str) -> bool:
+@on_ranks
+def test_a_hook_runs_once_for_what_was_kept_without_sync(way: str, when: str) -> None:
     shapes: list[tuple[int, ...]] = []
 
-    def register(model: nn.Module) -> None:
-        def hook(grad: Tensor) -> Tensor:
-            shapes.append(tuple(grad.shape))
-            return 3 * grad
+    def hook(grad: Tensor) -> Tensor:
+        shapes.append(tuple(grad.shape))
+        return 3 * grad
 
-        parameter_of(model, WEIGHT).register_hook(hook)
-
-    model, whole = hooked(way, when, register), reference()
+    model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
     with without_sync(model):
         backward(model, 0)
     assert not shapes
     backward(model, 1)
     for number in range(2):
-        backward(whole, number, ranks=(0, 1))
+        backward(whole, number, all_ranks=True)
     whole.get_parameter(WEIGHT).grad *= 3
     compare(model, whole, "kept and reduced")
-    parameter = parameter_of(model, WEIGHT)
-    assert shapes == [tuple(parameter.shape)]  # of the gradient that users see
-    return True
+    assert shapes == [tuple(weight_of(model).shape)]  # of the gradient that users see
 
 
-@every_parameter
+@per_parameter
 @both_times
-def test_post_accumulate_hooks_see_the_complete_gradient(run_ranks, way, when):
-    assert all(run_ranks(post_accumulate, way, when, timeout=SECONDS))
-
-
-def post_accumulate(way: str, when: str) -> bool:
+@on_ranks
+def test_post_accumulate_hooks_see_the_complete_gradient(way: str, when: str) -> None:
     """Each hook gets the parameter that the optimizer has; together they see every gradient of every backward."""
     seen: list[tuple[int, Tensor]] = []
 
     def register(model: nn.Module) -> None:
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), p.grad.detach().clone())))
+            p.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), local(p.grad).detach().clone())))
 
-    model, whole = hooked(way, when, register), reference()
+    model, whole = hooked(way, when, register)
     for number in range(2):  # accumulated
         seen.clear()
         backward(model, number)
-        backward(whole, number, ranks=(0, 1))
+        backward(whole, number, all_ranks=True)
         compare(model, whole, f"backward {number}")
-        held = [p for p in model.parameters() if p.numel()]
-        assert sorted(i for i, _ in seen if i in {id(p) for p in held}) == sorted(id(p) for p in held)
-        for p in held:
-            (found,) = (grad for i, grad in seen if i == id(p))
-            assert torch.equal(local(found), local(p.grad))
-    return True
+        for p in model.parameters():
+            found = [grad for i, grad in seen if i == id(p)]
+            assert not p.numel() or (len(found) == 1 and torch.equal(found[0], local(p.grad)))
 
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@every_parameter
-def test_several_hooks_run_in_order_and_the_last_before_the_post_accumulate_ones(run_ranks, way):
-    assert all(run_ranks(several, way, timeout=SECONDS))
-
-
-def several(way: str) -> bool:
+@per_parameter
+@on_ranks
+def test_several_hooks_run_in_order_and_the_last_before_the_post_accumulate_ones(way: str) -> None:
     order: list[str] = []
 
+    def noted(name: str, result: Hook) -> Hook:
+        return lambda grad: (order.append(name), result(grad))[1]  # type: ignore[func-returns-value]
+
     def register(model: nn.Module) -> None:
-        p = parameter_of(model, WEIGHT)
+        weight_of(model).register_hook(noted("plus", lambda grad: grad + 1))
+        weight_of(model).register_hook(noted("times", lambda grad: grad * 2))
+        weight_of(model).register_post_accumulate_grad_hook(lambda p: order.append("after"))
 
-        def noted(name: str, result: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-            def hook(grad: Tensor) -> Tensor | None:
-                order.append(name)
-                return result(grad)
-
-            return hook
-
-        p.register_hook(noted("plus", lambda grad: grad + 1))
-        p.register_hook(noted("times", lambda grad: grad * 2))
-        p.register_post_accumulate_grad_hook(lambda p: order.append("after"))
-
-    model, whole = hooked(way, "after", register), reference()
+    model, whole = hooked(way, "after", register)
     backward(model)
-    backward(whole, ranks=(0, 1))
+    backward(whole, all_ranks=True)
     grad = whole.get_parameter(WEIGHT).grad
     grad.copy_((grad + 1) * 2)
     compare(model, whole, "two hooks")
-    if parameter_of(model, WEIGHT).numel():
-        assert order == ["plus", "times", "after"]
-    return True
+    assert order == ["plus", "times", "after"] or not weight_of(model).numel()
 
 
-@every_parameter
+@per_parameter
 @both_times
-def test_a_removed_hook_is_gone(run_ranks, way, when):
+@on_ranks
+def test_a_removed_hook_is_gone(way: str, when: str) -> None:
     """Its handle works over sharding too, and so does one that is removed between two steps."""
-    assert all(run_ranks(removed, way, when, timeout=SECONDS))
-
-
-def removed(way: str, when: str) -> bool:
     handles = []
 
     def register(model: nn.Module) -> None:
-        p = parameter_of(model, WEIGHT)
-        handles.append(p.register_hook(lambda grad: 2 * grad))
-        handles.append(p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5)))
+        handles.append(weight_of(model).register_hook(lambda grad: 2 * grad))
+        handles.append(weight_of(model).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5)))
 
-    model, whole = hooked(way, when, register), reference()
+    model, whole = hooked(way, when, register)
     for factor in (10, 1):
-        model.zero_grad()
-        whole.zero_grad()
+        zero(model, whole)
         backward(model)
-        backward(whole, ranks=(0, 1))
+        backward(whole, all_ranks=True)
         whole.get_parameter(WEIGHT).grad *= factor
         compare(model, whole, f"factor {factor}")
         for handle in handles:
             handle.remove()
-    return True
 
 
-@every_parameter
+@per_parameter
 @both_times
-def test_hooks_run_where_any_rank_used_the_parameter(run_ranks, way, when):
-    assert all(run_ranks(used_by_one, way, when, timeout=SECONDS))
-
-
-def used_by_one(way: str, when: str) -> bool:
+@on_ranks
+def test_hooks_run_where_any_rank_used_the_parameter(way: str, when: str) -> None:
     """A hook that talks to the other ranks must run on all of them, or on none."""
     calls: list[int] = []
 
-    def register(model: nn.Module) -> None:
-        def hook(grad: Tensor) -> Tensor:
-            calls.append(1)
-            return 2 * grad
+    def hook(grad: Tensor) -> Tensor:
+        calls.append(1)
+        return 2 * grad
 
-        parameter_of(model, WEIGHT).register_hook(hook)
-
-    model, whole = hooked(way, when, register), reference()
-    backward(model, skip=(0,))
-    backward(whole, ranks=(0, 1), skip=(0,))
-    whole.get_parameter(WEIGHT).grad *= 2
-    compare(model, whole, "left out by rank 0")
-    model.zero_grad()
-    whole.zero_grad()
-    count = len(calls)
-    backward(model, skip=(0, 1))
-    backward(whole, ranks=(0, 1), skip=(0, 1))
-    compare(model, whole, "left out by both")
-    assert len(calls) == count
-    return True
+    model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
+    for skip in ((0,), (0, 1)):
+        zero(model, whole)
+        before = len(calls)
+        backward(model, skip=skip)
+        backward(whole, all_ranks=True, skip=skip)
+        if len(skip) == 1:
+            whole.get_parameter(WEIGHT).grad *= 2
+        compare(model, whole, f"left out by {skip}")
+    assert len(calls) == before

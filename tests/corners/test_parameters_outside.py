@@ -18,6 +18,8 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.optim import outside
 
+pytestmark = pytest.mark.gloo("DDP needs a backend in C++, and parameters are looked at once a process")
+
 FORMS = ["fully_shard", "wrapper"]
 
 

@@ -15,13 +15,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import fully_shard
-from training import assert_same
-from ways import LAYOUTS, WAYS, differences, error_of, shard, two_layers, whole, whole_state, wide_batch
-
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+from ways import LAYOUTS, differences, error_of, on_ranks, shard, two_layers, whole, whole_state, wide_batch
 
 
-def beyond(dim: int, ndim: int) -> list[str]:
+@pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (-3, 2), (1, 1)])
+@on_ranks
+def test_a_dim_that_the_parameter_does_not_have(dim: int, ndim: int) -> list[str]:
     """Refused by name, before anything changes; PyTorch's refuses it, too."""
     problems = []
     for library in (torch_fsdp, fullshard):
@@ -45,12 +44,9 @@ def beyond(dim: int, ndim: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (3, 2), (7, 2), (-3, 2), (-4, 2), (1, 1), (-2, 1)])
-def test_a_dim_that_the_parameter_does_not_have(run_ranks, dim, ndim):
-    assert_same(run_ranks(beyond, dim, ndim, timeout=20))
-
-
-def from_behind(dim: int) -> list[str]:
+@pytest.mark.parametrize("dim", [1, -2])
+@on_ranks
+def test_dims_counted_from_behind(dim: int) -> list[str]:
     """Dims counted from behind are dims, as PyTorch's has them."""
     model = fullshard.fully_shard(nn.Linear(6, 4), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
     want = nn.Linear(6, 4).weight.chunk(2, dim)[0].shape
@@ -58,25 +54,21 @@ def from_behind(dim: int) -> list[str]:
     return problems + ([] if model.weight.placements == (Shard(dim % 2),) else [f"{model.weight.placements}"])
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1, -2])
-def test_dims_counted_from_behind(run_ranks, dim):
-    assert_same(run_ranks(from_behind, dim, timeout=20))
-
-
 class Named(nn.Sequential):
     """A container of a class of its own."""
 
 
 SLICES = {
-    "two": (lambda m: m[:2], 2),
     "all": (lambda m: m[:], 3),
     "every_second": (lambda m: m[::2], 2),
-    "last": (lambda m: m[2:], 1),
     "none": (lambda m: m[3:], 0),
 }
 
 
-def sliced(way: str, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("way", ["rows", "originals"])
+@on_ranks
+def test_slices_of_a_sharded_sequential(way: str, kind: str) -> list[str]:
     """A plain container of the same modules, of the class that the model had, which runs and trains its units."""
     cut, length = SLICES[kind]
     problems = []
@@ -106,15 +98,10 @@ def sliced(way: str, kind: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("kind", SLICES)
-@pytest.mark.parametrize("way", WAYS)
-def test_slices_of_a_sharded_sequential(run_ranks, way, kind):
-    assert_same(run_ranks(sliced, way, kind, timeout=20))
-
-
-def joined(layout: str) -> list[str]:
+@on_ranks
+def test_containers_and_instances_made_from_a_sharded_one() -> list[str]:
     """What else makes containers from containers; the model itself stays sharded and goes on training."""
-    model = shard(two_layers(), layout)
+    model = shard(two_layers(), "rows")
     made = {"sum": model + nn.Sequential(nn.Tanh()), "twice": model * 2}
     problems = [f"{k}: {type(m).__name__}" for k, m in made.items() if type(m) is not nn.Sequential]
     del made
@@ -125,11 +112,6 @@ def joined(layout: str) -> list[str]:
     return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
-@layouts
-def test_containers_and_instances_made_from_a_sharded_one(run_ranks, layout):
-    assert_same(run_ranks(joined, layout, timeout=20))
-
-
 class Inner(nn.Linear):
     """A module that makes another of its own class, as recursive models do."""
 
@@ -137,7 +119,9 @@ class Inner(nn.Linear):
         return type(self)(self.in_features, self.out_features)
 
 
-def twins(layout: str) -> list[str]:
+@on_ranks
+def test_an_instance_of_the_class_of_a_sharded_module_is_unsharded() -> list[str]:
+    layout = "flat"
     model = fullshard.fully_shard(Inner(4, 4), layout=LAYOUTS[layout])
     twin = model.twin()
     problems = [] if type(twin) is Inner else [f"the twin is a {type(twin).__name__}"]
@@ -147,11 +131,6 @@ def twins(layout: str) -> list[str]:
     if (error := error_of(lambda: twin(torch.ones(1, 4)))) is not None:
         problems.append(f"the twin does not run: {error!r}")
     return problems
-
-
-@layouts
-def test_an_instance_of_the_class_of_a_sharded_module_is_unsharded(run_ranks, layout):
-    assert_same(run_ranks(twins, layout, timeout=20))
 
 
 class Experts(nn.Module):
@@ -170,11 +149,8 @@ class BlockShard:
     """Stands for that of torch 2.16, which is taken by its name."""
 
 
-def test_experts_are_cut_between_rows_by_a_block_shard(run_ranks):
-    assert all(run_ranks(cut_by_rows))
-
-
-def cut_by_rows() -> bool:
+@on_ranks
+def test_experts_are_cut_between_rows_by_a_block_shard() -> None:
     model, reference = Experts(), Experts()
     fullshard.fully_shard(model, shard_placement_fn=lambda p: BlockShard() if p.dim() == 3 else None)
     assert isinstance(model.weight, fullshard.FlatShard) and not isinstance(model.scale, fullshard.FlatShard)
@@ -187,10 +163,12 @@ def cut_by_rows() -> bool:
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
         torch.testing.assert_close(mine.full_tensor(), other.detach())
-    return True
 
 
-def whole_values(rows: int, dim: int) -> None:
+@pytest.mark.gloo("torch counts collectives by process")
+@pytest.mark.parametrize(("rows", "dim"), [(7, 0), (1, 0), (8, 1)])
+@on_ranks
+def test_whole_values_are_dtensors_own(rows: int, dim: int) -> None:
     """Of a parameter that is split unevenly, perhaps so that a rank has none of it: as DTensor's own, and its gradient.
 
     They do not go over the user's group, where a rank that asks alone would wait in native code.
@@ -211,9 +189,3 @@ def whole_values(rows: int, dim: int) -> None:
         wanted = DTensor.full_tensor(weight, grad_placements=placements or [Partial("avg")])
         (expected,) = torch.autograd.grad((wanted * scale).sum(), weight)
         assert torch.equal(found.to_local(), expected.to_local()), placements
-
-
-@pytest.mark.gloo("torch counts collectives by process")
-@pytest.mark.parametrize(("rows", "dim"), [(7, 0), (1, 0), (8, 1)])
-def test_whole_values_are_dtensors_own(run_ranks, rows, dim):
-    run_ranks(whole_values, rows, dim)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +14,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import fullshard
 from fullshard import FullyShardedDataParallel
 from models import TORCH
+from ways import WRAPPERS, on_ranks, wide_batch
+from ways import shard as sharded
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
 
-FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
 RENAMED = TORCH >= (2, 13)  # all_gather_single and its kin have been called _allgather_base and so on
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
-def shard(front: Any, group: Any, comm: Any = "torch") -> nn.Module:
-    made = model()
-    if front in ("wrapper orig", "wrapper flat"):
-        options = {"process_group": group, "use_orig_params": front == "wrapper orig", "comm": comm}
-        made[2] = FullyShardedDataParallel(made[2], **options)
-        return FullyShardedDataParallel(made, **options)
-    options = {"mesh": DeviceMesh.from_group(group, "cpu"), "layout": front, "comm": comm}
-    fullshard.fully_shard(made[2], reshard_after_forward=True, **options)
-    return fullshard.fully_shard(made, **options)
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+def shard(way: str, group: Any, comm: Any = "torch") -> nn.Module:
+    of_group = {"process_group": group} if way in WRAPPERS else {"mesh": DeviceMesh.from_group(group, "cpu")}
+    return sharded(model(), way, lambda made: [made[2]], comm=comm, **of_group)
 
 
 def train(module: nn.Module, ranks: list[int], steps: int = 3) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
-        loss = module(torch.cat([batch(step, rank) for rank in ranks])).square().mean()
+        loss = module(torch.cat([wide_batch(step, rank) for rank in ranks])).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,12 +59,14 @@ def collectives(module: nn.Module) -> list[str]:
     return sorted(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
 
-def as_with_gloo(front: Any, backend: str) -> None:
+@pytest.mark.parametrize(("way", "backend"), [("rows", "undefined"), ("wrapper", "cpu:gloo")])
+@on_ranks
+def test_a_group_without_a_backend_is_gloo_on_a_cpu(way: str, backend: str) -> None:
     """The same calls (so the same layout, which costs decide), the same reduction, the same transient memory."""
     seen = {}
     for name in ("gloo", "gloo", backend):  # the first time in a process ranks tell each other who watches them
         recording = fullshard.RecordingComm(fullshard.TorchComm())
-        made = shard(front, dist.new_group(backend=name), recording)
+        made = shard(way, dist.new_group(backend=name), recording)
         train(made, [dist.get_rank()], steps=2)
         asked = collectives(made)
         calls = [(call.verb, call.world, call.nbytes) for call in recording.calls]
@@ -84,44 +75,20 @@ def as_with_gloo(front: Any, backend: str) -> None:
     assert seen[backend] == seen["gloo"]
 
 
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-@pytest.mark.parametrize("backend", ["undefined", "cpu:gloo"])  # the first: what a group without a backend is called
-def test_a_group_without_a_backend_is_gloo_on_a_cpu(run_ranks, front, backend):
-    run_ranks(as_with_gloo, front, backend, timeout=30)
-
-
-def program(rank: int, folder: str) -> None:
-    """A program's start, without a backend (the README's way) and with one; says what a step asked gloo for."""
+@on_ranks
+def test_a_program_that_names_no_backend(tmp_path: Path) -> None:
+    """The README's way. It asks gloo for the same as one that names it: the fast reduction among others."""
+    rank, world, asked = dist.get_rank(), dist.get_world_size(), []
     for backend in (None, "gloo"):
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{backend}", 2), rank=rank, world_size=2)
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{tmp_path}/{backend}", world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
         made = model()
         fullshard.fully_shard(made[2])
         fullshard.fully_shard(made)
         train(made, [rank])
-        print(json.dumps(collectives(made)))
-        dist.destroy_process_group()
-
-
-def test_a_program_that_names_no_backend(tmp_path: Path) -> None:
-    """It asks gloo for the same as one that names it: the fast reduction among others."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    call = "import sys, test_process_groups as t; t.program(int(sys.argv[1]), sys.argv[2])"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", call, str(rank), str(tmp_path)],
-            env=environment,
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=90)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    for lines in said:
-        unnamed, named = map(json.loads, lines.splitlines())
-        assert unnamed == named
-        assert any("all_to_all" in name for name in named), named
+        asked.append(collectives(made))
+    assert asked[0] == asked[1] and any("all_to_all" in name for name in asked[1]), asked
 
 
 # Groups implemented in Python.
@@ -144,33 +111,29 @@ class Relay(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "relay"
 
-    def _call(self, name: str, *args: Any) -> Any:
+
+def relaying(name: str, options: Callable[[], Any] | None) -> Callable[..., Any]:
+    """A method that calls gloo's of that name; with `options` where the caller leaves them out."""
+
+    def call(self: Relay, *args: Any) -> Any:
         self.calls.append(name)
-        return getattr(self.inner, name)(*args)
+        missing = options is not None and not isinstance(args[-1] if args else None, options)  # type: ignore[arg-type]
+        given = [arg for arg in args if arg is not None] if missing else args
+        return getattr(self.inner, name)(*given, *([options()] if missing and options is not None else []))
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("allreduce", tensors, opts or distributed_c10d.AllreduceOptions())
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._call("allgather", outputs, inputs, opts or distributed_c10d.AllgatherOptions())
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return self._call("broadcast", tensors, opts or distributed_c10d.BroadcastOptions())
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._call("barrier", opts or distributed_c10d.BarrierOptions())
+    return call
 
 
-def gather(self: Relay, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
-    return self._call("_allgather_base", output, shard, opts or distributed_c10d.AllgatherOptions())
-
-
-def scatter(self: Relay, output: Tensor, buffer: Tensor, opts: Any = None) -> Any:
-    return self._call("_reduce_scatter_base", output, buffer, opts or distributed_c10d.ReduceScatterOptions())
-
-
-def exchange(self: Relay, output: Tensor, buffer: Tensor, out: Any, given: Any, opts: Any = None) -> Any:
-    return self._call("alltoall_base", output, buffer, out, given, opts or distributed_c10d.AllToAllOptions())
+for _name, _options in (
+    ("allreduce", distributed_c10d.AllreduceOptions),
+    ("allgather", distributed_c10d.AllgatherOptions),
+    ("broadcast", distributed_c10d.BroadcastOptions),
+    ("barrier", distributed_c10d.BarrierOptions),
+):
+    setattr(Relay, _name, relaying(_name, _options))
+gather = relaying("_allgather_base", distributed_c10d.AllgatherOptions)
+scatter = relaying("_reduce_scatter_base", distributed_c10d.ReduceScatterOptions)
+exchange = relaying("alltoall_base", distributed_c10d.AllToAllOptions)
 
 
 def strict_gather(self: Relay, output: Tensor, shard: Tensor, opts: Any) -> Any:
@@ -194,42 +157,36 @@ def python_group(kind: str) -> Any:
     return dist.new_group(backend=name)
 
 
-def trains_on_a_python_group(kind: str, front: Any) -> None:
-    group = python_group(kind)
-    assert isinstance(group, Relay)
-    want = torch.tensor(train(model(), list(range(dist.get_world_size()))), dtype=torch.float64)
-    losses = torch.tensor(train(shard(front, group), [dist.get_rank()]), dtype=torch.float64)
-    dist.all_reduce(losses)
-    torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=1e-5, atol=1e-6)
-    assert group.calls, "nothing went through the group"
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_implemented_in_python(run_ranks, kind, front):
-    run_ranks(trains_on_a_python_group, kind, front, timeout=20)
+@on_ranks
+def test_a_group_implemented_in_python(kind: str) -> None:
+    want = torch.tensor(train(model(), list(range(dist.get_world_size()))), dtype=torch.float64)
+    for way in ("rows", "flat", "wrapper"):
+        group = python_group(kind)
+        losses = torch.tensor(train(shard(way, group), [dist.get_rank()]), dtype=torch.float64)
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=1e-5, atol=1e-6)
+        assert group.calls, "nothing went through the group"
 
 
-def synchronises_states(kind: str) -> None:
-    made = model()
+@on_ranks
+def test_states_are_broadcast_over_a_python_group() -> None:
+    made, group = model(), python_group("as this torch calls them")
     if dist.get_rank():
         for parameter in made.parameters():
             parameter.data.zero_()
-    wrapped = FullyShardedDataParallel(made, process_group=python_group(kind), sync_module_states=True)
+    wrapped = FullyShardedDataParallel(made, process_group=group, sync_module_states=True)
     want = model().state_dict()
     with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
         for name, parameter in wrapped.named_parameters():
             assert parameter.equal(want[name]), name
 
 
-def test_states_are_broadcast_over_a_python_group(run_ranks):
-    run_ranks(synchronises_states, "as this torch calls them", timeout=20)
+# Ranks as threads of torch's own groups.
 
 
 def on_threads(fn: Callable[[int], Any], world: int) -> list[Any]:
     """`fn(rank)` on threads that are ranks of torch's threaded groups; the first exception of a rank is raised."""
-    from torch.testing._internal.distributed import multi_threaded_pg as threaded
-
     results: list[Any] = [None] * world
     errors: dict[int, BaseException] = {}
     store = dist.HashStore()
@@ -251,7 +208,7 @@ def on_threads(fn: Callable[[int], Any], world: int) -> list[Any]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in threads), "a rank did not end"
     finally:
         threaded.ProcessLocalGroup.reset()
@@ -265,21 +222,18 @@ def on_threads(fn: Callable[[int], Any], world: int) -> list[Any]:
 SEEDING = threading.Lock()  # torch's random numbers are the process's
 
 
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-def test_ranks_as_threads(front):
-    want = train(model(), [0, 1])
-
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+def test_ranks_as_threads(way):
     def rank(number: int) -> list[float]:
         with SEEDING:
             made = model()
-        if front in ("wrapper orig", "wrapper flat"):
-            wrapped = FullyShardedDataParallel(made, use_orig_params=front == "wrapper orig")
-            return train(wrapped, [number])
-        fullshard.fully_shard(made[2], layout=front)
-        return train(fullshard.fully_shard(made, layout=front), [number])
+        if way == "wrapper":
+            return train(FullyShardedDataParallel(made), [number])
+        fullshard.fully_shard(made[2])
+        return train(fullshard.fully_shard(made), [number])
 
     losses = on_threads(rank, 2)
-    for step, wanted in enumerate(want):
+    for step, wanted in enumerate(train(model(), [0, 1])):
         assert sum(each[step] for each in losses) / 2 == pytest.approx(wanted, rel=1e-5)
 
 
@@ -295,29 +249,12 @@ def two_accelerators(fake_world, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (torch.device("cuda", 1), "cuda:1"),
-        (torch.device("cuda", 0), "cuda:0"),
-        (torch.device("cuda"), "cuda:0"),
-        (1, "cuda:1"),
-        (0, "cuda:0"),
-        ("cuda:1", "cuda:1"),
-        ("cuda", "cuda:0"),
-        ("cpu", "cpu"),
-        (torch.device("cpu"), "cpu"),
-    ],
-    ids=str,
-)
-def test_device_id_keeps_its_index(two_accelerators, given, wanted):
+def test_device_id_keeps_its_index(two_accelerators):
     """Without parameters nothing needs memory there, so that no accelerator is needed to see it."""
-    assert FullyShardedDataParallel(nn.Identity(), device_id=given).compute_device == torch.device(wanted)
-
-
-def test_device_ids_of_one_process_do_not_mix(two_accelerators):
-    made = [FullyShardedDataParallel(nn.Identity(), device_id=index).compute_device.index for index in (0, 1, 0)]
-    assert made == [0, 1, 0]
+    cuda, cpu = (partial(torch.device, kind) for kind in ("cuda", "cpu"))
+    given = [cuda(1), cuda(0), cuda(), 1, 0, "cuda:1", "cuda", "cpu", cpu(), 1]
+    wanted = [cuda(1), cuda(0), cuda(0), cuda(1), cuda(0), cuda(1), cuda(0), cpu(), cpu(), cuda(1)]
+    assert [FullyShardedDataParallel(nn.Identity(), device_id=each).compute_device for each in given] == wanted
 
 
 @pytest.mark.parametrize("given", ["gpu", "cuda:one", "", -1, True, 1.5], ids=repr)
@@ -331,13 +268,3 @@ def test_a_device_id_of_another_type_than_the_mesh(two_accelerators):
     with pytest.raises(fullshard.ConfigError, match="device"):
         FullyShardedDataParallel(nn.Identity(), device_mesh=mesh, device_id=1)
     assert FullyShardedDataParallel(nn.Identity(), device_mesh=mesh, device_id="cpu").compute_device.type == "cpu"
-
-
-def trains_with_a_string(given: str) -> None:
-    wrapped = FullyShardedDataParallel(model(), device_id=given)
-    assert wrapped.compute_device == torch.device("cpu")
-    train(wrapped, [dist.get_rank()])
-
-
-def test_a_string_as_device_id(run_ranks):
-    run_ranks(trains_with_a_string, "cpu", timeout=20)

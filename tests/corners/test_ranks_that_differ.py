@@ -1,36 +1,36 @@
 """Ranks that use other parameters, other units or other losses than their neighbours: exact, and never stuck.
 
 What is right is one process that goes through the ranks' batches one by one: a parameter has a gradient if any rank
-used it, on every rank, and the gradient is the mean over all ranks.
+used it, on every rank, whatever its part of it is, and the gradient is the mean over all ranks. A gradient of zeros is
+a gradient: it decays the weight, counts a step, and takes part in clipping's all-reduces.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import fullshard
+from fullshard import ShardPlacementResult, fully_shard
 from models import Example
-from ways import (
-    assert_equal,
-    every_layout,
-    every_parameter,
-    every_way,
-    sharded,
-    whole_gradients,
-    whole_parameters,
-    without_sync,
-)
+from ways import assert_equal, batch, on_ranks, sharded, synced, whole_gradients, whole_parameters
 
-SECONDS = 40  # a hang is this, not a minute
 WIDTH = 4
-ALL = ("matrix", "row", "gain", "low")
-TRAINING = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.3}
+three_ways = pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3, weight_decay=0.3)
+
+
+def gradients_of(whole: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in whole.named_parameters()}
 
 
 class Choosing(nn.Module):
@@ -66,53 +66,39 @@ class Choosing(nn.Module):
 class Heads(nn.Module):
     """A body and equal heads, each upon the body or, in a chain, upon the one before; all of their outputs."""
 
-    def __init__(self, heads: int = 3, chain: bool = False, two_dtypes: bool = False) -> None:
+    def __init__(self, chain: bool = False, two_dtypes: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.body = Choosing(two_dtypes)
-        self.heads = nn.ModuleList(Choosing(two_dtypes) for _ in range(heads))
+        self.heads = nn.ModuleList(Choosing(two_dtypes) for _ in range(3))
         self.chain = chain
 
-    def forward(self, x: Tensor, uses: tuple[frozenset[str], ...], runs: tuple[bool, ...]) -> list[Tensor]:
-        outputs = [self.body(x * self.scale, uses[0])]
-        for head, use, run in zip(self.heads, uses[1:], runs, strict=True):
+    def forward(self, x: Tensor, use: frozenset[str], runs: tuple[bool, ...]) -> list[Tensor]:
+        outputs = [self.body(x * self.scale, use)]
+        for head, run in zip(self.heads, runs, strict=True):
             outputs.append(head(outputs[-1] if self.chain else outputs[0], use) if run else outputs[-1])
         return outputs
 
 
-def example(**settings: object) -> Example:
-    return Example(lambda: Heads(**settings), lambda model: [model.body, *model.heads], kind="vectors", width=WIDTH)
-
-
 @dataclass(frozen=True)
 class Micro:
-    """One backward of every rank: by rank, what each unit uses, and which outputs the loss contains."""
+    """One backward of every rank: by rank, what every unit uses, as words, and the outputs in the loss, as digits."""
 
-    uses: tuple[tuple[frozenset[str], ...], ...]
-    taken: tuple[frozenset[int], ...]
+    ranks: tuple[tuple[str, str], ...]
     runs: tuple[bool, ...] = (True,) * 3  # of the heads, on every rank
-    sync: str = "all"  # "none", or "shard": not over the replicas
+    sync: bool = True
+
+    def loss(self, model: nn.Module, rank: int, number: int) -> Tensor:
+        words, digits = self.ranks[rank]
+        outputs = model(batch(number, rank, WIDTH), frozenset(words.split()), self.runs)
+        return sum(outputs[int(index)].square().mean() for index in digits)
 
 
-Plan = list[list[Micro]]  # steps of micro-batches
+def micro(*ranks: tuple[str, str], **settings: Any) -> Micro:
+    return Micro(ranks, **settings)
 
 
-def micro(*ranks: tuple[str, str], **settings: object) -> Micro:
-    """By rank: what every unit uses, as words; the outputs in the loss, as digits."""
-    return Micro(
-        tuple((frozenset(words.split()),) * 4 for words, _ in ranks),
-        tuple(frozenset(map(int, digits)) for _, digits in ranks),
-        **settings,
-    )
-
-
-def loss_of(model: nn.Module, part: Micro, rank: int, number: int) -> Tensor:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank), dtype=torch.float64)
-    outputs = model(x, part.uses[rank], part.runs)
-    return sum(outputs[index].square().mean() for index in sorted(part.taken[rank]))
-
-
-def fill(model: nn.Module, way: str, zeros: bool) -> None:
+def fill(model: Any, way: str, zeros: bool) -> None:
     """Zeros for None where that is right: in a FlatParameter that has a gradient; everywhere, if asked for."""
     units = [[model.scale], list(model.body.parameters()), *(list(head.parameters()) for head in model.heads)]
     for unit in units:
@@ -121,69 +107,36 @@ def fill(model: nn.Module, way: str, zeros: bool) -> None:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
 
-@dataclass
-class Trained:
-    """What one process leaves, to be compared step by step."""
+def follow(way: str, steps: dict[str, list[Micro]], zeros: bool = False, **settings: bool) -> None:
+    """Every step twice; gradients after each reduction, step counts and parameters are compared with one process."""
+    example = Example(lambda: Heads(**settings), lambda m: [m.body, *m.heads], kind="vectors", width=WIDTH)
+    world, tolerance = dist.get_world_size(), 1e-5 if settings.get("two_dtypes") else 1e-12
+    for name, step in steps.items():
+        model, whole = sharded(example, way), example.make(torch.float64)
+        if zeros:
+            model.set_reduce_scatter_unused_params(True)
+        ours, theirs = adamw(model), adamw(whole)
+        for _ in range(2):
+            for number, part in enumerate(step):
+                for rank in range(world):
+                    (part.loss(whole, rank, number) / world).backward()
+                with synced(model, part.sync):
+                    part.loss(model, dist.get_rank(), number).backward()
+                if part.sync:
+                    fill(whole, way, zeros)
+                    assert_equal(whole_gradients(model), gradients_of(whole), f"{name}, gradients {number}", tolerance)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        want = {n: p.detach() for n, p in whole.named_parameters()}
+        assert_equal(whole_parameters(model), want, f"{name}, parameters", tolerance)
+        if way != "wrapper":
+            counts = [
+                {n: o.state[p]["step"].item() for n, p in each.named_parameters() if o.state[p] and p.numel()}
+                for each, o in ((model, ours), (whole, theirs))
+            ]
+            assert counts[0].items() <= counts[1].items(), name
 
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
-
-
-def reference(what: Example, way: str, plan: Plan, world: int, zeros: bool = False) -> Trained:
-    model, found, numbers = what.make(torch.float64), Trained(), itertools.count()
-    optimizer = torch.optim.AdamW(model.parameters(), **TRAINING)
-    for step in plan:
-        for part in step:
-            number = next(numbers)
-            for rank in range(world):
-                (loss_of(model, part, rank, number) / world).backward()
-            if part.sync == "all":
-                fill(model, way, zeros)
-                found.gradients.append(
-                    {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-                )
-        optimizer.step()
-        optimizer.zero_grad()
-    found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found.steps = {n: optimizer.state[p]["step"].item() for n, p in model.named_parameters() if optimizer.state[p]}
-    return found
-
-
-def follow(way: str, plan: Plan, settings: dict, hybrid: bool = False, zeros: bool = False) -> bool:
-    """Trains by the plan, sharded, and compares gradients after each reduction, step counts and parameters."""
-    what, world, rank = example(**settings), dist.get_world_size(), dist.get_rank()
-    want = reference(what, way, plan, world, zeros)
-    model, numbers, reductions = sharded(what, way, hybrid=hybrid), itertools.count(), itertools.count()
-    if zeros:
-        model.set_reduce_scatter_unused_params(True)
-    optimizer = torch.optim.AdamW(model.parameters(), **TRAINING)
-    tolerance = 1e-5 if settings.get("two_dtypes") else 1e-12
-    for index, step in enumerate(plan):
-        for part in step:
-            number = next(numbers)
-            if part.sync == "none":
-                with without_sync(model):
-                    loss_of(model, part, rank, number).backward()
-                continue
-            if part.sync == "shard":
-                model.set_requires_all_reduce(False)
-                loss_of(model, part, rank, number).backward()
-                model.set_requires_all_reduce(True)
-                continue
-            loss_of(model, part, rank, number).backward()
-            done = next(reductions)
-            assert_equal(whole_gradients(model), want.gradients[done], f"step {index}, gradients {done}", tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal(whole_parameters(model), want.parameters, "parameters after the last step", tolerance)
-    if way not in ("wrapper", "originals"):
-        counts = {n: optimizer.state[p]["step"].item() for n, p in model.named_parameters() if optimizer.state[p]}
-        assert counts == want.steps
-    return True
-
-
-# Parameters of one unit: (a) in the second of two reduced micro-batches, (d) in buckets of several dtypes.
 
 BOTH = micro(("matrix", "123"), ("matrix", "123"))
 INSIDE: dict[str, list[Micro]] = {
@@ -192,46 +145,11 @@ INSIDE: dict[str, list[Micro]] = {
     "each its own": [micro(("matrix", "123"), ("low", "123")), micro(("low", "123"), ("row", "123"))],
     "nothing at all on one": [micro(("", "123"), ("matrix low", "123"))],
     "nothing, then something": [micro(("matrix", "123"), ("", "123")), micro(("", "123"), ("low gain", "123"))],
-    "kept, then not used": [
-        micro(("matrix", "123"), ("low", "123"), sync="none"),
-        BOTH,
-    ],
+    "kept, then not used": [micro(("matrix", "123"), ("low", "123"), sync=False), BOTH],
     "nobody": [micro(("", "123"), ("", "123")), BOTH],
     "what rank 1 holds nothing of": [micro(("matrix", "123"), ("matrix row", "123"))],
     "what rank 1 holds nothing of, by the other": [micro(("matrix row", "123"), ("matrix", "123"))],
-}  # fmt: skip
-
-
-def follow_all(way: str, cases: dict[str, list[Micro]], settings: dict, zeros: bool = False) -> bool:
-    """Two steps of every case; whatever fails names its case."""
-    for name, step in cases.items():
-        try:
-            follow(way, [step] * 2, settings, zeros=zeros)
-        except Exception as error:
-            error.add_note(f"in the case {name!r}")
-            raise
-    return True
-
-
-@every_way
-def test_parameters_that_some_ranks_use(run_ranks, way):
-    assert all(run_ranks(follow_all, way, INSIDE, {}, timeout=SECONDS))
-
-
-@every_parameter
-def test_parameters_of_two_dtypes_that_some_ranks_use(run_ranks, way):
-    assert all(run_ranks(follow_all, way, INSIDE, {"two_dtypes": True}, timeout=SECONDS))
-
-
-@every_layout
-@pytest.mark.parametrize("two_dtypes", [False, True])
-def test_zeros_for_what_is_not_used(run_ranks, way, two_dtypes):
-    """`set_reduce_scatter_unused_params(True)`: as PyTorch's, every parameter has a gradient."""
-    assert all(run_ranks(follow_all, way, INSIDE, {"two_dtypes": two_dtypes}, zeros=True, timeout=SECONDS))
-
-
-# Units: (c) every rank runs all of them, and the losses leave out different ones.
-
+}
 M = "matrix gain"
 BETWEEN: dict[str, list[Micro]] = {
     "other heads": [micro((M, "1"), (M, "2"))],
@@ -240,74 +158,146 @@ BETWEEN: dict[str, list[Micro]] = {
     "all but the body": [micro((M, "123"), (M, "0"))],
     "one left out by all": [micro((M, "13"), (M, "13"))],
     "in turns": [micro((M, "1"), (M, "2")), micro((M, "2"), (M, "1"))],
-    "kept, then in the loss": [micro((M, "1"), (M, "2"), sync="none"), micro((M, "3"), (M, "3"))],
+    "kept, then in the loss": [micro((M, "1"), (M, "2"), sync=False), micro((M, "3"), (M, "3"))],
     "kept, then not run": [
-        micro((M, "1"), (M, "2"), sync="none"),
+        micro((M, "1"), (M, "2"), sync=False),
         micro((M, "3"), (M, "0"), runs=(False, False, True)),
     ],
     "not run by anybody": [micro((M, "1"), (M, "3"), runs=(True, False, True))],
-}  # fmt: skip
+}
 
 
-@every_way
-@pytest.mark.parametrize("case", BETWEEN)
-def test_losses_that_leave_out_units(run_ranks, way, case):
-    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {}, timeout=SECONDS))
+@pytest.mark.parametrize(("way", "two_dtypes"), [("rows", True), ("wrapper", False)])
+@on_ranks
+def test_parameters_that_some_ranks_use(way: str, two_dtypes: bool) -> None:
+    """In the second of two reduced micro-batches, in buckets of several dtypes."""
+    follow(way, INSIDE, two_dtypes=two_dtypes)
 
 
-@every_way
-@pytest.mark.parametrize("case", BETWEEN)
-def test_losses_that_leave_out_units_of_a_chain(run_ranks, way, case):
-    """A rank whose loss contains an early output only leaves out all units above it (early exit)."""
-    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {"chain": True}, timeout=SECONDS))
+@pytest.mark.parametrize(("way", "chain"), [("flat", False), ("rows", True), ("wrapper", True)])
+@on_ranks
+def test_losses_that_leave_out_units(way: str, chain: bool) -> None:
+    """In a chain a rank whose loss contains an early output only leaves out all units above it (early exit)."""
+    follow(way, BETWEEN, chain=chain)
 
 
-@every_layout
-@pytest.mark.parametrize("case", ["other heads", "one left out by one rank", "kept, then in the loss"])
-def test_losses_that_leave_out_units_with_zeros_for_what_is_not_used(run_ranks, way, case):
-    assert all(run_ranks(follow_all, way, {case: BETWEEN[case]}, {}, zeros=True, timeout=SECONDS))
+@on_ranks
+def test_zeros_for_what_is_not_used() -> None:
+    """`set_reduce_scatter_unused_params(True)`: as PyTorch's, every parameter has a gradient."""
+    names = ("nothing at all on one", "nobody", "other heads", "kept, then in the loss")
+    follow("rows", {name: {**INSIDE, **BETWEEN}[name] for name in names}, zeros=True, two_dtypes=True)
 
 
-def random_plan(seed: int, world: int, hybrid: bool, alike: bool = False) -> Plan:
-    draw = random.Random(seed)
+# Gradients that are zero where a rank holds elements, or everywhere.
 
-    def some(of: list, least: int = 0) -> frozenset:
-        return frozenset(draw.sample(of, draw.randint(least, len(of))))
 
-    plan: Plan = []
+class Rows(nn.Module):
+    """Weights of which one-hot inputs choose the rows that get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.chosen = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+
+    def forward(self, always: int, chosen: int | None) -> Tensor:
+        out = self.always[always].square().sum()
+        return out if chosen is None else out + self.chosen[chosen].square().sum()
+
+
+ROWS = Example(Rows, lambda model: [], kind="vectors")
+
+
+@pytest.mark.parametrize(("row", "by"), [(0, 1), (3, 0)])
+@pytest.mark.parametrize(
+    ("way", "clip"), [("rows", "ours"), ("rows", "torch"), ("flat", "ours"), ("wrapper", "ours"), ("originals", "ours")]
+)
+@on_ranks
+def test_gradients_that_are_zero_where_a_rank_holds_them(way: str, clip: str, row: int, by: int) -> None:
+    """Rank `by` alone uses `chosen`, and only one row of it. All of `chosen` decays, on every rank."""
+    model, whole, rank = sharded(ROWS, way), ROWS.make(torch.float64), dist.get_rank()
+    ours, theirs = adamw(model), adamw(whole)
     for _ in range(3):
-        step = []
-        for last in [False] * draw.randint(0, 2) + [True]:
-            runs = tuple(draw.random() < 0.8 for _ in range(3))
-            uses = tuple(tuple(some(list(ALL)) for _ in range(4)) for _ in range(world))
-            taken = tuple(some([0, 1, 2, 3], least=1) for _ in range(world))
-            if alike:
-                uses, taken = uses[:1] * world, taken[:1] * world
-            sync = "all" if last else draw.choice(["all", "none", "shard"] if hybrid else ["all", "none"])
-            step.append(Micro(uses, taken, runs, sync))
-        plan.append(step)
-    return plan
+        for other in range(2):
+            (whole(0, row if other == by else None) / 2).backward()
+        model(0, row if rank == by else None).backward()
+        assert_equal(whole_gradients(model), gradients_of(whole), "gradients")
+        want = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        if clip == "torch":
+            got = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False).full_tensor()
+        elif way in ("wrapper", "originals"):
+            got = model.clip_grad_norm_(0.5)
+        else:
+            got = fullshard.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(got, want)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters", 1e-9)
 
 
-def follow_several(way: str, seeds: range, hybrid: bool, alike: bool = False) -> bool:
-    for seed in seeds:
-        settings = {"chain": bool(seed % 2), "two_dtypes": way != "wrapper" and seed % 4 > 1}
-        plan = random_plan(seed, dist.get_world_size(), hybrid and way not in ("wrapper", "originals"), alike)
-        assert follow(way, plan, settings, hybrid), seed
-    return True
+@three_ways
+@on_ranks
+def test_gradients_that_cancel(way: str) -> None:
+    """A sum of zero over ranks is a gradient still."""
+    model = sharded(ROWS, way)
+    before = whole_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)
+    ((1 - 2 * dist.get_rank()) * model(0, 3)).backward()
+    assert all(grad is not None and not grad.any() for grad in whole_gradients(model).values())
+    optimizer.step()
+    assert_equal(whole_parameters(model), {name: 0.75 * p for name, p in before.items()}, "parameters")
 
 
-@every_way
-def test_any_use_by_all_ranks_alike(run_ranks, way):
-    assert all(run_ranks(follow_several, way, range(6), False, alike=True, timeout=SECONDS))
+# Parameters of one unit on several meshes.
 
 
-@every_way
-def test_any_use_by_any_rank(run_ranks, way):
-    assert all(run_ranks(follow_several, way, range(12), False, timeout=SECONDS))
+class Expert(nn.Module):
+    """A weight that all ranks share, and an expert that two of them have."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Parameter(torch.randn(4, 3))
+        torch.manual_seed(100 + expert)
+        self.expert = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        out = 1.0 * x
+        if "s" in use:
+            out = out + torch.tanh(x @ self.shared.T) @ self.shared
+        if "e" in use:
+            out = out + torch.sin(x @ self.expert.T) @ self.expert
+        return out
 
 
-@every_way
-def test_any_use_by_any_rank_on_a_hybrid_mesh(run_ranks, way):
-    """Whether a parameter was used is agreed over the replicas too, and kept with what is not reduced over them."""
-    assert all(run_ranks(follow_several, way, range(4), True, world=4, timeout=SECONDS))
+USED = {  # by rank; experts belong to ranks 0, 1 and 2, 3
+    "each its own": ("s", "e", "s", "e"),
+    "expert 0 by nobody": ("s", "s", "se", "se"),
+    "shared by one": ("e", "e", "e", "s"),
+    "nothing by some": ("", "se", "", ""),
+}
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@on_ranks(world=4)
+def test_parameters_on_two_meshes_that_some_ranks_use(layout: str) -> None:
+    """Clipped besides: which gradients there are decides the order of clipping's all-reduces."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    rank, mine = dist.get_rank(), mesh.get_local_rank("ep")
+    for case, used in USED.items():
+        model, wholes = Expert(mine).double(), [Expert(expert).double() for expert in range(2)]
+        place = {id(model.expert): ShardPlacementResult(mesh=mesh["edp"])}
+        fully_shard(model, layout=layout, shard_placement_fn=lambda p, place=place: place.get(id(p)))
+        for step in range(2):
+            for each in (model, *wholes):
+                each.zero_grad()
+            model(batch(step, rank, 3).requires_grad_(), used[rank]).square().mean().backward()
+            for other in range(4):
+                x = batch(step, other, 3).requires_grad_()
+                wholes[other // 2](x, used[other]).square().mean().backward()
+            parts = [whole.shared.grad for whole in wholes if whole.shared.grad is not None]
+            expert = wholes[mine].expert.grad
+            want = {"shared": sum(parts) / 4 if parts else None, "expert": None if expert is None else expert / 2}
+            assert all((p.grad is None) == (want[name] is None) for name, p in model.named_parameters()), case
+            fullshard.clip_grad_norm_(model.parameters(), 1e9)
+            got = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
+            assert_equal(got, want, f"{case}, gradients of step {step}")

@@ -23,6 +23,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     sharded,
     whole_gradients,
@@ -30,7 +31,6 @@ from ways import (
 )
 
 NO_SHARD = ShardingStrategy.NO_SHARD
-Change = Callable[[nn.Module], None]
 
 
 def read(model: nn.Module) -> None:
@@ -44,11 +44,8 @@ def write(model: nn.Module) -> None:
             parameter.mul_(0.5)
 
 
-def test_whole_values_are_read_between_a_forward_and_its_backward(run_ranks):
-    run_ranks(read_in_between)
-
-
-def read_in_between() -> None:
+@on_ranks
+def test_whole_values_are_read_between_a_forward_and_its_backward() -> None:
     """`writeback` is on by default; only a write is a change."""
     plain = layers()
     loss_of(plain, batch(0)).backward()
@@ -69,11 +66,8 @@ def read_in_between() -> None:
                 loss.backward()
 
 
-def test_what_is_not_split_is_written_to_inside_summon_full_params(run_ranks):
-    run_ranks(zeroed_inside)
-
-
-def zeroed_inside() -> None:
+@on_ranks
+def test_what_is_not_split_is_written_to_inside_summon_full_params() -> None:
     """One FlatParameter over a shard that is the whole: what is shown is its memory."""
     for way in WRAPPERS:
         for writeback in (True, False):
@@ -134,11 +128,8 @@ def two_experts(parametrization: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(Experts(parametrization), Experts(parametrization))
 
 
-def test_a_parametrization_in_a_forward_is_no_change(run_ranks):
-    run_ranks(parametrized)
-
-
-def parametrized() -> None:
+@on_ranks
+def test_a_parametrization_in_a_forward_is_no_change() -> None:
     """PEFT's LoRA with `target_parameters` does this, around experts."""
     example = example_of(partial(two_experts, Doubled), "0", "1")
     plain = example.make(torch.float64)

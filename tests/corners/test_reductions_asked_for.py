@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import GradientReductionHandle, fully_shard, record_events, share_comm_ctx
 from fullshard.errors import PhaseError
+from ways import on_ranks
 
 
 def units(mesh: Any = None) -> Any:
@@ -24,10 +25,10 @@ def units(mesh: Any = None) -> Any:
 
 
 def test_kept_gradients_are_reduced_once(run_ranks):
-    assert all(run_ranks(reduced))
+    run_ranks(reduced)
 
 
-def reduced() -> bool:
+def reduced() -> None:
     model, reference = units(), layers()
     model.set_reshard_after_backward(False)
     for step in range(2):
@@ -44,14 +45,13 @@ def reduced() -> bool:
                 loss.backward()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    return True
 
 
 def test_only_the_root_reduces_and_only_between_passes(run_ranks):
-    assert all(run_ranks(refused))
+    run_ranks(refused)
 
 
-def refused() -> bool:
+def refused() -> None:
     model = units()
     told: list[str] = []
 
@@ -70,7 +70,6 @@ def refused() -> bool:
     fully_shard.state(model)._root_post_backward_final_callback()  # nothing was kept: nothing changes
     for old, p in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), old)
-    return True
 
 
 def check_gradients(model: nn.Module, micros: range) -> None:
@@ -84,10 +83,10 @@ def check_gradients(model: nn.Module, micros: range) -> None:
 
 
 def test_finalize_backward_reduces_what_micro_batches_left(run_ranks):
-    assert all(run_ranks(finalized))
+    run_ranks(finalized)
 
 
-def finalized() -> bool:
+def finalized() -> None:
     model = units()
     assert model.finalize_backward() is None and isinstance(
         model.finalize_backward(async_op=True), GradientReductionHandle
@@ -115,14 +114,10 @@ def finalized() -> bool:
         model.set_manual_backward_finalization(False)
     model(batch(0, dist.get_rank())).square().mean().backward()
     check_gradients(model, range(1))
-    return True
 
 
-def test_finalization_with_sync_leaves_whole_gradients(run_ranks):
-    assert all(run_ranks(with_sync))
-
-
-def with_sync() -> bool:
+@on_ranks
+def test_finalization_with_sync_leaves_whole_gradients() -> None:
     model = units()
     model.set_manual_backward_finalization(True)
     for _ in range(2):
@@ -130,15 +125,12 @@ def with_sync() -> bool:
         model.finalize_backward()
         check_gradients(model, range(1))
         model.zero_grad()
-    return True
 
 
-def test_when_finalization_is_refused(run_ranks):
+@on_ranks
+def test_when_finalization_is_refused() -> None:
     """The calls that PyTorch's refuses with a RuntimeError."""
-    assert all(run_ranks(refused_finalization))
 
-
-def refused_finalization() -> bool:
     def refused(code: str, call: Any) -> None:
         with pytest.raises(RuntimeError) as error:
             call()
@@ -190,15 +182,11 @@ def refused_finalization() -> bool:
     backward(model)
     model.finalize_backward()
     check_gradients(model, range(1))
-    return True
 
 
-def test_a_reset_drops_the_iteration_that_was_not_finalized(run_ranks):
+@on_ranks
+def test_a_reset_drops_the_iteration_that_was_not_finalized() -> None:
     """As torch 2.15: what is repeated after it counts once. Sync was on, so that `.grad` was there already."""
-    assert all(run_ranks(reset_before_the_end))
-
-
-def reset_before_the_end() -> bool:
     model = units()
     model.set_manual_backward_finalization(True)
 
@@ -239,14 +227,10 @@ def reset_before_the_end() -> bool:
     model.finalize_backward()
     for one, other in zip(whole(), expected, strict=True):
         torch.testing.assert_close(one, other)
-    return True
 
 
-def test_roots_that_share_a_context_wait_for_each_other(run_ranks):
-    assert all(run_ranks(sharing))
-
-
-def sharing() -> bool:
+@on_ranks
+def test_roots_that_share_a_context_wait_for_each_other() -> None:
     one, two = units(), units()
     share_comm_ctx([one, two])
     states = [fully_shard.state(model) for model in (one, two, units())]
@@ -264,14 +248,10 @@ def sharing() -> bool:
     two.finalize_backward()
     for model in (one, two):
         check_gradients(model, range(1))
-    return True
 
 
-def test_replicas_are_not_left_apart(run_ranks):
-    assert all(run_ranks(hybrid, world=4))
-
-
-def hybrid() -> bool:
+@on_ranks(world=4)
+def test_replicas_are_not_left_apart() -> None:
     model = units(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
@@ -281,14 +261,10 @@ def hybrid() -> bool:
     model.set_requires_all_reduce(True)
     model.finalize_backward()
     check_gradients(model, range(1))
-    return True
 
 
-def test_kept_storage_has_one_address(run_ranks):
-    assert all(run_ranks(kept_storage))
-
-
-def kept_storage() -> bool:
+@on_ranks
+def test_kept_storage_has_one_address() -> None:
     model = units()
     model.set_keep_unsharded_storage(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -318,4 +294,3 @@ def kept_storage() -> bool:
     assert unit.ledger.gathered == gathered - unit.full_bytes
     model.set_keep_unsharded_storage(False)
     assert unit.ledger.gathered == 0
-    return True

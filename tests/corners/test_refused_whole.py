@@ -7,7 +7,7 @@ values, buffers, hooks, what the modules hold besides; and the model, mended, is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard import FullyShardedDataParallel, ShardingStrategy
+from fullshard import ConfigError, FullyShardedDataParallel, LayoutError, ShardingStrategy
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
+from ways import batch, differences, on_ranks, whole_state
 
 WIDTH = 4
 
@@ -43,10 +44,8 @@ def seen(model: nn.Module) -> list[tuple[Any, ...]]:
     for name, module in model.named_modules(remove_duplicate=False):
         found.append((name, id(module), type(module)))
         for key, value in sorted(module.__dict__.items()):
-            size = len(value) if isinstance(value, (dict, list, set)) else None
-            found.append((name, key, size))
-        tensors = [*module._parameters.items(), *module._buffers.items()]
-        for key, tensor in tensors:
+            found.append((name, key, len(value) if isinstance(value, (dict, list, set)) else None))
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None:
                 continue
             found.append((name, key, id(tensor), type(tensor)))
@@ -56,51 +55,53 @@ def seen(model: nn.Module) -> list[tuple[Any, ...]]:
     return found
 
 
-# What makes the last block impossible, and what mends it. Functions of the model.
+def refused(call: Callable[[], object], error: type[BaseException], model: nn.Module) -> None:
+    before = seen(model)
+    with pytest.raises(error):
+        call()
+    changes = [f"{old} -> {new}" for old, new in zip(before, seen(model), strict=False) if old != new]
+    assert before == seen(model), f"the first that changed: {changes[:1]}"
 
 
-def scalar(model: nn.Module) -> None:
-    model[2].gain = nn.Parameter(torch.tensor(1.0))
+def trains(model: nn.Module) -> None:
+    """As one process does, from the same start."""
+    reference = make()
+    for step in range(2):
+        for each, rank in ((model, dist.get_rank()), (reference, None)):
+            each(batch(step, rank, WIDTH, dtype=torch.float32)).square().mean().backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    assert not differences("trained", whole_state(model), dict(reference.state_dict()))
 
 
-def without_scalar(model: nn.Module) -> None:
-    del model[2].gain
+# What makes the last block impossible, and what mends it.
+
+Change = Callable[[Any], Any]
 
 
-def shared_memory(model: nn.Module) -> None:
-    model[2].norm.bias = nn.Parameter(model[2].linear.bias.detach())
+def set_bias(layer: nn.Module, value: Tensor) -> None:
+    layer.bias = nn.Parameter(value)
 
 
-def own_memory(model: nn.Module) -> None:
-    model[2].norm.bias = nn.Parameter(torch.zeros(WIDTH))
+class Spoilt(NamedTuple):
+    spoil: Change
+    mend: Change
 
 
-def shared_with_root(model: nn.Module) -> None:
-    model[3].bias = nn.Parameter(model[3].weight.detach()[0, :1])
-
-
-def own_root(model: nn.Module) -> None:
-    model[3].bias = nn.Parameter(make()[3].bias.detach().clone())
-
-
-def mixed_dtypes(model: nn.Module) -> None:
-    model[2].norm.double()
-
-
-def one_dtype(model: nn.Module) -> None:
-    model[2].norm.float()
-
-
-def mixed_training(model: nn.Module) -> None:
-    model[2].norm.requires_grad_(False)
-
-
-def all_train(model: nn.Module) -> None:
-    model[2].norm.requires_grad_(True)
-
-
-def nothing(model: nn.Module) -> None:
-    """What is wrong is in the arguments."""
+NOTHING = Spoilt(lambda model: None, lambda model: None)  # what is wrong is in the arguments
+SCALAR = Spoilt(
+    lambda model: setattr(model[2], "gain", nn.Parameter(torch.tensor(1.0))), lambda model: delattr(model[2], "gain")
+)
+SHARED = Spoilt(
+    lambda model: set_bias(model[2].norm, model[2].linear.bias.detach()),
+    lambda model: set_bias(model[2].norm, torch.zeros(WIDTH)),
+)
+SHARED_IN_ROOT = Spoilt(
+    lambda model: set_bias(model[3], model[3].weight.detach()[0, :1]),
+    lambda model: set_bias(model[3], make()[3].bias.detach().clone()),
+)
+DTYPES = Spoilt(lambda model: model[2].norm.double(), lambda model: model[2].norm.float())
+TRAINING = Spoilt(lambda model: model[2].norm.requires_grad_(False), lambda model: model[2].norm.requires_grad_(True))
 
 
 def bad_placement(parameter: nn.Parameter) -> Any:
@@ -126,146 +127,92 @@ class Order:
         return self.own if self.blocks == 3 else True
 
 
-FUNCTIONAL: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None], dict[str, Any], type]] = {
-    "a scalar in rows": (scalar, without_scalar, {}, fullshard.LayoutError),
-    "shared memory": (shared_memory, own_memory, {}, fullshard.LayoutError),
-    "shared memory, flat": (shared_memory, own_memory, {"layout": "flat"}, fullshard.LayoutError),
-    "shared memory in the root": (shared_with_root, own_root, {}, fullshard.LayoutError),
-    "a placement that is none": (nothing, nothing, {"shard_placement_fn": bad_placement}, fullshard.ConfigError),
-    "a placement function that raises": (nothing, nothing, {"shard_placement_fn": raising_placement}, KeyError),
-    "reshard to an int that divides nothing": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(reshard_after_forward=3))},
-        fullshard.ConfigError,
-    ),
-    "a layout that is none": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(layout="columns"))},
-        fullshard.ConfigError,
-    ),
-    "a block's placement that is none": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(shard_placement_fn=bad_placement))},
-        fullshard.ConfigError,
-    ),
+Case = tuple[Spoilt, dict[str, Any], type]  # "order": arguments of the third block
+FUNCTIONAL: dict[str, Case] = {
+    "a scalar in rows": (SCALAR, {}, LayoutError),
+    "shared memory": (SHARED, {}, LayoutError),
+    "shared memory, flat": (SHARED, {"layout": "flat"}, LayoutError),
+    "shared memory in the root": (SHARED_IN_ROOT, {}, LayoutError),
+    "a placement that is none": (NOTHING, {"shard_placement_fn": bad_placement}, ConfigError),
+    "a placement function that raises": (NOTHING, {"shard_placement_fn": raising_placement}, KeyError),
+    "an int that divides nothing": (NOTHING, {"order": {"reshard_after_forward": 3}}, ConfigError),
+    "a layout that is none": (NOTHING, {"order": {"layout": "columns"}}, ConfigError),
+    "a block's placement that is none": (NOTHING, {"order": {"shard_placement_fn": bad_placement}}, ConfigError),
+}
+WRAPPED: dict[str, Case] = {
+    "mixed dtypes": (DTYPES, {}, ConfigError),
+    "mixed requires_grad": (TRAINING, {}, ConfigError),
+    "shared memory": (SHARED, {"use_orig_params": True}, LayoutError),
+    "shared memory, flat": (SHARED, {}, LayoutError),
+    "shared memory in the root": (SHARED_IN_ROOT, {"use_orig_params": True}, LayoutError),
+    "mixed dtypes, states synchronised": (DTYPES, {"sync_module_states": True}, ConfigError),
+    "a block's strategy without replicas": (NOTHING, {"order": {"process_group": (None, None)}}, ConfigError),
+    "a block's argument that is none": (NOTHING, {"order": {"sharding_strategy": "FULL"}}, ConfigError),
+    "a block's argument that no wrapper has": (NOTHING, {"order": {"colour": "red"}}, TypeError),
 }
 
 
-def trains(model: nn.Module) -> None:
-    """As one process does, from the same start."""
-    reference = make()
-    for step in range(2):
-        for each, ranks in ((model, [dist.get_rank()]), (reference, range(dist.get_world_size()))):
-            generator = torch.Generator().manual_seed(step)
-            everything = torch.randn(dist.get_world_size(), 3, WIDTH, generator=generator)
-            each(everything[list(ranks)].flatten(0, 1)).square().mean().backward()
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-            each.zero_grad()
-    got = model.state_dict()
-    for name, value in reference.state_dict().items():
-        whole = got[name].full_tensor() if hasattr(got[name], "full_tensor") else got[name]
-        torch.testing.assert_close(whole, value, rtol=1e-5, atol=1e-6)
-
-
-def refused(call: Callable[[], object], error: type[BaseException], model: nn.Module) -> None:
-    before = seen(model)
-    raised = None
-    try:
-        call()
-    except BaseException as caught:
-        raised = caught
-    assert isinstance(raised, error), f"{error.__name__} is wanted, got {raised!r}"
-    after = seen(model)
-    changes = [f"{old} -> {new}" for old, new in zip(before, after, strict=False) if old != new]
-    assert before == after, f"{len(before)} -> {len(after)} facts; the first that changed: {changes[:1]}"
-
-
-def functional(case: str) -> None:
-    spoil, mend, given, error = FUNCTIONAL[case]
+def by_policy(case: Case, apply: Callable[..., Any]) -> None:
+    (spoil, mend), given, error = case
+    given = dict(given)
+    order = given.pop("order", None)
+    policy = ModuleWrapPolicy({Block}) if order is None else CustomPolicy(Order(**order))
     model = make()
     spoil(model)
-    policy = given.get("auto_wrap_policy", lambda: {Block})
-    refused(lambda: fullshard.fully_shard(model, **{**given, "auto_wrap_policy": policy()}), error, model)
+    refused(lambda: apply(model, auto_wrap_policy=policy, **given), error, model)
     mend(model)
+    trains(apply(model, auto_wrap_policy=ModuleWrapPolicy({Block})))
+
+
+@pytest.mark.parametrize("case", FUNCTIONAL)
+@on_ranks
+def test_a_later_block_of_fully_shard(case: str) -> None:
+    by_policy(FUNCTIONAL[case], fullshard.fully_shard)
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+@on_ranks
+def test_a_later_block_of_the_wrapper(case: str) -> None:
+    by_policy(WRAPPED[case], FullyShardedDataParallel)
+
+
+@on_ranks
+def test_units_of_earlier_calls() -> None:
+    """What was sharded by an earlier call is as it was, and its units' parameters too."""
+    model = make()
+    fullshard.fully_shard(model[0])
+    SCALAR.spoil(model)
+    before = [id(p) for p in model[0].parameters()]
+    with pytest.raises(LayoutError):
+        fullshard.fully_shard(model, auto_wrap_policy={Block})
+    assert type(model[1]) is Block and [id(p) for p in model[0].parameters()] == before
+    SCALAR.mend(model)
     trains(fullshard.fully_shard(model, auto_wrap_policy={Block}))
 
 
-def a_unit_below_stays(layout: str) -> None:
-    """What was sharded by an earlier call is as it was, and its units' parameters too."""
-    model = make()
-    fullshard.fully_shard(model[0], layout=layout)
-    scalar(model)
-    before = [id(p) for p in model[0].parameters()]
-    with pytest.raises(fullshard.LayoutError):
-        fullshard.fully_shard(model, layout="rows", auto_wrap_policy={Block})
-    assert type(model[1]) is Block and [id(p) for p in model[0].parameters()] == before
-    without_scalar(model)
-    trains(fullshard.fully_shard(model, layout=layout, auto_wrap_policy={Block}))
-
-
-def ties_stay() -> None:
+@on_ranks
+def test_ties_with_units_of_earlier_calls() -> None:
     """A parameter that a unit of an earlier call would give up to the refused one stays there."""
     model = make()
     model[2].linear.weight = model[0].linear.weight
     fullshard.fully_shard(model[0])
-    scalar(model)
-    refused(lambda: fullshard.fully_shard(model), fullshard.LayoutError, model)
+    SCALAR.spoil(model)
+    refused(lambda: fullshard.fully_shard(model), LayoutError, model)
     model[0](torch.ones(1, WIDTH)).sum().backward()  # and its unit works
     assert model[0].linear.weight.grad is not None
 
 
-WRAPPED: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None], dict[str, Any], type]] = {
-    "mixed dtypes": (mixed_dtypes, one_dtype, {}, fullshard.ConfigError),
-    "mixed requires_grad": (mixed_training, all_train, {}, fullshard.ConfigError),
-    "shared memory": (shared_memory, own_memory, {"use_orig_params": True}, fullshard.LayoutError),
-    "shared memory, flat": (shared_memory, own_memory, {}, fullshard.LayoutError),
-    "shared memory in the root": (shared_with_root, own_root, {"use_orig_params": True}, fullshard.LayoutError),
-    "mixed dtypes, states synchronised": (mixed_dtypes, one_dtype, {"sync_module_states": True}, fullshard.ConfigError),
-    "a block's strategy without replicas": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(process_group=(None, None)))},
-        fullshard.ConfigError,
-    ),
-    "a block's argument that is none": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(sharding_strategy="FULL"))},
-        fullshard.ConfigError,
-    ),
-    "a block's argument that no wrapper has": (
-        nothing,
-        nothing,
-        {"auto_wrap_policy": lambda: CustomPolicy(Order(colour="red"))},
-        TypeError,
-    ),
-}
-
-
-def wrapped(case: str) -> None:
-    spoil, mend, given, error = WRAPPED[case]
-    model = make()
-    spoil(model)
-    policy = given.get("auto_wrap_policy", lambda: ModuleWrapPolicy({Block}))
-    call = {**given, "auto_wrap_policy": policy()}
-    refused(lambda: FullyShardedDataParallel(model, **call), error, model)
-    mend(model)
-    trains(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block})))
-
-
-def values_stay(orig: bool) -> None:
+@on_ranks
+def test_values_before_a_refusal() -> None:
     """Without a policy: rank 0's values are not sent before the arguments are known to do."""
     model = make()
-    mixed_dtypes(model)
-    shared_memory(model)
+    DTYPES.spoil(model), SHARED.spoil(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(dist.get_rank())
-    options = {"use_orig_params": orig, "sync_module_states": True}
-    refused(lambda: FullyShardedDataParallel(model, **options), fullshard.FullshardError, model)
+    for orig in (True, False):
+        given = {"use_orig_params": orig, "sync_module_states": True}
+        refused(lambda given=given: FullyShardedDataParallel(model, **given), fullshard.FullshardError, model)
 
 
 class Scale(nn.Module):
@@ -276,76 +223,38 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
 
-def meta_stays(orig: bool) -> None:
-    """What cannot be initialised is found before the first block has memory, also if it is the root's."""
+@on_ranks
+def test_modules_that_cannot_be_initialised() -> None:
+    """They are found before the first block has memory, also if it is the root that cannot be."""
     with torch.device("meta"):
         model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), "scale": Scale()})
-    call = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "use_orig_params": orig}
-    refused(lambda: FullyShardedDataParallel(model, **call), fullshard.ConfigError, model)
-    refused(lambda: FullyShardedDataParallel(model, **call, param_init_fn="zeros"), fullshard.ConfigError, model)
+    call = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})}
+    refused(lambda: FullyShardedDataParallel(model, **call), ConfigError, model)
+    refused(lambda: FullyShardedDataParallel(model, **call, param_init_fn="zeros"), ConfigError, model)
     del model["scale"]
-    wrapped = FullyShardedDataParallel(model, **call)
-    assert not any(parameter.is_meta for parameter in wrapped.parameters())
+    assert not any(parameter.is_meta for parameter in FullyShardedDataParallel(model, **call).parameters())
 
 
-def ties_of_blocks_stay(orig: bool) -> None:
-    """Blocks that share a weight with each other and the root, which gets it in the end, if nothing is refused."""
+@on_ranks
+def test_blocks_that_share_a_weight() -> None:
+    """With each other and the root, which gets it in the end, if nothing is refused."""
     model = make()
     model[2].linear.weight = model[1].linear.weight = model[0].linear.weight
-    mixed_dtypes(model)
-    shared_with_root(model)
-    call = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": orig}
+    DTYPES.spoil(model), SHARED_IN_ROOT.spoil(model)
+    call = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True}
     refused(lambda: FullyShardedDataParallel(model, **call), fullshard.FullshardError, model)
-    refused(lambda: fullshard.fully_shard(model, auto_wrap_policy={Block}), fullshard.LayoutError, model)
-    one_dtype(model)
-    own_root(model)
+    refused(lambda: fullshard.fully_shard(model, auto_wrap_policy={Block}), LayoutError, model)
+    DTYPES.mend(model), SHARED_IN_ROOT.mend(model)
     wrapped = FullyShardedDataParallel(model, **call)
     wrapped(torch.ones(1, WIDTH)).sum().backward()
     assert any(parameter.grad is not None for parameter in wrapped.parameters())
 
 
-@pytest.mark.parametrize("case", FUNCTIONAL)
-def test_a_later_block_of_fully_shard(run_ranks, case):
-    run_ranks(functional, case, timeout=20)
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_units_of_earlier_calls(run_ranks, layout):
-    run_ranks(a_unit_below_stays, layout, timeout=20)
-
-
-def test_ties_with_units_of_earlier_calls(run_ranks):
-    run_ranks(ties_stay, timeout=20)
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-def test_a_later_block_of_the_wrapper(run_ranks, case):
-    run_ranks(wrapped, case, timeout=20)
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_values_before_a_refusal(run_ranks, orig):
-    run_ranks(values_stay, orig, timeout=20)
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_modules_that_cannot_be_initialised(run_ranks, orig):
-    run_ranks(meta_stays, orig, timeout=20)
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_blocks_that_share_a_weight(run_ranks, orig):
-    run_ranks(ties_of_blocks_stay, orig, timeout=20)
-
-
-def test_strategies_are_refused_before_anything(run_ranks):
-    """Regression: what the root's own arguments decide is checked first."""
-    run_ranks(root_strategy, timeout=20)
-
-
-def root_strategy() -> None:
+@on_ranks
+def test_strategies_are_refused_before_anything() -> None:
+    """What the root's own arguments decide is checked first."""
     model = make()
     call = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "process_group": (1, 2)}
     call["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-    refused(lambda: FullyShardedDataParallel(model, **call), fullshard.ConfigError, model)
+    refused(lambda: FullyShardedDataParallel(model, **call), ConfigError, model)
     trains(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block})))

@@ -15,7 +15,7 @@ import fullshard
 from fullshard import state_dict as helpers
 from fullshard.state_dict import StateDictOptions
 from training import assert_same
-from ways import WRAPPERS, children, inner, shard
+from ways import WRAPPERS, children, inner, on_ranks, shard
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -213,7 +213,8 @@ def test_set_model_state_dict_fills_a_model_on_meta(run_ranks):
         assert_same(run_ranks(materialized, way))
 
 
-def some_values() -> list[str]:
+@on_ranks
+def test_some_values_of_a_unit_on_meta_are_refused() -> list[str]:
     """Values for a part of a unit are refused, and nothing has changed; those of whole units are loaded."""
     problems = []
     state = dict(Net().state_dict())
@@ -236,11 +237,8 @@ def some_values() -> list[str]:
     return problems
 
 
-def test_some_values_of_a_unit_on_meta_are_refused(run_ranks):
-    assert_same(run_ranks(some_values))
-
-
-def assigned_in_parts() -> list[str]:
+@on_ranks
+def test_units_of_several_modules_are_assigned_in_parts() -> list[str]:
     """A unit of several modules, which are assigned one after the other: to memory from meta, and to another dtype."""
     problems = []
     want = Net().state_dict()
@@ -258,11 +256,8 @@ def assigned_in_parts() -> list[str]:
     return problems
 
 
-def test_units_of_several_modules_are_assigned_in_parts(run_ranks):
-    assert_same(run_ranks(assigned_in_parts))
-
-
-def plain_load() -> list[str]:
+@on_ranks
+def test_a_plain_load_onto_meta_warns() -> list[str]:
     """A load without `assign` cannot fill the meta device: PyTorch's warning says so, as of a plain model."""
     model = on_meta("rows")
     with warnings.catch_warnings(record=True) as caught:
@@ -270,7 +265,3 @@ def plain_load() -> list[str]:
         model.load_state_dict(Net().state_dict())
     text = "copying from a non-meta parameter in the checkpoint to a meta parameter"
     return [] if sum(text in str(w.message) for w in caught) >= 5 else [str([str(w.message) for w in caught])]
-
-
-def test_a_plain_load_onto_meta_warns(run_ranks):
-    assert_same(run_ranks(plain_load))

@@ -11,13 +11,13 @@ import fullshard
 from fullshard import PhaseError, fully_shard
 from fullshard.runtime import additions
 from models import blocks_of
-from training import assert_same
-from ways import SOME_WAYS, WIDE, Block, Network, error_of, gradient_problems, named_error, shard, wide_batch
+from ways import SOME_WAYS, WIDE, Block, Network, error_of, gradient_problems, named_error, on_ranks, shard, wide_batch
 
 ORDERS = (2.0, 1.0, 3.0, 0.0, float("inf"), -float("inf"), -1.0)
 
 
-def norms_of_every_order() -> list[str]:
+@on_ranks
+def test_norms_of_flat_shards() -> list[str]:
     """Rank 1 holds no element of the first parameter, whose smallest value is not rank 0's of the second."""
     problems = []
     model, plain = nn.Linear(5, 7), nn.Linear(5, 7)
@@ -49,17 +49,14 @@ def norms_of_every_order() -> list[str]:
     return problems
 
 
-def test_norms_of_flat_shards(run_ranks):
-    assert_same(run_ranks(norms_of_every_order))
-
-
 def loss_of_grad(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward(create_graph=True)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     sum(gradient.square().sum() for gradient in gradients).backward()
 
 
-def grad_in_a_loss() -> list[str]:
+@on_ranks
+def test_grad_of_a_backward_with_create_graph() -> list[str]:
     """After create_graph `.grad` is right as a constant, for an optimizer and for the next step; not in a loss."""
     problems = []
     for way in SOME_WAYS:
@@ -78,10 +75,6 @@ def grad_in_a_loss() -> list[str]:
             problems += gradient_problems(f"{way}, step {step}, clipped", model, plain)
             model.zero_grad(set_to_none=together), plain.zero_grad(set_to_none=together)
     return problems
-
-
-def test_grad_of_a_backward_with_create_graph(run_ranks):
-    assert_same(run_ranks(grad_in_a_loss))
 
 
 class Sparse(nn.Module):

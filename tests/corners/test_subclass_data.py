@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import types
 import weakref
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -23,6 +21,7 @@ import fullshard
 import quantised
 from quantised import StoredInt8
 from training import LAYOUTS, assert_same
+from ways import on_ranks
 
 aten = torch.ops.aten
 WIDE = 16
@@ -157,10 +156,10 @@ def differ(got: list[float], want: list[float], against: str) -> list[str]:
 
 
 @layouts
-@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_trains_as_unsharded(run_ranks, kind, layout, reshard):
-    assert_same(run_ranks(trains, kind, layout, reshard))
+def test_trains_as_unsharded(run_ranks, kind, layout):
+    for reshard in (True, False):
+        assert_same(run_ranks(trains, kind, layout, reshard))
 
 
 def trains(kind: str, layout: str, reshard: bool) -> list[str]:
@@ -170,24 +169,11 @@ def trains(kind: str, layout: str, reshard: bool) -> list[str]:
     return differ(got, train(network(None), list(range(world))), "one process")
 
 
-def test_pytorchs_fully_shard_trains_these_too(run_ranks):
-    """What makes the class a fair one."""
-    assert_same(run_ranks(torch_trains))
-
-
-def torch_trains() -> list[str]:
-    got = mean_losses(train(shard(torch_fsdp, network(Scaled)), [dist.get_rank()]))
-    return differ(got, train(network(None), list(range(dist.get_world_size()))), "one process")
-
-
 @layouts
 @pytest.mark.parametrize("kind", CLASSES)
-def test_whole_weight_is_let_go(run_ranks, kind, layout):
+@on_ranks
+def test_whole_weight_is_let_go(kind: str, layout: str) -> list[str]:
     """The original's inner tensors die with sharding; a user's attributes stay, on both forms."""
-    assert_same(run_ranks(lets_go, kind, layout))
-
-
-def lets_go(kind: str, layout: str) -> list[str]:
     model = network(CLASSES[kind])
     held = [weakref.ref(model[0].weight.mantissa), weakref.ref(model[0].weight.scale)]
     shard(fullshard, model, layout=layout)
@@ -221,12 +207,9 @@ class Frozen(nn.Module):
 
 
 @layouts
-def test_frozen_weight_changed_after_the_first_gather(run_ranks, layout):
+@on_ranks
+def test_frozen_weight_changed_after_the_first_gather(layout: str) -> list[str]:
     """Loading another quantised weight into a model that already ran."""
-    assert_same(run_ranks(loads_frozen, layout))
-
-
-def loads_frozen(layout: str) -> list[str]:
     x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(1))
     model, other, plain = Frozen(1), Frozen(2), Frozen(2)
     plain.head.load_state_dict(model.head.state_dict())
@@ -237,21 +220,3 @@ def loads_frozen(layout: str) -> list[str]:
         model.base.weight.to_local().copy_(other.base.weight.to_local())
         found = torch.allclose(model(x), plain(x), rtol=1e-5, atol=1e-6)
     return [] if found else ["the weight from before is still computed with"]
-
-
-@layouts
-def test_a_copy_of_the_model_is_independent(run_ranks, layout):
-    assert_same(run_ranks(copies, layout))
-
-
-def copies(layout: str) -> list[str]:
-    model = shard(fullshard, network(Scaled), layout=layout)
-    x = torch.ones(1, WIDE)
-    with torch.no_grad():
-        before = model(x).clone()
-        twin = copy.deepcopy(model)
-        twin[0].weight.to_local().mul_(2.0)
-        problems = [] if torch.equal(model(x), before) else ["the copy's change reached the model"]
-        if torch.equal(twin(x), before):
-            problems.append("the copy's change did not reach the copy")
-    return problems

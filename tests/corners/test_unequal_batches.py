@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from ways import error_of, every_way, gradient_problems, named_error, shard, synced, value_problems
+from training import assert_same
+from ways import error_of, gradient_problems, named_error, on_ranks, shard, synced, value_problems
 
 COUNTS = {2: (5, 2), 4: (3, 1, 4, 4)}
 
@@ -74,25 +75,18 @@ def joined(way: str, micro: int, **settings: Any) -> list[str]:
     return problems
 
 
-@every_way
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
 def test_as_one_process(run_ranks, way):
     for micro in (1, 2):
-        for problems in run_ranks(joined, way, micro):
-            assert not problems, problems
+        assert_same(run_ranks(joined, way, micro))
 
 
-@pytest.mark.parametrize("way", ["rows", "originals"])
-def test_on_hybrid_meshes(run_ranks, way):
-    for problems in run_ranks(joined, way, 1, hybrid=True, world=4):
-        assert not problems, problems
+def test_on_hybrid_meshes(run_ranks):
+    assert_same(run_ranks(joined, "rows", 1, hybrid=True, world=4))
 
 
-def test_a_rank_without_any_batch(run_ranks):
-    for problems in run_ranks(without_any):
-        assert not problems, problems
-
-
-def without_any() -> list[str]:
+@on_ranks
+def test_a_rank_without_any_batch() -> list[str]:
     reference, mine = model_of(), dist.get_rank()
     model = shard(copy.deepcopy(reference), "rows", units)
     mine_only = [batch(0, 0)] if mine == 0 else []
@@ -107,12 +101,8 @@ def without_any() -> list[str]:
     return problems
 
 
-def test_after_a_loop_that_is_left_early_all_ranks_count(run_ranks):
-    for problems in run_ranks(left_early):
-        assert not problems, problems
-
-
-def left_early() -> list[str]:
+@on_ranks
+def test_after_a_loop_that_is_left_early_all_ranks_count() -> list[str]:
     reference, mine = model_of(), dist.get_rank()
     model = shard(copy.deepcopy(reference), "rows", units)
     for number, x in enumerate(fullshard.join(model, [batch(mine, n) for n in range(3 - 2 * mine)])):

@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard import DivergenceError, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from training import mesh_of
+from ways import on_ranks
 
 BATCH = torch.ones(2, 4)
 
@@ -30,11 +31,8 @@ def shard(model: nn.Module, way: str) -> nn.Module:
     return fully_shard(model)
 
 
-def test_what_every_rank_drew_is_trained_with_a_warning(run_ranks):
-    run_ranks(unseeded)
-
-
-def unseeded() -> None:
+@on_ranks
+def test_what_every_rank_drew_is_trained_with_a_warning() -> None:
     """Each rank keeps its slice of its own draw, as in PyTorch."""
     for way in ("functional", "wrapper"):
         model = shard(drawn(), way)

@@ -17,21 +17,21 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard import FullyShardedDataParallel
 from training import full
+from ways import WIDTH, WRAPPERS, batch, named, on_ranks
+from ways import shard as sharded
 
-WIDTH = 5
-COMPLEX = (torch.complex64, torch.complex128)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-INTEGERS = (torch.int16, torch.uint16, torch.uint32, torch.bool)
-FRONTS = ("rows", "flat", fullshard.Blocks("row"), "owner", "wrapper orig", "wrapper flat")
+three_ways = pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
+KINDS = {"complex64": torch.complex64, "int16": torch.int16, "float8": torch.float8_e4m3fn}
+KINDS |= {"uint32": torch.uint32, "bool": torch.bool}
 
 
 class Spectrum(nn.Module):
     """A complex weight, and a complex scale of one element that not every rank can own a part of. `[n, width]`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype))
-        self.scale = nn.Parameter(torch.randn(1, dtype=dtype))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.to(self.weight.dtype) @ self.weight * self.scale).abs().to(x.dtype)
@@ -42,8 +42,7 @@ class Table(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        values = torch.randint(0, 100, (3, WIDTH)).to(dtype)
-        self.table = nn.Parameter(values, requires_grad=False)
+        self.table = nn.Parameter(torch.randint(0, 100, (3, WIDTH)).to(dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.01 * self.table.to(x.dtype).sum(0)
@@ -60,32 +59,20 @@ class Model(nn.Module):
         return self.last(torch.tanh(self.layer(torch.tanh(self.first(x)))))
 
 
-def shard(model: nn.Module, front: Any) -> nn.Module:
-    """The layer, then the root, each a unit."""
-    if front in ("wrapper orig", "wrapper flat"):
-        orig = front == "wrapper orig"
-        model.layer = FullyShardedDataParallel(model.layer, use_orig_params=orig)
-        return FullyShardedDataParallel(model, use_orig_params=orig)
-    fullshard.fully_shard(model.layer, layout=front, reshard_after_forward=True)
-    return fullshard.fully_shard(model, layout=front)
-
-
-def make(kind: str, dtype: torch.dtype) -> nn.Module:
+def make(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    return Model(Spectrum(dtype) if kind == "spectrum" else Table(dtype))
+    return Model(Spectrum() if kind == "complex64" else Table(KINDS[kind]))
 
 
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+def shard(model: nn.Module, way: str, **settings: Any) -> Any:
+    return sharded(model, way, named("layer"), **settings)
 
 
-def train(model: nn.Module, ranks: list[int]) -> list[float]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+def train(model: nn.Module, rank: int | None) -> list[float]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     losses = []
     for step in range(3):
-        x = torch.cat([batch(step, rank) for rank in ranks])
-        loss = model(x).square().mean()
+        loss = model(batch(step, rank, dtype=torch.float32)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,9 +82,7 @@ def train(model: nn.Module, ranks: list[int]) -> list[float]:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Whole parameters under the unwrapped model's names."""
-    if isinstance(model, FullyShardedDataParallel):
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    return {name: whole(value.detach().clone()) for name, value in model.state_dict().items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -108,12 +93,6 @@ def whole(tensor: Tensor) -> Tensor:
     dist.all_gather_object(parts, as_bytes(tensor.to_local().clone()).tolist())  # 8-bit floats cannot be pickled
     together = torch.tensor([byte for part in parts for byte in part], dtype=torch.uint8)
     return together.view(tensor.dtype).view(tensor.shape)
-
-
-def full_tensor_is_whole(dtype: torch.dtype, front: Any) -> None:
-    want = make("table", dtype).layer.table
-    got = shard(make("table", dtype), front).layer.table.full_tensor()
-    check_same({"table": got}, {"table": want.detach()})
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -130,132 +109,85 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
             assert torch.equal(as_bytes(got[name]), as_bytes(value)), name
 
 
-def as_one_process(kind: str, dtype: torch.dtype, front: Any) -> None:
-    reference, model = make(kind, dtype), shard(make(kind, dtype), front)
-    ranks = list(range(dist.get_world_size()))
-    want, mine = train(reference, ranks), torch.tensor(train(model, [dist.get_rank()]), dtype=torch.float64)
+def trains_as(model: nn.Module, reference: nn.Module) -> None:
+    want, mine = train(reference, None), torch.tensor(train(model, dist.get_rank()), dtype=torch.float64)
     dist.all_reduce(mine)
-    torch.testing.assert_close(mine / len(ranks), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    world = dist.get_world_size()
+    torch.testing.assert_close(mine / world, torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-6)
     check_same(whole_state(model), dict(reference.state_dict()))
 
 
-def loads_what_it_saved(kind: str, dtype: torch.dtype, front: Any) -> None:
-    model = shard(make(kind, dtype), front)
-    before = model(batch(0, 0))
+@three_ways
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks
+def test_as_one_process(way: str, kind: str) -> None:
+    trains_as(shard(make(kind), way), make(kind))
+
+
+@pytest.mark.parametrize("way", ["rows", "flat"])
+@pytest.mark.parametrize("kind", ["int16", "float8"])
+@on_ranks
+def test_full_tensor(way: str, kind: str) -> None:
+    got = shard(make(kind), way).layer.table.full_tensor()
+    check_same({"table": got}, {"table": make(kind).layer.table.detach()})
+
+
+@three_ways
+@pytest.mark.parametrize("kind", ["complex64", "float8"])
+@on_ranks
+def test_saved_and_loaded(way: str, kind: str) -> None:
+    model, x = shard(make(kind), way), batch(0, 0, dtype=torch.float32)
+    before = model(x)
     saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     model.load_state_dict(saved)
-    assert model(batch(0, 0)).equal(before)
+    assert model(x).equal(before)
 
 
-def starts_from_rank_0(dtype: torch.dtype, kind: str, orig: bool) -> None:
+@pytest.mark.parametrize("kind", ["complex64", "int16", "float8"])
+@on_ranks
+def test_module_states_are_synchronised(kind: str) -> None:
     """`sync_module_states` sends what the backend may not know, too."""
-    model = make(kind, dtype)
-    want = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model = make(kind)
     if dist.get_rank():
         for parameter in model.parameters():
             parameter.data.zero_()
-    model.layer = FullyShardedDataParallel(model.layer, use_orig_params=orig, sync_module_states=True)
-    model = FullyShardedDataParallel(model, use_orig_params=orig, sync_module_states=True)
-    check_same(whole_state(model), want)
+    check_same(whole_state(shard(model, "originals", sync_module_states=True)), dict(make(kind).state_dict()))
 
 
-def clips(dtype: torch.dtype, front: Any) -> None:
-    """The norm of complex gradients is that of their absolute values; both clipping functions give it."""
-    reference, model = make("spectrum", dtype), shard(make("spectrum", dtype), front)
-    ranks = range(dist.get_world_size())
-    reference(torch.cat([batch(0, rank) for rank in ranks])).square().mean().backward()
-    want = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-    model(batch(0, dist.get_rank())).square().mean().backward()
-    if isinstance(model, FullyShardedDataParallel):
-        got = model.clip_grad_norm_(0.01)
-    else:
-        got = full(fullshard.clip_grad_norm_(model.parameters(), 0.01))
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-7)
-    if not isinstance(model, FullyShardedDataParallel):
-        for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-5, atol=1e-7)
-
-
-def keeps_imaginary_parts(front: Any) -> None:
+@three_ways
+@on_ranks
+def test_complex_gradients_are_reduced_whole(way: str) -> None:
     """Mixed precision is of real numbers: complex parameters are computed with and reduced as they are."""
-    reference, model = make("spectrum", torch.complex64), make("spectrum", torch.complex64)
-    if front in ("wrapper orig", "wrapper flat"):
-        mixed = fullshard.MixedPrecision(reduce_dtype=torch.float64)
-        options = {"use_orig_params": front == "wrapper orig", "mixed_precision": mixed}
-        model.layer = FullyShardedDataParallel(model.layer, **options)
-        model = FullyShardedDataParallel(model, **options)
+    if way in WRAPPERS:
+        given: dict[str, Any] = {"mixed_precision": fullshard.MixedPrecision(reduce_dtype=torch.float64)}
     else:
-        policy = fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)
-        fullshard.fully_shard(model.layer, layout=front, mp_policy=policy)
-        fullshard.fully_shard(model, layout=front, mp_policy=policy)
-    train(reference, list(range(dist.get_world_size())))
-    train(model, [dist.get_rank()])
-    check_same(whole_state(model), dict(reference.state_dict()))
+        given = {"mp_policy": fullshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)}
+    trains_as(shard(make("complex64"), way, **given), make("complex64"))
 
 
-def several_in_one_unit(front: Any) -> None:
+@three_ways
+@on_ranks
+def test_complex_gradients_are_clipped(way: str) -> None:
+    """The norm of complex gradients is that of their absolute values; both clipping functions give it."""
+    reference, model = make("complex64"), shard(make("complex64"), way)
+    for each, rank in ((reference, None), (model, dist.get_rank())):
+        each(batch(0, rank, dtype=torch.float32)).square().mean().backward()
+    want = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    wrapped = isinstance(model, FullyShardedDataParallel)
+    got = model.clip_grad_norm_(0.01) if wrapped else full(fullshard.clip_grad_norm_(model.parameters(), 0.01))
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-7)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=False) if not wrapped else ():
+        torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["rows", "flat"])
+@on_ranks
+def test_several_dtypes_in_one_unit(way: str) -> None:
     """Floats, complex numbers and both kinds of table together in one unit."""
     torch.manual_seed(3)
-    dtypes = (torch.int16, torch.float8_e4m3fn)
-    layers = nn.Sequential(Spectrum(torch.complex64), *(Table(dtype) for dtype in dtypes), nn.Linear(WIDTH, WIDTH))
-    reference = Model(layers)
-    model = shard(copy.deepcopy(reference), front)
-    train(reference, list(range(dist.get_world_size())))
-    train(model, [dist.get_rank()])
-    check_same(whole_state(model), dict(reference.state_dict()))
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
-def test_complex_parameters_train(run_ranks, dtype, front):
-    run_ranks(as_one_process, "spectrum", dtype, front, timeout=20)
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-@pytest.mark.parametrize("dtype", [*FLOAT8, *INTEGERS], ids=str)
-def test_frozen_tables_are_gathered(run_ranks, dtype, front):
-    run_ranks(as_one_process, "table", dtype, front, timeout=20)
-
-
-@pytest.mark.parametrize("front", FRONTS[:4], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn], ids=str)
-def test_full_tensor(run_ranks, dtype, front):
-    run_ranks(full_tensor_is_whole, dtype, front, timeout=20)
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("spectrum", torch.complex64), ("table", torch.int16), ("table", torch.float8_e4m3fn)],
-    ids=["complex64", "int16", "float8"],
-)
-def test_saved_and_loaded(run_ranks, kind, dtype, front):
-    run_ranks(loads_what_it_saved, kind, dtype, front, timeout=20)
-
-
-@pytest.mark.parametrize("orig", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("spectrum", torch.complex64), ("table", torch.int16), ("table", torch.float8_e4m3fn)],
-    ids=["complex64", "int16", "float8"],
-)
-def test_module_states_are_synchronised(run_ranks, kind, dtype, orig):
-    run_ranks(starts_from_rank_0, dtype, kind, orig, timeout=20)
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-def test_complex_gradients_are_reduced_whole(run_ranks, front):
-    run_ranks(keeps_imaginary_parts, front, timeout=20)
-
-
-@pytest.mark.parametrize("front", FRONTS, ids=str)
-def test_complex_gradients_are_clipped(run_ranks, front):
-    run_ranks(clips, torch.complex64, front, timeout=20)
-
-
-@pytest.mark.parametrize("front", [front for front in FRONTS if front != "wrapper flat"], ids=str)
-def test_several_dtypes_in_one_unit(run_ranks, front):
-    run_ranks(several_in_one_unit, front, timeout=20)
+    tables = (Table(dtype) for dtype in (torch.int16, torch.float8_e4m3fn))
+    reference = Model(nn.Sequential(Spectrum(), *tables, nn.Linear(WIDTH, WIDTH)))
+    trains_as(shard(copy.deepcopy(reference), way), reference)

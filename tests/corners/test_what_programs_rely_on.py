@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import EVERY_LAYOUT, LIBRARIES, WRAPPERS, layers, notices, shard, trains_as
+from drop_in import LIBRARIES, WRAPPERS, layers, notices, shard, trains_as
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard
 from fullshard import MixedPrecision
 from fullshard.wrap import ModuleWrapPolicy
-from ways import wrap
+from ways import alone, children, on_ranks, wrap
+from ways import shard as sharded
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
 
@@ -24,11 +25,8 @@ both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parame
 
 
 @both_wrappers
-def test_params_of_the_wrapper(run_ranks, originals):
-    assert all(run_ranks(params, originals))
-
-
-def params(originals: bool) -> bool:
+@on_ranks
+def test_params_of_the_wrapper(originals: bool) -> None:
     """The instance's own flat parameter in a list, none where it has no parameters; whatever is used outside."""
     for library in LIBRARIES.values():
         parts = layers()
@@ -46,7 +44,6 @@ def params(originals: bool) -> bool:
                 assert numel <= held <= numel + 16
                 assert originals or any(flat is p for p in instance.parameters())
             model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return True
 
 
 # Warnings.
@@ -64,13 +61,11 @@ class Order(nn.Module):
         return self.first(self.second(x)) if self.swapped else self.second(self.first(x))
 
 
+@pytest.mark.gloo("the debug level is the process's")
 @both_wrappers
-def test_a_later_iteration_in_another_order_is_warned_of(run_ranks, originals):
+@on_ranks
+def test_a_later_iteration_in_another_order_is_warned_of(originals: bool) -> None:
     """As PyTorch's with the debug level at DETAIL: a UserWarning, once, that names both units and the rank."""
-    assert all(run_ranks(other_order, originals))
-
-
-def other_order(originals: bool) -> bool:
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -89,7 +84,6 @@ def other_order(originals: bool) -> bool:
     assert text.startswith("UserWarning: Forward order differs from that of the first iteration"), text
     assert f"rank {dist.get_rank()}" in text and "first" in text and "second" in text, text
     assert not said[3] and not said[4], "it is said once"
-    return True
 
 
 class Normed(nn.Module):
@@ -107,14 +101,10 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[type, ...]]] = {
 }
 
 
-@both_wrappers
 @pytest.mark.parametrize("norm", NORMS)
-def test_modules_that_mixed_precision_leaves_alone(run_ranks, norm, originals):
+@on_ranks
+def test_modules_that_mixed_precision_leaves_alone(norm: str) -> None:
     """Wrapped by themselves, with a warning that names their classes; their `.mixed_precision` is the default one."""
-    assert all(run_ranks(left_alone, norm, originals))
-
-
-def left_alone(norm: str, originals: bool) -> bool:
     make, ignored = NORMS[norm]
     more: dict[str, Any] = {"_module_classes_to_ignore": ignored} if ignored else {}
     for library in LIBRARIES.values():
@@ -122,7 +112,7 @@ def left_alone(norm: str, originals: bool) -> bool:
         module = Normed(make())
         with notices() as said:
             model = wrap(
-                module, library, mixed_precision=precision, use_orig_params=originals,
+                module, library, mixed_precision=precision,
                 auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             )  # fmt: skip
         assert isinstance(module.norm, library.FullyShardedDataParallel)
@@ -134,7 +124,6 @@ def left_alone(norm: str, originals: bool) -> bool:
         assert named, said
         assert "mixed precision" in named[0]
         model(torch.ones(2, 4)).float().sum().backward()  # exempt or not, the types fit
-    return True
 
 
 def test_equality_of_mixed_precision_is_by_fields():
@@ -143,17 +132,14 @@ def test_equality_of_mixed_precision_is_by_fields():
     assert {MixedPrecision(): 1} if MixedPrecision.__hash__ else True
 
 
-@pytest.mark.parametrize("call", ["full", "shard", "scatter", "rekey"])
-def test_optim_input_is_deprecated(run_ranks, call):
-    assert all(run_ranks(optim_input, call))
-
-
-def optim_input(call: str) -> bool:
+@on_ranks
+def test_optim_input_is_deprecated() -> None:
     """A FutureWarning about the argument, when it is given, besides that about the function."""
-    return all(deprecated(library, call) for library in LIBRARIES.values())
+    for library in LIBRARIES.values():
+        deprecated(library)
 
 
-def deprecated(library: Any, call: str) -> bool:
+def deprecated(library: Any) -> None:
     cls = library.FullyShardedDataParallel
     model = wrap(nn.Linear(4, 4), library)
     optimizer = torch.optim.Adam(model.parameters())
@@ -168,14 +154,14 @@ def deprecated(library: Any, call: str) -> bool:
         "scatter": lambda **k: cls.scatter_full_optim_state_dict(on_rank_0, model, **k),
         "rekey": lambda **k: error_or(lambda: cls.rekey_optim_state_dict(whole, by_id, model, **k)),
     }
-    with notices() as said:
-        calls[call](optim_input=list(model.parameters()))
-    assert any("FutureWarning" in line and "`optim_input` argument is deprecated" in line for line in said), said
-    if call != "rekey":
+    for name, call in calls.items():
         with notices() as said:
-            calls[call](**({"optim": optimizer} if call != "full" else {}))
-        assert not any("optim_input" in line for line in said), said
-    return True
+            call(optim_input=list(model.parameters()))
+        assert any("FutureWarning" in line and "`optim_input` argument is deprecated" in line for line in said), said
+        if name != "rekey":
+            with notices() as said:
+                call(**({"optim": optimizer} if name != "full" else {}))
+            assert not any("optim_input" in line for line in said), said
 
 
 def error_or(call: Callable[[], Any]) -> Any:
@@ -201,12 +187,9 @@ def test_a_module_made_on_the_cpu_is_warned_of(fake_world, library):
 
 
 @pytest.mark.gloo("the profiler is the process's")
-@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
-def test_ranges_in_a_profile(run_ranks, front_end):
-    assert all(run_ranks(profiled, front_end))
-
-
-def profiled(front_end: Any) -> bool:
+@pytest.mark.parametrize("front_end", ["rows", True], ids=str)
+@on_ranks
+def test_ranges_in_a_profile(front_end: Any) -> None:
     """Gathers, reductions and waits are ranges that name the unit, while a profiler records."""
     if isinstance(front_end, bool):
         parts = layers()
@@ -225,10 +208,9 @@ def profiled(front_end: Any) -> bool:
         assert found, (what, names)
     for unit in ("0", "root"):
         assert any(unit in name for name in names), (unit, names)
-    return True
 
 
-@pytest.mark.parametrize("front_end", ["rows", "flat", True], ids=str)
+@pytest.mark.parametrize("front_end", ["rows", True], ids=str)
 def test_no_ranges_without_a_profiler(fake_world, front_end, monkeypatch):
     """They cost nothing then: nobody enters `record_function`."""
     fake_world(2)
@@ -258,30 +240,15 @@ class Words(nn.Module):
         return self.head(self.words(x))
 
 
-@pytest.mark.parametrize("units", ["one", "its own"])
-@pytest.mark.parametrize("front_end", [*EVERY_LAYOUT, *WRAPPERS], ids=str)
-def test_a_sparse_gradient_is_refused_by_name(run_ranks, front_end, units):
-    assert all(run_ranks(sparse, front_end, units))
-
-
-NAMED = r"words[\s\S]*sparse|sparse[\s\S]*words"
-
-
-def sparse(front_end: Any, units: str) -> bool:
-    model = Words()
-    if units == "its own":
-        model.words = wrap_or_shard(model.words, front_end)
-    model = wrap_or_shard(model, front_end)
-    for _ in range(2):  # the first failure leaves it as it was
-        with pytest.raises((fullshard.FullshardError, NotImplementedError), match=NAMED):
-            model(torch.tensor([1, 2])).sum().backward()
-    return True
-
-
-def wrap_or_shard(module: nn.Module, front_end: Any) -> nn.Module:
-    if isinstance(front_end, bool):
-        return wrap(module, use_orig_params=front_end)
-    return fullshard.fully_shard(module, layout=front_end)
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper", "originals"])
+@on_ranks
+def test_a_sparse_gradient_is_refused_by_name(way: str) -> None:
+    for units in (alone, children):
+        model = sharded(Words(), way, units)
+        for _ in range(2):  # the first failure leaves it as it was
+            with pytest.raises((fullshard.FullshardError, NotImplementedError)) as error:
+                model(torch.tensor([1, 2])).sum().backward()
+            assert "words" in str(error.value) and "sparse" in str(error.value)
 
 
 def test_names_of_a_units_class(fake_world):
@@ -307,11 +274,8 @@ def test_names_of_a_units_class(fake_world):
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict], ids=["list", "dict"])
-def test_containers_whose_class_has_a_forward_are_units(run_ranks, kind):
-    assert all(run_ranks(container, kind))
-
-
-def container(kind: type) -> bool:
+@on_ranks
+def test_containers_whose_class_has_a_forward_are_units(kind: type) -> None:
     class Called(kind):
         def forward(self, x: Tensor) -> Tensor:
             for part in self.values() if kind is nn.ModuleDict else self:
@@ -322,4 +286,4 @@ def container(kind: type) -> bool:
         parts = layers()
         return Called({f"part{i}": part for i, part in enumerate(parts)} if kind is nn.ModuleDict else parts)
 
-    return trains_as(fullshard.fully_shard(build()), build())
+    trains_as(fullshard.fully_shard(build()), build())

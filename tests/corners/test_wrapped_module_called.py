@@ -1,4 +1,4 @@
-"""A forward of `wrapper.module` gathers nothing: refused where it would compute with parts of weights."""
+"""`wrapper.module` gathers nothing, and does not know how it is split: refused where parts of weights would be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
 from fullshard.errors import PhaseError, UsageError
-from ways import batch, but_last, layers, loss_of, shard
+from fullshard.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from ways import batch, but_last, error_of, every_wrapper, layers, loss_of, named_error, on_ranks, shard
 
 REFUSED = "called directly"
 
@@ -28,11 +29,8 @@ def fitting() -> nn.Linear:
     return nn.Linear(4, 2, bias=False)
 
 
-def test_a_forward_that_passes_the_instance_by_is_refused(run_ranks):
-    run_ranks(passed_by)
-
-
-def passed_by() -> None:
+@on_ranks
+def test_a_forward_that_passes_the_instance_by_is_refused() -> None:
     x = torch.randn(3, 4)
     for wrapped in (fitting(), checkpoint_wrapper(fitting())):
         model = FSDP(wrapped, use_orig_params=True)
@@ -60,11 +58,8 @@ class Later(nn.Module):
         return "end"
 
 
-def test_a_generator_that_runs_after_its_unit_was_freed_is_refused(run_ranks):
-    run_ranks(runs_later)
-
-
-def runs_later() -> None:
+@on_ranks
+def test_a_generator_that_runs_after_its_unit_was_freed_is_refused() -> None:
     x = torch.randn(3, 4)
     model = FSDP(Later(fitting()), use_orig_params=True)
     for grad in (True, False):
@@ -86,11 +81,8 @@ def runs_later() -> None:
         assert torch.equal(list(results)[1], fitting()(x))
 
 
-def test_what_else_is_done_with_the_wrapped_module_works(run_ranks):
-    run_ranks(used_otherwise)
-
-
-def used_otherwise() -> None:
+@on_ranks
+def test_what_else_is_done_with_the_wrapped_module_works() -> None:
     plain = layers()
     x = batch(0)
     for nested in (False, True):
@@ -121,3 +113,23 @@ def used_otherwise() -> None:
     assert torch.allclose(unsplit.module(x), plain(x))
     both = FSDP(checkpoint_wrapper(layers()), use_orig_params=True)
     loss_of(both, x).backward()
+
+
+@every_wrapper
+@on_ranks
+def test_values_of_a_part_are_asked_of_the_instance(way: str) -> list[str]:
+    """A module inside of it does not hand out its values."""
+    model = shard(layers(), way, lambda _: [])
+    optimizer = torch.optim.Adam(model.parameters())
+    part, whole = model.module, StateDictOptions(full_state_dict=True)
+    problems = []
+    for call in (
+        lambda: get_model_state_dict(part, options=whole),
+        lambda: get_model_state_dict(part),
+        lambda: set_model_state_dict(part, {}, options=whole),
+        lambda: get_optimizer_state_dict(part, optimizer, options=whole),
+    ):
+        problems += named_error(error_of(call), "give the FullyShardedDataParallel")
+    got = {name: value.shape for name, value in get_model_state_dict(model, options=whole).items()}
+    assert got == {name: value.shape for name, value in layers().state_dict().items()}
+    return problems
