@@ -12,79 +12,83 @@ from torch import Tensor, nn
 
 import fullshard
 from training import assert_same
-from ways import LAYOUTS, alone, backward, children, differences, shard, two_layers, whole, whole_state, wide_batch
+from ways import (
+    LAYOUTS,
+    alone,
+    backward,
+    children,
+    differences,
+    inner,
+    shard,
+    two_layers,
+    whole,
+    whole_state,
+    wide_batch,
+)
 
 MOMENTS = ("between steps", "after forward", "in backward")
 CASES = [
-    *((way, moment) for way in (*LAYOUTS, "originals") for moment in MOMENTS),
-    *((layout, "after unshard") for layout in LAYOUTS),  # the wrapper has no unshard()
+    *((way, moment) for way in ("rows", "flat", "originals") for moment in MOMENTS),
+    *((layout, "after unshard") for layout in ("rows", "flat")),  # the wrapper has no unshard()
+    *(("wrapper", moment) for moment in MOMENTS[:2]),
 ]
+three_ways = pytest.mark.parametrize("way", ["rows", "flat", "originals"])
 
 
-def owner_of(model: Any, way: str, name: str) -> nn.Module:
-    """The layer whose weight is assigned."""
-    if way in LAYOUTS:
-        return model[int(name)]
-    layer = model.module[int(name)]
-    return layer.module if isinstance(layer, fullshard.FullyShardedDataParallel) else layer
+def layer_of(model: nn.Module, name: str) -> Any:
+    return inner(inner(model)[int(name)])
 
 
-def assigns(layer: nn.Module, form: str) -> None:
+def my_batch(step: int = 0) -> Tensor:
+    return wide_batch(step, dist.get_rank())
+
+
+def assign(layer: nn.Module, form: str = "same") -> None:
     """Another Parameter of sevens: whole, or in the form of the one that is there."""
     new = torch.full((6, 6), 7.0) if form == "whole" else torch.full_like(layer.weight.detach(), 7.0)
     layer.weight = nn.Parameter(new)
 
 
-def assigned(way: str, form: str, moment: str, units: bool) -> list[str]:
+def assigned(way: str, moment: str) -> list[str]:
     """Taken over, in the next forward and in the state dict; or refused by the parameter's name, by then."""
     problems = []
-    for name in ("0", "2"):
-        model = shard(two_layers(), way, children if units else alone)
-        layer = owner_of(model, way, name)
+    forms = ("whole",) if way == "wrapper" else ("same", "whole")
+    for name, form, units in [(n, f, u) for n in ("0", "2") for f in forms for u in (children, alone)]:
+        model = shard(two_layers(), way, units)
+        layer, where = layer_of(model, name), f"{name} {form} {units.__name__}"
         try:
-            disturbed_step(model, layer, lambda layer=layer: assigns(layer, form), moment)
-            out = model(wide_batch(1, dist.get_rank())).detach()
+            disturbed_step(model, lambda layer=layer, form=form: assign(layer, form), moment)
+            out = model(my_batch(1)).detach()
         except fullshard.FullshardError as error:
-            problems += [] if "weight" in str(error) else [f"{name}: {error}"]
+            problems += [] if "weight" in str(error) else [f"{where}: {error}"]
             continue
         want = two_layers()
         with torch.no_grad():
             want[int(name)].weight.fill_(7.0)
-        problems += differences(f"{name} out", {"": out}, {"": want(wide_batch(1, dist.get_rank())).detach()})
-        problems += differences(f"{name} values", whole_state(model), dict(want.state_dict()))
+        problems += differences(f"{where} out", {"": out}, {"": want(my_batch(1)).detach()})
+        problems += differences(f"{where} values", whole_state(model), dict(want.state_dict()))
     return problems
 
 
-def disturbed_step(model: Any, layer: nn.Module, assign: Callable[[], None], moment: str) -> None:
-    out = model(wide_batch(0, dist.get_rank()))
+def disturbed_step(model: Any, act: Callable[[], None], moment: str) -> None:
+    out = model(my_batch())
     if moment == "after forward":
-        assign()
+        act()
     if moment == "in backward":
-
-        def now(gradient: Tensor) -> None:
-            assign()
-
-        out.register_hook(now)
+        out.register_hook(lambda gradient: act())
     out.square().mean().backward()
     if moment == "between steps":
-        assign()
+        act()
     if moment == "after unshard":
         model.unshard()
-        assign()
+        act()
         model.reshard()
     model.zero_grad()
 
 
-@pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
-@pytest.mark.parametrize("form", ["same", "whole"])
 @pytest.mark.parametrize(("way", "moment"), CASES)
-def test_a_parameter_assigned_during_a_step_is_not_dropped(run_ranks, way, moment, form, units):
-    assert_same(run_ranks(assigned, way, form, moment, units, timeout=20))
-
-
-@pytest.mark.parametrize("moment", ["between steps", "after forward"])
-def test_a_parameter_assigned_beside_a_flat_parameter_is_not_dropped(run_ranks, moment):
-    assert_same(run_ranks(assigned, "wrapper", "whole", moment, True, timeout=20))
+def test_a_parameter_assigned_during_a_step_is_not_dropped(run_ranks, way, moment):
+    assert_same(run_ranks(assigned, way, moment))
 
 
 class Assigning(nn.Linear):
@@ -95,98 +99,82 @@ class Assigning(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.late and self.target is not None:
-            assigns(self.target, "same")
+            assign(self.target)
         out = super().forward(x)
         if self.late and self.target is not None:
-            assigns(self.target, "same")
+            assign(self.target)
         return out
 
 
-def assigning(way: str, late: bool, units: bool, name: str) -> tuple[nn.Module, Assigning]:
-    """A model whose first layer assigns the weight of layer `name`, and that layer."""
-    inner = two_layers()
-    torch.manual_seed(3)
-    inner[0] = Assigning(6, 6, bias=False)
-    model = shard(inner, way, children if units else alone)
-    first: Any = owner_of(model, way, "0")
-    first.__dict__.update(late=late, target=owner_of(model, way, name))
-    return model, first
+def assigning(way: str, late: bool, units: Any, name: str, after: int = 0) -> nn.Module:
+    """A model whose first layer assigns the weight of layer `name`, from the forward after so many steps on."""
+    plain = two_layers()
+    torch.manual_seed(3)  # as `two_layers`
+    plain[0] = Assigning(6, 6, bias=False)
+    model = shard(plain, way, units)
+    for _ in range(after):
+        model(my_batch()).sum().backward()
+    layer_of(model, "0").__dict__.update(late=late, target=layer_of(model, name))
+    return model
 
 
-def assigned_inside(way: str, late: bool, units: bool, after: int) -> list[str]:
-    """In the forward of its own unit, or before that of a later one: refused by name, and by all ranks."""
+def assigned_inside(way: str) -> list[str]:
     problems = []
-    for name in ("0", "2"):
-        if units and name == "2" and not after:
+    own = [(late, units, name, 0) for late in (False, True) for units in (alone, children) for name in ("0", "2")]
+    for late, units, name, after in [*own, (False, children, "0", 2), (False, children, "2", 2)]:
+        if units is children and name == "2" and not after:
             continue  # another unit's, in the first pass: see below
-        model, first = assigning(way, late, units, name)
-        target, first.__dict__["target"] = first.target, None
-        for _ in range(after):
-            model(wide_batch(0, dist.get_rank())).sum().backward()
-        first.__dict__["target"] = target
+        model = assigning(way, late, units, name, after)
         with pytest.raises(fullshard.PhaseError, match=f"{name}.weight"):
-            model(wide_batch(0, dist.get_rank()))
+            model(my_batch())
         if fullshard.memory_use(model).gathered:
-            problems.append(f"{name}: stays gathered")
+            problems.append(f"{name} {late} {units.__name__} {after}: stays gathered")
     return problems
 
 
-@pytest.mark.parametrize("units", [False, True], ids=["one_unit", "units"])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
-def test_a_parameter_assigned_inside_a_forward_is_refused(run_ranks, way, late, units):
-    assert_same(run_ranks(assigned_inside, way, late, units, 0, timeout=20))
+@three_ways
+def test_a_parameter_assigned_inside_a_forward_is_refused(run_ranks, way):
+    """In the forward of its own unit, or, once the order is known, before that of a later one."""
+    assert_same(run_ranks(assigned_inside, way))
 
 
-@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
-def test_a_parameter_assigned_inside_a_later_forward_is_refused(run_ranks, way):
-    assert_same(run_ranks(assigned_inside, way, False, True, 2, timeout=20))
+def part(whole_gradient: Tensor, parameter: Tensor, way: str) -> Tensor:
+    """What this rank has of it: with the wrapper rank 0 the first elements, and rank 1 the last."""
+    if way in LAYOUTS:
+        return whole_gradient
+    flat, numel = whole_gradient.flatten(), parameter.numel()
+    return flat[:numel] if dist.get_rank() == 0 else flat[-numel:]
 
 
 def assigned_ahead(way: str) -> list[str]:
     """Before another unit's forward, from the first pass on: that computes with the new one, and trains it."""
-    model, _ = assigning(way, False, True, "2")
-    out = model(wide_batch(0, dist.get_rank()))
+    model = assigning(way, False, children, "2")
+    out = model(my_batch())
     out.square().mean().backward()
     want = two_layers()
     with torch.no_grad():
-        torch.manual_seed(3)
-        want[0].weight.copy_(nn.Linear(6, 6, bias=False).weight)
         want[2].weight.fill_(7.0)
-    problems = differences("out", {"": out.detach()}, {"": want(wide_batch(0, dist.get_rank())).detach()})
+    problems = differences("out", {"": out.detach()}, {"": want(my_batch()).detach()})
     backward(want, 0, [0, 1])
-    weight = owner_of(model, way, "2").weight
-    expected = want[2].weight.grad
-    if way not in LAYOUTS:
-        expected = (
-            expected.flatten()[: weight.numel()] if dist.get_rank() == 0 else expected.flatten()[-weight.numel() :]
-        )
-    return problems + differences("gradient", {"": whole(weight.grad)}, {"": expected})
+    weight = layer_of(model, "2").weight
+    return problems + differences("gradient", {"": whole(weight.grad)}, {"": part(want[2].weight.grad, weight, way)})
 
 
-@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
-def test_a_parameter_assigned_ahead_of_its_unit_is_the_one_that_computes(run_ranks, way):
-    assert_same(run_ranks(assigned_ahead, way, timeout=20))
-
-
-def gradients_of_what_was_used(way: str) -> list[str]:
+def assigned_after_forward(way: str) -> list[str]:
     """The backward of a forward that came before the assignment gives the gradients of what that computed with."""
     model = shard(two_layers(), way)
-    layer = owner_of(model, way, "2")
+    layer = layer_of(model, "2")
     old = layer.weight
-    out = model(wide_batch(0, dist.get_rank()))
-    assigns(layer, "same")
+    out = model(my_batch())
+    assign(layer)
     out.square().mean().backward()
     want = two_layers()
     backward(want, 0, [0, 1])
     problems = [] if layer.weight.grad is None else ["the new parameter has a gradient"]
-    expected = want[2].weight.grad
-    if way not in LAYOUTS:  # the first elements on rank 0, the last on rank 1
-        expected = expected.flatten()
-        expected = expected[: old.numel()] if dist.get_rank() == 0 else expected[-old.numel() :]
-    return problems + differences("", {"": whole(old.grad)}, {"": expected})
+    return problems + differences("old", {"": whole(old.grad)}, {"": part(want[2].weight.grad, old, way)})
 
 
-@pytest.mark.parametrize("way", [*LAYOUTS, "originals"])
-def test_gradients_are_those_of_the_parameter_that_was_used(run_ranks, way):
-    assert_same(run_ranks(gradients_of_what_was_used, way, timeout=20))
+@three_ways
+@pytest.mark.parametrize("when", [assigned_ahead, assigned_after_forward])
+def test_gradients_are_those_of_the_parameter_that_computed(run_ranks, way, when):
+    assert_same(run_ranks(when, way))

@@ -1,27 +1,98 @@
-"""Hooks on parameters that are carried over: a unit rebuilt, a cast, another front-end, an error in between."""
+"""Hooks of parameters where more happens: ranks that do not use them, low precision, a cast, a tie, flat parameters.
+
+What is right is plain PyTorch in one process: a hook sees the gradient of one backward, whichever rank it came from,
+and no hook runs for a parameter that the backward did not reach.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_parameter_hooks import (
-    NET,
-    SECONDS,
-    WEIGHT,
-    backward,
-    batch,
-    both_times,
-    compare,
-    hooked,
-    parameter_of,
-    reference,
-)
+from test_parameter_hooks import NET, WEIGHT, backward, batch, both_times, compare, hooked, parameter_of, reference
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import FullyShardedDataParallel, fully_shard
-from ways import LAYOUTS, assert_equal, every_layout, every_parameter, every_way, sharded, whole_parameters
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, optimizer_view
+from ways import WAYS, assert_equal, children, shard, sharded, some_ways, whole_gradients, whole_parameters
+
+rows_and_flat = pytest.mark.parametrize("way", ["rows", "flat"])
+
+
+@some_ways
+@pytest.mark.parametrize("takes", [False, True], ids=["kept", "taken away"])
+def test_hooks_of_a_parameter_that_some_ranks_use(run_ranks, way, takes):
+    """By turns all ranks, one, the other and none; gradients are added up, or an optimizer's hook takes them away."""
+    run_ranks(of_some, way, takes)
+
+
+def of_some(way: str, takes: bool) -> None:
+    model, whole, calls = sharded(NET, way), reference(), []
+    hooked_names = [WEIGHT, "second.bias"] if way == "wrapper" else [WEIGHT]  # which are one flat parameter
+    name = next(n for n, _ in model.named_parameters() if "second" in n and "bias" not in n)
+    parameter, total = parameter_of(model, name.replace("_fsdp_wrapped_module.", "")), 0
+
+    def after(p: nn.Parameter) -> None:
+        nonlocal total
+        calls.append("after")
+        if takes:
+            total = total + p.grad.detach().clone()
+            p.grad = None
+
+    parameter.register_hook(lambda grad: calls.append("hook") or 3 * grad)
+    parameter.register_post_accumulate_grad_hook(after)
+    for number, skip in enumerate([(0,), (1,), (), (0, 1), (0,), (0, 1)]):
+        calls.clear()
+        backward(model, number, skip=skip)
+        fresh = reference()
+        backward(fresh, number, ranks=(0, 1), skip=skip)
+        for own, p in fresh.named_parameters():
+            if p.grad is not None:
+                mine, grad = whole.get_parameter(own), p.grad * (3 if own in hooked_names else 1)
+                mine.grad = grad if mine.grad is None else mine.grad + grad
+        if not takes:
+            compare(model, whole, f"backward {number}, left out by {skip}")
+        assert calls == ([] if skip == (0, 1) else ["hook", "after"]), (number, calls)
+    if takes:
+        assert parameter.grad is None
+        parameter.grad = total
+        compare(model, whole, "what the hook took away")
+
+
+@rows_and_flat
+@pytest.mark.parametrize("how", ["bfloat16 reductions", "offloaded", "a view"])
+def test_in_place_and_by_result(run_ranks, way, how):
+    """A hook that changes its gradient in place does so whatever the dtype that was reduced in, and where it lies."""
+    run_ranks(in_settings, way, how)
+
+
+def in_settings(way: str, how: str) -> None:
+    given: dict[str, Any] = {
+        "bfloat16 reductions": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "a view": {},
+    }[how]
+    model, plain = (shard(reference(), way, children, **given) for _ in range(2))
+    views, calls = optimizer_view(model) if how == "a view" else [], []
+    for view in views:
+        view.register_post_accumulate_grad_hook(lambda p: calls.append("view"))
+    model.second.weight.register_hook(in_place)
+    model.second.bias.register_hook(lambda grad: -grad)
+    for number, skip in enumerate([(0,), (), (1,)]):
+        for each in (model, plain):
+            each.zero_grad()
+            backward(each, number, skip=skip)
+        want = dict(whole_gradients(plain))
+        want[WEIGHT], want["second.bias"] = 3 * want[WEIGHT], -want["second.bias"]
+        tolerance = 1e-2 if how == "bfloat16 reductions" else 1e-12
+        assert_equal(whole_gradients(model), want, f"step {number}", tolerance)
+    assert len(calls) == 3 * len(views)
+
+
+def in_place(grad: Tensor) -> None:
+    grad.mul_(3)
 
 
 class Tied(nn.Module):
@@ -29,26 +100,24 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))
 
 
-@every_layout
+@rows_and_flat
 @both_times
 def test_hooks_of_a_unit_that_gave_a_tied_weight_to_another(run_ranks, way, when):
-    assert all(run_ranks(tied, way, when, timeout=SECONDS))
-
-
-def tied(way: str, when: str) -> bool:
     """`after`: between the two calls of `fully_shard`, of which the later one takes the shared weight away."""
-    layout = LAYOUTS[way]
-    torch.manual_seed(0)
-    whole = Tied().double()
-    torch.manual_seed(0)
-    model = Tied().double()
+    run_ranks(tied, way, when)
+
+
+def tied(way: str, when: str) -> None:
+    model, whole = Tied(), Tied()
 
     def register(m: nn.Module) -> None:
         for p, factor in ((m.first.weight, 2), (m.first.bias, 3), (m.second.bias, 5)):
@@ -56,29 +125,24 @@ def tied(way: str, when: str) -> bool:
 
     if when == "before":
         register(model)
-    fully_shard(model.first, layout=layout)
-    fully_shard(model.second, layout=layout)
+    for unit in (model.first, model.second):
+        fully_shard(unit, **WAYS[way])
     if when == "after":
         register(model)
-    fully_shard(model, layout=layout)
+    fully_shard(model, **WAYS[way])
     register(whole)
-    for _ in range(2):
-        model.zero_grad()
-        whole.zero_grad()
-        model(batch(dist.get_rank())).square().mean().backward()
-        loss = sum(whole(batch(rank)).square().mean() for rank in range(2)) / 2
-        loss.backward()
-        compare(model, whole, "tied")
-    return True
+    model(batch(dist.get_rank())).square().mean().backward()
+    (sum(whole(batch(rank)).square().mean() for rank in range(2)) / 2).backward()
+    compare(model, whole, "tied")
 
 
-@every_parameter
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
 @both_times
 def test_hooks_stay_when_the_model_is_cast(run_ranks, way, when):
-    assert all(run_ranks(cast, way, when, timeout=SECONDS))
+    run_ranks(cast, way, when)
 
 
-def cast(way: str, when: str) -> bool:
+def cast(way: str, when: str) -> None:
     model = hooked(way, when, lambda m: parameter_of(m, WEIGHT).register_hook(lambda grad: 2 * grad))
     backward(model)
     model.zero_grad()
@@ -89,16 +153,15 @@ def cast(way: str, when: str) -> bool:
     backward(whole, ranks=(0, 1))
     whole.get_parameter(WEIGHT).grad *= 2
     compare(model, whole, "after float() and double()")
-    return True
 
 
-@every_layout
+@rows_and_flat
 def test_a_hook_may_not_return_another_shape(run_ranks, way):
-    assert all(run_ranks(other_shape, way, timeout=SECONDS))
-
-
-def other_shape(way: str) -> bool:
     """On every rank, by name; and the model trains on once the hook is gone."""
+    run_ranks(other_shape, way)
+
+
+def other_shape(way: str) -> None:
     model, whole = sharded(NET, way), reference()
     handle = model.second.weight.register_hook(lambda grad: torch.ones(2, 2, dtype=torch.float64))
     with pytest.raises(fullshard.FullshardError, match=WEIGHT.replace(".", r"\.")):
@@ -108,78 +171,35 @@ def other_shape(way: str) -> bool:
     backward(model)
     backward(whole, ranks=(0, 1))
     compare(model, whole, "after the error")
-    return True
 
 
 # The wrapper with one FlatParameter per instance.
 
 
-def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if name.endswith("_flat_param")]
-
-
-def test_hooks_on_flat_parameters(run_ranks):
-    assert all(run_ranks(on_flat, timeout=SECONDS))
-
-
-def on_flat() -> bool:
-    """After wrapping: `register_hook` gets the reduced gradient [its part], and the other one comes after it."""
-    model, whole = sharded(NET, "wrapper"), reference()
-    order: list[tuple[str, tuple[int, ...]]] = []
-
-    def double(grad: Tensor) -> Tensor:
-        order.append(("hook", tuple(grad.shape)))
-        return 2 * grad
-
-    for flat in flat_parameters(model):
-        flat.register_hook(double)
-        flat.register_post_accumulate_grad_hook(lambda p: order.append(("after", tuple(p.grad.shape))))
-    for _ in range(2):
-        order.clear()
-        model.zero_grad()
-        backward(model)
-        whole.zero_grad()
-        backward(whole, ranks=(0, 1))
-        for p in whole.parameters():
-            p.grad *= 2
-        compare(model, whole, "on flat parameters")
-        shapes = [tuple(flat.shape) for flat in flat_parameters(model)]
-        assert sorted(order) == sorted((name, shape) for shape in shapes for name in ("hook", "after"))
-    return True
-
-
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_from_before_a_flat_parameter_are_honoured_or_refused(run_ranks, name):
-    """The objects are gone after that: their hooks run on their parts, or wrapping says which cannot."""
-    assert all(run_ranks(before_flat, name, timeout=SECONDS))
+def test_hooks_from_before_a_flat_parameter_are_honoured(run_ranks, name):
+    """The objects are gone after that: their hooks run on their parts."""
+    run_ranks(before_flat, name)
 
 
-def before_flat(name: str) -> bool:
-    model, whole, calls = reference(), reference(), []
-    parameter = model.get_parameter(WEIGHT)
-    if name == "register_hook":
-        parameter.register_hook(lambda grad: calls.append(grad) or 2 * grad)
-    else:
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p) or p.grad.mul_(2))
-    try:
-        wrapped = FullyShardedDataParallel(model)
-    except fullshard.ConfigError as error:
-        assert WEIGHT in str(error)
-        return True
+def before_flat(name: str) -> None:
+    model, whole = reference(), reference()
+    hook = (lambda grad: 2 * grad) if name == "register_hook" else (lambda p: p.grad.mul_(2))
+    getattr(model.get_parameter(WEIGHT), name)(hook)
+    wrapped = FullyShardedDataParallel(model)
     backward(wrapped)
     backward(whole, ranks=(0, 1))
     whole.get_parameter(WEIGHT).grad *= 2
     compare(wrapped, whole, "a hook from before wrapping")
-    return True
 
 
-@every_way
+@some_ways
 def test_a_step_in_post_accumulate_hooks(run_ranks, way):
-    """An optimizer in backward, on whatever `whole_parameters()` gives."""
-    assert all(run_ranks(stepping, way, timeout=SECONDS))
+    """An optimizer in backward, on whatever `parameters()` gives."""
+    run_ranks(stepping, way)
 
 
-def stepping(way: str) -> bool:
+def stepping(way: str) -> None:
     model, whole = sharded(NET, way), reference()
     each = {p: torch.optim.AdamW([p], lr=1e-2, eps=1e-3) for p in model.parameters()}
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
@@ -197,4 +217,3 @@ def stepping(way: str) -> bool:
         theirs.step()
         theirs.zero_grad()
     assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters")
-    return True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from fullshard import MixedPrecision, MixedPrecisionPolicy
 from training import assert_same
-from ways import LAYOUTS
+from ways import LAYOUTS, shard, some_ways, whole_parameters, whole_state
 
 WIDTH = 4
 VALUES = {  # none survives a trip through bfloat16 or float16
@@ -18,133 +20,71 @@ VALUES = {  # none survives a trip through bfloat16 or float16
     "uint8": torch.tensor([255, 1, 0], dtype=torch.uint8),
     "bool": torch.tensor([True, False, True]),
 }
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS = (("int64",), ("int32", "uint8"), ("bool", "int64"))
 
 
-class Coded(nn.Module):
-    """A layer and frozen parameters of integers; remembers what forward saw of them."""
+class Codes(nn.Module):
+    """Frozen parameters of integers, which remembers what forward saw of them; and perhaps a layer."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
+    def __init__(self, kinds: tuple[str, ...], layer: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(WIDTH, WIDTH)
         self.codes = nn.ParameterDict({kind: nn.Parameter(VALUES[kind].clone(), requires_grad=False) for kind in kinds})
-        self.seen: list[tuple[torch.dtype, dict[str, Tensor]]] = []
+        self.layer = nn.Linear(WIDTH, WIDTH) if layer else None
+        self.seen: dict[str, Tensor] = {}
+        self.dtype: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(
-            (self.layer.weight.dtype, {kind: codes.detach().clone() for kind, codes in self.codes.items()})
-        )
-        return self.layer(x)
+        self.seen = {kind: codes.detach().clone() for kind, codes in self.codes.items()}
+        self.dtype = self.layer.weight.dtype if self.layer is not None else None
+        return x if self.layer is None else self.layer(x)
 
 
-def coded(kinds: tuple[str, ...]) -> nn.Sequential:
-    return nn.Sequential(Coded(kinds), Coded(kinds))
-
-
-def problems_of(model: nn.Module, when: str, computed: torch.dtype) -> list[str]:
-    """What the last forward saw that it should not have."""
-    problems = []
-    for module in model.modules():
-        if isinstance(module, Coded):
-            dtype, codes = module.seen[-1]
-            if dtype != computed:
-                problems.append(f"{when}: the layer is computed in {dtype}, not {computed}")
-            for kind, values in codes.items():
-                if values.dtype != VALUES[kind].dtype or not torch.equal(values, VALUES[kind]):
-                    problems.append(f"{when}: {kind} is seen as {values.tolist()} of {values.dtype}")
-    return problems
+def unlike(where: str, found: dict[str, Tensor]) -> list[str]:
+    """Those that are not their kind's values; names end in the kind."""
+    wanted = {name: VALUES[name.rpartition(".")[2]] for name in found if name.rpartition(".")[2] in VALUES}
+    wrong = [n for n, v in wanted.items() if found[n].dtype != v.dtype or not torch.equal(found[n], v)]
+    return [f"{where}: {name} is {found[name].tolist()} of {found[name].dtype}" for name in wrong]
 
 
 def passes(model: nn.Module, low: torch.dtype, in_eval: torch.dtype) -> list[str]:
     """Training, evaluation, training, evaluation with gradients, training."""
     problems: list[str] = []
-    x = torch.ones(2, WIDTH)
-    for number, mode in enumerate(["train", "eval", "train", "eval with gradients", "train"]):
+    for mode in ["train", "eval", "train", "eval with gradients", "train"]:
         model.train(mode == "train")
         with torch.set_grad_enabled(mode != "eval"):
-            out = model(x)
-        problems += problems_of(model, f"pass {number} ({mode})", low if mode == "train" else in_eval)
+            out = model(torch.ones(2, WIDTH))
+        for module in model.modules():
+            if isinstance(module, Codes):
+                problems += unlike(mode, module.seen)
+                if module.dtype not in (None, low if mode == "train" else in_eval):
+                    problems.append(f"{mode}: the layer is computed in {module.dtype}")
         if mode != "eval":
             out.float().sum().backward()
             model.zero_grad()
     return problems
 
 
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("kinds", [("int64",), ("int32", "uint8"), ("bool", "int64")], ids="-".join)
-@pytest.mark.parametrize("in_eval", [True, False], ids=["full_in_eval", "low_in_eval"])
-def test_wrapper_with_original_parameters(run_ranks, in_eval, kinds, low):
-    assert_same(run_ranks(wrapped, in_eval, kinds, low))
-
-
-def wrapped(in_eval: bool, kinds: tuple[str, ...], low: str) -> list[str]:
-    model: nn.Module = coded(kinds)
-    mixed = MixedPrecision(param_dtype=LOW[low], reduce_dtype=torch.float32)
-    given = {"mixed_precision": mixed, "use_orig_params": True, "full_precision_in_eval": in_eval}
-    model[1] = FullyShardedDataParallel(model[1], **given)
-    model = FullyShardedDataParallel(model, **given)
-    problems = passes(model, LOW[low], torch.float32 if in_eval else LOW[low])
-    for name, value in model.state_dict().items():
-        if ".codes." in name and not torch.equal(value, VALUES[name.rpartition(".")[2]]):
-            problems.append(f"the state dict's {name} is {value.tolist()} of {value.dtype}")
-    with FullyShardedDataParallel.summon_full_params(model):
-        for name, parameter in model.named_parameters():
-            if ".codes." in name and not torch.equal(parameter, VALUES[name.rpartition(".")[2]]):
-                problems.append(f"the summoned {name} is {parameter.tolist()} of {parameter.dtype}")
-    return problems
-
-
-@pytest.mark.parametrize("in_eval", [True, False], ids=["full_in_eval", "low_in_eval"])
-def test_wrapper_whose_instance_holds_integers_alone(run_ranks, in_eval):
-    """One `FlatParameter` holds one dtype; an instance of integers alone is one of its own."""
-    assert_same(run_ranks(integers_alone, in_eval))
-
-
-class Codes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.int64 = nn.Parameter(VALUES["int64"].clone(), requires_grad=False)
-        self.seen: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.int64.detach().clone()
-        return x
-
-
-def integers_alone(in_eval: bool) -> list[str]:
-    mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    given = {"mixed_precision": mixed, "use_orig_params": False, "full_precision_in_eval": in_eval}
-    codes = Codes()
-    model = FullyShardedDataParallel(
-        nn.Sequential(FullyShardedDataParallel(codes, **given), nn.Linear(WIDTH, WIDTH)), **given
-    )
-    problems = []
-    for mode in ("train", "eval", "train"):
-        model.train(mode == "train")
-        model(torch.ones(2, WIDTH)).float().sum().backward()
-        if codes.seen is None or codes.seen.dtype != torch.int64 or not torch.equal(codes.seen, VALUES["int64"]):
-            problems.append(f"{mode}: {codes.seen}")
-    return problems
-
-
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("way", LAYOUTS)
-def test_fully_shard(run_ranks, way, low):
-    assert_same(run_ranks(sharded, way, low))
-
-
-def sharded(way: str, low: str) -> list[str]:
+def kept(way: str, low: torch.dtype) -> list[str]:
     problems: list[str] = []
-    for kinds in (("int64",), ("int32", "uint8"), ("bool", "int64")):
-        model = coded(kinds)
-        for unit in (model[1], model):
-            fully_shard(unit, layout=LAYOUTS[way], mp_policy=MixedPrecisionPolicy(param_dtype=LOW[low]))
-        problems += passes(model, LOW[low], LOW[low])
-        problems += [
-            f"{name} holds {parameter.full_tensor().tolist()}"
-            for name, parameter in model.named_parameters()
-            if ".codes." in name and not torch.equal(parameter.full_tensor(), VALUES[name.rpartition(".")[2]])
-        ]
-    assert fullshard.memory_use(model).gathered == 0
+    for in_eval in (False,) if way in LAYOUTS else (False, True):
+        given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=low)}
+        if way not in LAYOUTS:
+            mixed = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+            given = {"mixed_precision": mixed, "full_precision_in_eval": in_eval}
+        for kinds in KINDS:
+            if way == "wrapper" and len(kinds) > 1:
+                continue  # one `FlatParameter` holds one dtype: integers have an instance of their own
+            first = Codes(kinds, layer=way != "wrapper")
+            last = nn.Linear(WIDTH, WIDTH) if way == "wrapper" else Codes(kinds)
+            model = shard(nn.Sequential(first, last), way, lambda model: [model[0]], **given)
+            problems += passes(model, low, torch.float32 if in_eval else low)
+            problems += unlike("state dict", whole_state(model)) + unlike("whole", whole_parameters(model))
+            assert fullshard.memory_use(model).gathered == 0
     return problems
+
+
+@some_ways
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_integers_keep_their_values(run_ranks, way, low):
+    assert_same(run_ranks(kept, way, low))

@@ -1,4 +1,4 @@
-"""What a user keeps of a gradient stays as it is: after `zero_grad`, the next backward, and when units are freed."""
+"""What a user keeps of a gradient, or puts in its place, stays: over `zero_grad`, the next backward, and frees."""
 
 from __future__ import annotations
 
@@ -13,63 +13,57 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from training import assert_same
-from ways import LAYOUTS, batch, but_last, every_way, layers, loss_of, mine, shard, whole_gradients, whole_parameters
+from ways import (
+    LAYOUTS,
+    batch,
+    but_last,
+    differences,
+    every_way,
+    gradient_problems,
+    layers,
+    loss_of,
+    mine,
+    shard,
+    some_ways,
+    value_problems,
+    whole_parameters,
+)
 
-# Each takes something that shares a gradient's memory, and gives a function that reads it.
 
-
-def keep_object(grad: Any) -> Any:
-    return grad
-
-
-def keep_local(grad: Any) -> Any:
+def local(grad: Any) -> Any:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def keep_inner(grad: Any) -> Any:
-    return getattr(grad, "_local_tensor", grad)
-
-
-def keep_detached(grad: Any) -> Any:
-    return grad.detach()
-
-
-def keep_data(grad: Any) -> Any:
-    return grad.data
-
-
-def keep_local_view(grad: Any) -> Any:
-    return keep_local(grad).view(-1)
-
-
-def keep_local_slice(grad: Any) -> Any:
-    return keep_local(grad)[:1]
-
-
-def keep_numpy(grad: Any) -> Any:
-    return torch.from_numpy(keep_local(grad).detach().numpy())
-
-
-def keep_dlpack(grad: Any) -> Any:
-    return torch.from_dlpack(keep_local(grad).detach())
-
-
-def keep_storage(grad: Any) -> Any:
-    held = keep_local(grad)
+def storage_of(grad: Any) -> Callable[[], Tensor]:
+    held = local(grad)
     storage, shape, stride, offset = held.untyped_storage(), held.shape, held.stride(), held.storage_offset()
     return lambda: torch.empty(0, dtype=torch.float64).set_(storage, offset, shape, stride)
 
 
+# Each takes something that shares a gradient's memory, or a function that reads it.
 KEEPS: dict[str, Callable[[Any], Any]] = {
-    name.removeprefix("keep_"): keep for name, keep in list(globals().items()) if name.startswith("keep_")
+    "object": lambda grad: grad,
+    "local": local,
+    "inner": lambda grad: getattr(grad, "_local_tensor", grad),
+    "detached": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "view": lambda grad: local(grad).view(-1),
+    "slice": lambda grad: local(grad)[:1],
+    "numpy": lambda grad: torch.from_numpy(local(grad).detach().numpy()),
+    "dlpack": lambda grad: torch.from_dlpack(local(grad).detach()),
+    "storage": storage_of,
 }
 
 
-def values(kept: Any) -> Tensor:
+def value(kept: Any) -> Tensor:
     """A copy of what is kept, as the plain tensor of this rank's part."""
-    if callable(kept) and not isinstance(kept, Tensor):
+    if not isinstance(kept, Tensor):
         kept = kept()
-    return keep_local(kept).detach().clone()
+    return local(kept).detach().clone()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def next_step(model: nn.Module, seed: int) -> None:
@@ -78,70 +72,44 @@ def next_step(model: nn.Module, seed: int) -> None:
     loss_of(model, 3 * mine(seed)).backward()
 
 
-@every_way
-@pytest.mark.parametrize("graph", [False, True], ids=["no_grad", "grad"])
-def test_what_is_kept_of_a_gradient_stays(run_ranks, graph, way):
-    assert_same(run_ranks(kept_in_all_forms, graph, way))
-
-
-def kept_in_all_forms(graph: bool, way: str) -> list[str]:
-    problems: list[str] = []
-    model = shard(layers(), way, but_last)
-    loss_of(model, mine(0)).backward()
-    for seed, (name, keep) in enumerate(KEEPS.items(), start=1):
-        next_step(model, 2 * seed)
-        with torch.set_grad_enabled(graph):
-            kept = [keep(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        before = [values(each) for each in kept]
-        if not before:
-            problems.append(f"{name}: there are no gradients")
-        next_step(model, 2 * seed + 1)
-        if not all(torch.equal(values(each), value) for each, value in zip(kept, before, strict=True)):
-            problems.append(f"{name}: changed by the next backward")
-        after = {n: g for n, g in whole_gradients(model).items() if g is not None}
-        reference = layers()
-        loss_of(reference, 3 * batch(2 * seed + 1)).backward()
-        for parameter, want in reference.named_parameters():
-            if not torch.allclose(after[parameter], want.grad, rtol=1e-10, atol=1e-14):
-                problems.append(f"{name}: the next gradient of {parameter} is wrong")
-                break
-    return problems
-
-
 def is_gone(kept: Any) -> bool:
     """Whether the memory of something kept was given back, so that reading it would end the process."""
     if not isinstance(kept, Tensor):
         return False
-    held = keep_local(kept)
+    held = local(kept)
     return held.numel() > 0 and held.untyped_storage().nbytes() == 0
 
 
 @every_way
-def test_what_is_kept_can_be_read_while_gradients_are_freed(run_ranks, way):
-    """After `zero_grad` and a forward, when the memory of gradients is given back. Reads what today is unmapped."""
-    assert_same(run_ranks(read_while_freed, way, timeout=20))
+def test_what_is_kept_of_a_gradient_stays(run_ranks, way):
+    """Whether a forward or the next backward comes after `zero_grad`; the next gradients are right."""
+    assert_same(run_ranks(kept_in_all_forms, way))
 
 
-def read_while_freed(way: str) -> list[str]:
+def kept_in_all_forms(way: str) -> list[str]:
     problems: list[str] = []
-    model = shard(layers(), way, but_last)
+    model, reference = shard(layers(), way, but_last), layers()
+    loss_of(reference, 3 * batch(1)).backward()
     for name, keep in KEEPS.items():
-        model.zero_grad()
-        loss_of(model, mine(0)).backward()
-        with torch.no_grad():
-            kept = [keep(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-            before = [values(each) for each in kept]
+        for graph in (False, True):
+            next_step(model, 0)
+            with torch.set_grad_enabled(graph):
+                kept = [keep(grad) for grad in gradients(model)]
+            before = [value(each) for each in kept]
             model.zero_grad()
-            model(mine(1))
-            if any(map(is_gone, kept)):
+            with torch.no_grad():
+                model(mine(1))  # in which the memory of gradients is given back
+            if not before or any(map(is_gone, kept)):
                 problems.append(f"{name}: its memory is gone")  # reading it would end the process
                 continue
-            if not all(torch.equal(values(each), value) for each, value in zip(kept, before, strict=True)):
-                problems.append(f"{name}: changed by a forward")
+            next_step(model, 1)
+            if not all(map(torch.equal, map(value, kept), before)):
+                problems.append(f"{name}: changed by the next step")
+            problems += gradient_problems(f"{name}: next", model, reference)[:1]
     return problems
 
 
-@every_way
+@some_ways
 def test_gradients_collected_over_steps(run_ranks, way):
     """What gradient-conflict methods and curvature estimates do: keep several losses' gradients, then combine them."""
     assert_same(run_ranks(collected, way))
@@ -149,28 +117,23 @@ def test_gradients_collected_over_steps(run_ranks, way):
 
 def collected(way: str) -> list[str]:
     model, reference = shard(layers(), way, but_last), layers()
-    gathered: dict[int, list[Tensor]] = {index: [] for index, _ in enumerate(model.parameters())}
-    with torch.no_grad():  # the bookkeeping, not the passes
-        for seed in range(4):
-            with torch.enable_grad():
-                loss_of(model, mine(seed)).backward()
-                loss_of(reference, batch(seed)).backward()
-            for index, parameter in enumerate(model.parameters()):
-                if parameter.grad is not None:
-                    gathered[index].append(keep_local(parameter.grad))
-            model.zero_grad()
-        for index, parameter in enumerate(model.parameters()):
-            if gathered[index]:
-                keep_local(parameter).copy_(torch.stack(gathered[index]).sum(0))
-    shown = whole_parameters(model)
-    return [
-        f"{name}: the sum of four kept gradients is wrong"
-        for name, parameter in reference.named_parameters()
-        if not torch.allclose(shown[name], parameter.grad, rtol=1e-10, atol=1e-14)
-    ]
+    kept: dict[Any, list[Tensor]] = {parameter: [] for parameter in model.parameters()}
+    for seed in range(4):
+        loss_of(model, mine(seed)).backward()
+        loss_of(reference, batch(seed)).backward()
+        with torch.no_grad():
+            for parameter, seen in kept.items():
+                seen += [local(parameter.grad)] if parameter.grad is not None else []
+        model.zero_grad()
+    with torch.no_grad():
+        for parameter, seen in kept.items():
+            if seen:
+                local(parameter).copy_(torch.stack(seen).sum(0))
+    want = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    return differences("the sum of four kept gradients of", whole_parameters(model), want)
 
 
-@pytest.mark.parametrize("way", LAYOUTS)
+@pytest.mark.parametrize("way", ["rows", "flat"])
 def test_whole_gradients_of_one_rank_stay(run_ranks, way):
     """On a mesh of one rank `full_tensor()` is the gradient itself."""
     assert_same(run_ranks(kept_whole, way))
@@ -178,20 +141,19 @@ def test_whole_gradients_of_one_rank_stay(run_ranks, way):
 
 def kept_whole(way: str) -> list[str]:
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shard"))
-    problems: list[str] = []
     model = shard(layers(), way, but_last, mesh=meshes["shard"])
+    problems: list[str] = []
     for graph in (False, True):
         next_step(model, 0)
         with torch.set_grad_enabled(graph):
-            kept = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            kept = [grad.full_tensor() for grad in gradients(model)]
         before = [each.clone() for each in kept]
         next_step(model, 1)
-        if not all(map(torch.equal, kept, before)):
-            problems.append(f"whole gradients kept with gradients {'on' if graph else 'off'} changed")
+        problems += [] if all(map(torch.equal, kept, before)) else [f"whole gradients changed, graph={graph}"]
     return problems
 
 
-@pytest.mark.parametrize("way", ["flat", "blocks", "owner"])
+@pytest.mark.parametrize("way", ["flat", "owner"])
 def test_gradients_of_an_optimizers_view_stay(run_ranks, way):
     assert_same(run_ranks(kept_of_views, way))
 
@@ -200,97 +162,110 @@ def kept_of_views(way: str) -> list[str]:
     model = shard(layers(), way, but_last)
     views = list(fullshard.optimizer_view(model))
     problems: list[str] = []
-    for name, keep in {"object": keep_object, "detached": keep_detached, "slice": lambda grad: grad[:1]}.items():
+    for name in ("object", "detached", "slice"):
         next_step(model, 0)
-        kept = [keep(view.grad) for view in views]
+        kept = [KEEPS[name](view.grad) for view in views]
         before = [each.clone() for each in kept]
         next_step(model, 1)
-        if not kept or not all(map(torch.equal, kept, before)):
-            problems.append(f"{name} of a view's gradient changed")
+        problems += [] if kept and all(map(torch.equal, kept, before)) else [f"{name} of a view's gradient changed"]
     return problems
 
 
-@pytest.mark.parametrize("way", LAYOUTS)
-def test_what_a_reduction_hook_keeps_stays(run_ranks, way):
-    """The slice that `set_all_reduce_hook`'s function is given becomes the gradient."""
-    assert_same(run_ranks(kept_by_hook, way, world=4))
+@pytest.mark.parametrize("way", ["rows", "flat"])
+def test_what_a_hook_keeps_stays(run_ranks, way):
+    """The slice that `set_all_reduce_hook`'s function is given, and what post-accumulate hooks take away."""
+    assert_same(run_ranks(kept_by_hooks, way, world=4))
 
 
-def kept_by_hook(way: str) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(layers(), way, but_last, mesh=mesh)
+def kept_by_hooks(way: str) -> list[str]:
+    model = shard(layers(), way, but_last, hybrid=True)
     kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def keep(grad: Tensor) -> None:
+        kept.append(grad)
+        copies.append(grad.detach().clone())
+
+    def take(parameter: Tensor) -> None:
+        keep(local(parameter.grad).detach())
+        parameter.grad = None
+
     for unit in model.modules():
         if isinstance(unit, fullshard.FSDPModule):
-            unit.set_all_reduce_hook(kept.append)
-    next_step(model, 0)
-    first, before = list(kept), [each.clone() for each in kept]
-    next_step(model, 1)
-    return [] if first and all(map(torch.equal, first, before)) else ["what the hook kept changed"]
+            unit.set_all_reduce_hook(keep)
+    for step in range(4):
+        if step == 2:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(take)
+        next_step(model, step)
+    wanted = 4 * 3 + 2 * len(list(model.parameters()))
+    problems = [] if len(kept) == wanted else [f"{len(kept)} gradients kept where {wanted} are wanted"]
+    return problems + [f"no. {at}" for at, two in enumerate(zip(kept, copies, strict=True)) if not torch.equal(*two)]
 
 
-@pytest.mark.parametrize("way", LAYOUTS)
-def test_gradients_kept_by_a_parameters_hook_stay(run_ranks, way):
-    """A post-accumulate hook that keeps the gradient and drops it from the parameter."""
-    assert_same(run_ranks(kept_by_parameters_hook, way))
-
-
-def kept_by_parameters_hook(way: str) -> list[str]:
-    model = shard(layers(), way, but_last)
-    kept: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    copies: dict[str, list[Tensor]] = {name: [] for name in kept}
-
-    def hook_of(name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            with torch.no_grad():
-                kept[name].append(keep_local(parameter.grad))
-                copies[name].append(kept[name][-1].clone())
-            parameter.grad = None
-
-        return hook
-
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(hook_of(name))
-    for seed in range(3):
-        loss_of(model, mine(seed)).backward()
-    return [
-        f"{name}: what step {step} kept changed"
-        for name, held in kept.items()
-        for step, (each, copy) in enumerate(zip(held, copies[name], strict=True))
-        if not torch.equal(each, copy)
-    ] + [name for name, held in kept.items() if len(held) != 3]
-
-
-@every_way
+@pytest.mark.parametrize("way", ["rows", "originals"])
 def test_memory_of_gradients_is_used_again_where_nobody_keeps_them(run_ranks, way):
-    """The other side: what is kept for nobody must not pile up, step by step.
-
-    A collective's thread may let go of a step's last message a moment late, so sizes differ by bytes; what piles up
-    adds a step's gradients ten times.
-    """
-    for grown, gradients in run_ranks(memory_grown, way):
-        assert grown < gradients, (grown, gradients)
+    """The other side: what is kept for nobody must not pile up, step by step."""
+    for grown, size in run_ranks(memory_grown, way):
+        assert grown < size, (grown, size)
 
 
 def memory_grown(way: str) -> tuple[int, int]:
     """Bytes of all tensors after twelve steps over those after two, and bytes of this rank's gradients."""
     model = shard(layers(), way, but_last)
     sizes = []
-    for seed in range(12):
-        next_step(model, seed)
-        with torch.no_grad():
-            norms = [keep_local(p.grad).norm() for p in model.parameters() if p.grad is not None]
-        del norms
+    for steps in (2, 10):
+        for seed in range(steps):
+            next_step(model, seed)
+            with torch.no_grad():
+                [local(grad).norm() for grad in gradients(model)]
         sizes.append(bytes_of_tensors())
-    locals_ = [keep_local(p.grad) for p in model.parameters() if p.grad is not None]
-    return sizes[-1] - sizes[1], sum(each.numel() * each.element_size() for each in locals_)
+    return sizes[1] - sizes[0], sum(local(grad).nbytes for grad in gradients(model))
 
 
 def bytes_of_tensors() -> int:
     gc.collect()
-    found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter):
-            storage = each.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+# Put in its place: other memory for a gradient.
+
+
+def set_other(grad: Any) -> None:
+    held = getattr(grad, "_local_tensor", grad)
+    with torch.no_grad():
+        held.set_(held * -3)
+
+
+ASSIGN = {"data": lambda grad: setattr(grad, "data", grad.detach() * -3), "set_": set_other}
+
+
+@some_ways
+@pytest.mark.parametrize("then", ["added to", "zeroed", "stepped", "parked"])
+def test_assigned_gradients_count(run_ranks, way, then) -> None:
+    """A gradient that the user gave other memory (`p.grad.data = ...`) is the one that counts."""
+    assert_same(run_ranks(assigned, way, then))
+
+
+def assigned(way: str, then: str) -> list[str]:
+    problems: list[str] = []
+    for name, assign in ASSIGN.items():
+        model, plain = shard(layers(), way, but_last), layers()
+        stepped = fullshard.optimizer_view(model) if way in LAYOUTS else model.parameters()
+        optimizers = [torch.optim.SGD(each, lr=0.1) for each in (stepped, plain.parameters())]
+        for step in range(2):
+            loss_of(model, mine(step)).backward(), loss_of(plain, batch(step)).backward()
+            [assign(grad) for grad in gradients(model)]
+            torch._foreach_mul_(gradients(plain), -3)
+            if then == "zeroed":
+                model.zero_grad(set_to_none=False), plain.zero_grad(set_to_none=False)
+            elif then == "parked":
+                fullshard.park(model)
+                fullshard.resume(model)
+            if then != "stepped":
+                loss_of(model, mine(step + 10)).backward(), loss_of(plain, batch(step + 10)).backward()
+                problems += gradient_problems(f"{name}, step {step}", model, plain)
+            [optimizer.step() for optimizer in optimizers]
+            problems += value_problems(f"{name}, step {step}", model, plain)
+    return problems
