@@ -17,16 +17,17 @@ import fullshard
 from models import blocks_of
 from training import assert_same
 from ways import (
-    SOME_WAYS,
     WIDE,
     Block,
     Loss,
     Network,
+    differences,
+    error_of,
     mean_square,
+    named_error,
     right_or_named,
     shard,
     some_ways,
-    whole_gradients,
     wide_batch,
 )
 
@@ -68,24 +69,20 @@ class Around(nn.Module):
         return self.blocks[0](x) * self.gain
 
 
-def force_field(way: str, how: str, nested: bool) -> list[str]:
-    build = (lambda: Around(how)) if nested else (lambda: ForceField(how))
-    problems = right_or_named(way, build, lambda model, x: model(x).square().sum() / len(x), ())
-    model, plain, x = shard(build(), way, blocks_of), build(), wide_batch(0, 0)
-    try:
+def force_field(way: str) -> list[str]:
+    problems = []
+    for build in (lambda how=how, of=of: of(how) for how in ("penalised", "plain") for of in (ForceField, Around)):
+        problems += right_or_named(way, build, lambda model, x: model(x).square().sum() / len(x), ())
+        model, plain, x = shard(build(), way, blocks_of), build(), wide_batch(0, 0)
         with torch.no_grad():
-            if not torch.allclose(model(x), plain(x), rtol=1e-4, atol=1e-5):
-                problems.append("evaluation")
-    except Exception as error:
-        problems.append(f"evaluation: {type(error).__name__}: {str(error)[:200]}")
+            problems += differences("evaluation", {"": model(x)}, {"": plain(x)}, 1e-4)
     return problems
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["in the root", "below the root"])
-@pytest.mark.parametrize("how", ["penalised", "plain"])
 @some_ways
-def test_gradients_taken_inside_forward(run_ranks, way, how, nested):
-    assert_same(run_ranks(force_field, way, how, nested, timeout=20))
+def test_gradients_taken_inside_forward(run_ranks, way):
+    """In the root's forward, and in that of a unit below it."""
+    assert_same(run_ranks(force_field, way))
 
 
 # Functional calls and transforms.
@@ -127,19 +124,21 @@ FUNCTIONAL: dict[str, tuple[Loss, tuple[str, ...]]] = {
 }
 
 
-def functionally(way: str, what: str) -> list[str]:
+def functionally(way: str) -> list[str]:
     """Where a functional call is given whole tensors, gradients are of those: the model itself gets none."""
-    loss, names = FUNCTIONAL[what]
-    return right_or_named(way, lambda: Network(Block), loss, (*names, "remedy") if names else ())
+    problems = []
+    for what, (loss, names) in FUNCTIONAL.items():
+        if way == "wrapper" and "functional_call" in what:
+            continue  # none of the model's names: `functional_call` itself says what it was not given
+        found = right_or_named(way, lambda: Network(Block), loss, (*names, "remedy") if names else ())
+        problems += [f"{what}: {problem}" for problem in found]
+    return problems
 
 
-@pytest.mark.parametrize(
-    ("way", "what"),
-    # A flat parameter has none of the model's names, so that `functional_call` itself says what it was not given.
-    [(f, w) for w in FUNCTIONAL for f in SOME_WAYS if f != "wrapper" or "functional_call" not in w],
-)
-def test_functional_calls_and_transforms(run_ranks, way, what):
-    assert_same(run_ranks(functionally, way, what, timeout=20))
+@pytest.mark.gloo("collectives in memory cannot copy a tensor of torch.func")
+@some_ways
+def test_functional_calls_and_transforms(run_ranks, way):
+    assert_same(run_ranks(functionally, way))
 
 
 # Sparse gradients.
@@ -158,62 +157,36 @@ class Sparse(nn.Module):
         return self.blocks[1](self.blocks[0](rows))
 
 
-def sparse(way: str) -> list[str]:
-    """An error of ours, in the first backward at the latest, that says which parameter and that it is sparse."""
-    model = shard(Sparse(), way, blocks_of)
-    try:
-        mean_square(model, wide_batch(0, dist.get_rank())).backward()
-    except fullshard.FullshardError as error:
-        said = str(error)
-        return [] if "sparse" in said and "weight" in said and "remedy" in said else [f"does not say what: {said}"]
-    except Exception as error:
-        return [f"{type(error).__name__}: {str(error)[:300]}"]
-    plain = Sparse()
-    mean_square(plain, wide_batch(0)).backward()
-    got = whole_gradients(model)
-    return [
-        f"gradient of {name}"
-        for name, p in plain.named_parameters()
-        if p.grad is not None and not torch.allclose(got[name].to_dense(), p.grad.to_dense(), rtol=1e-4, atol=1e-6)
-    ]
-
-
 @some_ways
-def test_sparse_gradients_are_named(run_ranks, way):
-    assert_same(run_ranks(sparse, way, timeout=20))
+def test_sparse_gradients_are_named(fake_world, way):
+    """In the first backward, by the parameter."""
+    fake_world(2)
+    model = shard(Sparse(), way, blocks_of)
+    error = error_of(lambda: mean_square(model, wide_batch(0, 0)).backward())
+    assert not named_error(error, "sparse", "weight", "remedy")
 
 
 # Gradients of sharded parameters asked for directly.
 
 
-def asked_directly(way: str, unused: bool) -> list[str]:
-    """Refused by name, whole and in part; what the graph does hold is answered."""
-    build = lambda: Network(Block)  # noqa: E731
-    model, x = shard(build(), way, blocks_of), wide_batch(0, dist.get_rank()).requires_grad_()
-    problems = []
-    for parameters in (list(model.parameters()), list(model.parameters())[-1:]):
-        try:
-            torch.autograd.grad(mean_square(model, x), parameters, allow_unused=unused)
-            problems.append(f"{len(parameters)} parameters: nothing was raised")
-        except fullshard.PhaseError as error:
-            problems += [] if "blocks.2" in str(error) else [str(error)]
-        model.zero_grad()
-    (of_input,) = torch.autograd.grad(mean_square(model, x), x)
-    plain = build()
-    (want,) = torch.autograd.grad(mean_square(plain, x), x)
-    if not torch.allclose(of_input, want, rtol=1e-4, atol=1e-6):
-        problems.append("the gradient of the input is another one")
-    weight = next(iter(model.parameters()))
-    if hasattr(weight, "full_tensor"):  # part of a graph of its own
-        (of_weight,) = torch.autograd.grad(weight.full_tensor().square().sum(), weight)
-        if not torch.allclose(of_weight.full_tensor(), 2 * weight.full_tensor()):
-            problems.append("the gradient through full_tensor() is another one")
-    lone = nn.Parameter(torch.ones(3))
-    assert torch.autograd.grad(x.sum(), lone, allow_unused=True) == (None,)
-    return problems
-
-
 @some_ways
 @pytest.mark.parametrize("unused", [False, True])
 def test_gradients_of_sharded_parameters_are_not_given_directly(run_ranks, way, unused):
-    assert_same(run_ranks(asked_directly, way, unused, timeout=20))
+    """Refused by name, whole and in part; what the graph does hold is answered."""
+    run_ranks(asked_directly, way, unused)
+
+
+def asked_directly(way: str, unused: bool) -> None:
+    plain, x = Network(Block), wide_batch(0, dist.get_rank()).requires_grad_()
+    model = shard(Network(Block), way, blocks_of)
+    for parameters in (list(model.parameters()), list(model.parameters())[-1:]):
+        with pytest.raises(fullshard.PhaseError, match=r"blocks\.2"):
+            torch.autograd.grad(mean_square(model, x), parameters, allow_unused=unused)
+        model.zero_grad()
+    of_input, want = (torch.autograd.grad(mean_square(each, x), x)[0] for each in (model, plain))
+    torch.testing.assert_close(of_input, want, rtol=1e-4, atol=1e-6)
+    weight = next(iter(model.parameters()))
+    if hasattr(weight, "full_tensor"):  # part of a graph of its own
+        (of_weight,) = torch.autograd.grad(weight.full_tensor().square().sum(), weight)
+        torch.testing.assert_close(of_weight.full_tensor(), 2 * weight.full_tensor())
+    assert torch.autograd.grad(x.sum(), nn.Parameter(torch.ones(3)), allow_unused=True) == (None,)

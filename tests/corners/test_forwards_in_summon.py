@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import LIBRARIES, WRAPPERS
 from torch import Tensor, nn
 
+from fullshard import FullyShardedDataParallel
 from fullshard.errors import UsageError
-from ways import wrap
+from ways import WIDE, Block, every_wrapper, named, shard, wide_batch
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.linear(x))
+summon = FullyShardedDataParallel.summon_full_params
 
 
 class Net(nn.Module):
@@ -28,9 +21,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(6, 6)
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 3)
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -38,7 +31,7 @@ class Net(nn.Module):
     def features(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x)
+            x = x + block(x)
         return x
 
     @torch.no_grad()
@@ -49,122 +42,95 @@ class Net(nn.Module):
         return self(x)
 
 
-def nets(originals: bool, library: Any = LIBRARIES["ours"]) -> tuple[Any, Net]:
-    torch.manual_seed(0)
-    reference = Net().double()
-    torch.manual_seed(0)
-    model = Net().double()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(block, library, use_orig_params=originals)
-    return wrap(model, library, use_orig_params=originals), reference
+class Both:
+    """A wrapped model and its reference, which see the same, and their optimizers."""
+
+    def __init__(self, way: str) -> None:
+        self.model: Any = shard(Net(), way, named("blocks.0", "blocks.1"))
+        self.reference = Net()
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.model, self.reference)]
+
+    def step(self, number: int) -> None:
+        self.model(wide_batch(number, dist.get_rank())).square().mean().backward()
+        self.reference(wide_batch(number)).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(self.model(wide_batch(9, 0)), self.reference(wide_batch(9, 0)))
+
+    def generates(self, x: Tensor) -> None:
+        """And, with gradients enabled, computes a graph that nobody goes back over."""
+        torch.testing.assert_close(self.model.module.generate(x), self.reference.generate(x))
+        torch.testing.assert_close(self.model.module(x), self.reference(x))
 
 
-def inputs(step: int, rank: int) -> Tensor:
-    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-
-
-def step_both(model: Any, reference: nn.Module, optimizers: Any, step: int) -> None:
-    ranks = range(dist.get_world_size())
-    model(inputs(step, dist.get_rank())).square().mean().backward()
-    reference(torch.cat([inputs(step, rank) for rank in ranks])).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
+@every_wrapper
 @pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("originals", WRAPPERS)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_generation_between_steps(run_ranks, library, originals, before):
+def test_generation_between_steps(run_ranks, way, before):
     """Before the first forward and after steps; training goes on as if there had been none."""
-    assert all(run_ranks(generation, library, originals, before))
+    run_ranks(generation, way, before)
 
 
-def generation(library: str, originals: bool, before: int) -> bool:
-    model, reference = nets(originals, LIBRARIES[library])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-    summon = LIBRARIES[library].FullyShardedDataParallel.summon_full_params
+def generation(way: str, before: int) -> None:
+    both = Both(way)
     for step in range(before):
-        step_both(model, reference, optimizers, step)
+        both.step(step)
     for step in range(before, before + 3):
-        with summon(model, recurse=False, writeback=step == 1):
+        with summon(both.model, recurse=False, writeback=step == 1):
             for rank in range(2):
-                found = model.module.generate(inputs(step, rank))
-                torch.testing.assert_close(found, reference.generate(inputs(step, rank)))
-                found = model.module(inputs(step, rank))  # with a graph that nobody goes back over
-                torch.testing.assert_close(found, reference(inputs(step, rank)))
-        step_both(model, reference, optimizers, step)
-    torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
-    return True
+                both.generates(wide_batch(step, rank))
+        both.step(step)
 
 
-@pytest.mark.parametrize("originals", WRAPPERS)
-def test_generation_while_all_is_summoned(run_ranks, originals):
+@every_wrapper
+def test_generation_while_all_is_summoned(run_ranks, way):
     """Without gradients, as Transformers' `Seq2SeqTrainer` evaluates: of the model and of the wrapped module.
 
     PyTorch's wrapper loses its whole parameters in the first such call.
     """
-    assert all(run_ranks(generation_of_all, originals))
+    run_ranks(generation_of_all, way)
 
 
-def generation_of_all(originals: bool) -> bool:
-    model, reference = nets(originals)
-    summon = LIBRARIES["ours"].FullyShardedDataParallel.summon_full_params
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+def generation_of_all(way: str) -> None:
+    both, x = Both(way), wide_batch(9, 0)
     for step in range(3):
-        with summon(model, writeback=step == 1):
+        with summon(both.model, writeback=step == 1):
             for _ in range(1 + dist.get_rank()):  # nothing is gathered: ranks may call as often as they like
-                x = inputs(step, dist.get_rank())
-                torch.testing.assert_close(model.module.generate(x), reference.generate(x))
-                torch.testing.assert_close(model(x), reference(x))  # with gradients enabled, too
-        step_both(model, reference, optimizers, step)
-    torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
-    with summon(model, writeback=False, rank0_only=True), torch.no_grad():
+                both.generates(wide_batch(step, dist.get_rank()))
+                torch.testing.assert_close(both.model(x), both.reference(x))
+        both.step(step)
+    with summon(both.model, writeback=False, rank0_only=True), torch.no_grad():
         if dist.get_rank() == 0:
-            torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
+            torch.testing.assert_close(both.model(x), both.reference(x))
         else:
             with pytest.raises(UsageError, match="whole parameters"):
-                model(inputs(9, 0))
-    return True
+                both.model(x)
 
 
-@pytest.mark.parametrize("originals", WRAPPERS)
-def test_backwards_through_what_is_summoned_are_refused_by_name(run_ranks, originals):
+@every_wrapper
+def test_backwards_through_what_is_summoned_are_refused_by_name(run_ranks, way):
     """And of what is around it; forwards are right, and the model trains on."""
-    assert all(run_ranks(refused, originals))
+    run_ranks(refused, way)
 
 
-def reference_of(call: Any, model: Any, reference: Net) -> nn.Module:
-    return reference if call in (model, model.module) else reference.blocks[0]
-
-
-def refused(originals: bool) -> bool:
-    model, reference = nets(originals)
-    summon = LIBRARIES["ours"].FullyShardedDataParallel.summon_full_params
-    x = inputs(0, dist.get_rank())
-    inner = model.module.blocks[0]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+def refused(way: str) -> None:
+    both = Both(way)
+    model, reference, x = both.model, both.reference, wide_batch(0, dist.get_rank())
+    block = model.module.blocks[0]
     for step in range(2):
-        for what, recurse, call in (
-            (model, True, model),
-            (model, True, model.module),
-            (model, True, inner),
-            (model, False, model),
-            (inner, True, inner),
-            (inner, True, model) if step else (inner, True, inner),
-        ):
+        # What is summoned, whether with what is below it, and what is called.
+        cases = [(model, True, model), (model, True, model.module), (model, True, block), (model, False, model)]
+        for what, recurse, call in [*cases, (model, False, model.module), (block, True, block), (block, True, model)]:
+            if call is model and what is block and not step:
+                continue
             with summon(what, recurse=recurse):
                 output = call(x)
-                torch.testing.assert_close(output, reference_of(call, model, reference)(x))
+                torch.testing.assert_close(output, (reference.blocks[0] if call is block else reference)(x))
                 with pytest.raises(UsageError, match="summon_full_params"):
                     output.sum().backward()
-        with summon(model, recurse=False), pytest.raises(UsageError, match="summon_full_params"):
-            model.module(x).sum().backward()
         with summon(model, recurse=False):
             output = model.module(x).sum()
-        with pytest.raises(RuntimeError if originals else UsageError, match=r"size|summon_full_params"):
+        with pytest.raises(RuntimeError if way == "originals" else UsageError, match=r"size|summon_full_params"):
             output.backward()
         model.zero_grad()
-        step_both(model, reference, optimizers, step)
-    torch.testing.assert_close(model(inputs(9, 0)), reference(inputs(9, 0)))
-    return True
+        both.step(step)

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.events import record_events
-from ways import EXACT, PER_PARAMETER, gradient_problems, shard
-
-SECONDS = 40  # a hang is this, not a minute
+from ways import EXACT, gradient_problems, shard
 
 
 class Mixed(nn.Module):
@@ -67,23 +65,23 @@ def train(way: str, units: list[str], steps: list[tuple[bool, bool]], **settings
 ON_ONE, ON_NONE, ON_BOTH = (True, False), (False, False), (True, True)
 
 
-@pytest.mark.parametrize("way", PER_PARAMETER)
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
 def test_a_unit_that_trains_needs_no_gradient_on_one_rank(run_ranks, way):
     steps = [ON_BOTH, ON_ONE, ON_NONE, ON_ONE[::-1]]
-    assert run_ranks(train, way, ["mixed", "last"], steps, timeout=SECONDS) == [[], []]
+    assert run_ranks(train, way, ["mixed", "last"], steps) == [[], []]
 
 
-@pytest.mark.parametrize("way", PER_PARAMETER)
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
 @pytest.mark.parametrize("unit", ["frozen", "bare"])
 def test_a_unit_that_does_not_train_needs_a_gradient_on_one_rank(run_ranks, way, unit):
     steps = [ON_ONE, ON_ONE[::-1], ON_NONE, ON_BOTH]
-    assert run_ranks(train, way, ["mixed", unit, "last"], steps, timeout=SECONDS) == [[], []]
+    assert run_ranks(train, way, ["mixed", unit, "last"], steps) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["rows", pytest.param("originals", marks=pytest.mark.further)])
+@pytest.mark.parametrize("way", ["rows", "originals"])
 def test_a_frozen_unit_needs_a_gradient_on_one_rank_alone_after_a_first_pass_on_none(run_ranks, way):
     units, steps = ["mixed", "frozen", "last"], [ON_NONE, ON_ONE, ON_ONE[::-1]]
-    assert run_ranks(partial(train, unused="zeros"), way, units, steps, timeout=SECONDS) == [[], []]
+    assert run_ranks(partial(train, unused="zeros"), way, units, steps) == [[], []]
 
 
 def gathers(steps: list[tuple[bool, bool]]) -> list[int]:
@@ -100,5 +98,5 @@ def gathers(steps: list[tuple[bool, bool]]) -> list[int]:
 
 def test_a_frozen_unit_is_gathered_again_only_where_a_rank_needs_that(run_ranks):
     """It is known from the first pass; where all ranks come to need it later they find out together."""
-    assert run_ranks(gathers, [ON_NONE, ON_NONE, ON_BOTH], timeout=SECONDS) == [[1, 1, 2]] * 2
-    assert run_ranks(gathers, [ON_ONE, ON_NONE, ON_ONE[::-1]], timeout=SECONDS) == [[2, 2, 2]] * 2
+    assert run_ranks(gathers, [ON_NONE, ON_NONE, ON_BOTH]) == [[1, 1, 2]] * 2
+    assert run_ranks(gathers, [ON_ONE, ON_NONE, ON_ONE[::-1]]) == [[2, 2, 2]] * 2

@@ -22,7 +22,8 @@ from models import blocks_of
 from ways import SOME_WAYS, inner, shard, without_sync
 
 WIDTH, SAMPLES = 8, 5
-Step = Callable[[Any, Tensor], None]
+Step = Callable[[Any, Tensor], object]
+Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -38,18 +39,6 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
-def plainly(block: nn.Module, x: Tensor) -> Tensor:
-    return block(x)
-
-
-def without_reentry(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
-def with_reentry(block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=True)
-
-
 def selectively(block: nn.Module, x: Tensor) -> Tensor:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = op is torch.ops.aten.addmm.default
@@ -59,17 +48,24 @@ def selectively(block: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
+RUNS: dict[str, Run] = {
+    "without reentry": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "with reentry": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "selectively": selectively,
+}
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.run_block: Callable[[nn.Module, Tensor], Tensor] = plainly
+        self.run: Run = lambda block, x: block(x)
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor:
         x = self.first(x[0] if isinstance(x, list) else x)
         for block in self.blocks:
-            x = self.run_block(block, x)
+            x = self.run(block, x)
         return x
 
 
@@ -81,11 +77,18 @@ def ordinary(model: Any, x: Tensor) -> None:
     model.zero_grad()
 
 
-def recomputing(run: Callable[[nn.Module, Tensor], Tensor]) -> Step:
+@contextlib.contextmanager
+def running(model: Any, how: str) -> Iterator[None]:
+    net = inner(model)
+    plainly, net.run = net.run, RUNS[how]
+    yield
+    net.run = plainly
+
+
+def recomputing(how: str) -> Step:
     def step(model: Any, x: Tensor) -> None:
-        inner(model).run_block = run
-        ordinary(model, x)
-        inner(model).run_block = plainly
+        with running(model, how):
+            ordinary(model, x)
 
     return step
 
@@ -103,11 +106,6 @@ def raising(model: Any, error: Exception) -> Iterator[None]:
         error.__traceback__ = None  # which holds the frames of the forward
 
 
-def raising_in_forward(model: Any, x: Tensor) -> None:
-    with raising(model, KeyError("as planted")):
-        model(x)
-
-
 def out_of_memory(model: Any, x: Tensor) -> None:
     """Caught, and tried again with a smaller batch."""
     with raising(model, torch.OutOfMemoryError("as planted")):
@@ -115,42 +113,28 @@ def out_of_memory(model: Any, x: Tensor) -> None:
     ordinary(model, x[:2])
 
 
-def raising_in_a_hook(model: Any, x: Tensor) -> None:
-    def hook(*args: Any) -> None:
-        raise KeyError("as planted")
+def fail(*_: Any) -> None:
+    raise KeyError("as planted")
 
-    for register in ("register_forward_pre_hook", "register_forward_hook"):
-        handle = getattr(inner(model).blocks[2], register)(hook)
+
+def raising_in_hooks(model: Any, x: Tensor) -> None:
+    """Before a block's forward, after it, and in its backward."""
+    in_backward = lambda module, args, output: output.register_hook(fail) and None  # noqa: E731
+    for name, hook in (("forward_pre", fail), ("forward", fail), ("forward", in_backward)):
+        handle = getattr(inner(model).blocks[2], f"register_{name}_hook")(hook)
         with pytest.raises(KeyError):
-            model(x)
+            model(x).sum().backward()
         handle.remove()
+    model.zero_grad()
 
 
 def raising_in_recomputation(model: Any, x: Tensor) -> None:
-    for run in (without_reentry, with_reentry):
-        inner(model).run_block = run
-        loss = model(x.clone().requires_grad_()).sum()
-        with raising(model, KeyError("as planted")):
-            loss.backward()
-        inner(model).run_block = plainly
+    for how in ("without reentry", "with reentry"):
+        with running(model, how):
+            loss = model(x.clone().requires_grad_()).sum()
+            with raising(model, KeyError("as planted")):
+                loss.backward()
     model.zero_grad()
-
-
-def raising_in_backward(model: Any, x: Tensor) -> None:
-    def hook(gradient: Tensor) -> None:
-        raise KeyError("as planted")
-
-    handle = (
-        inner(model).blocks[2].register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
-    )
-    with pytest.raises(KeyError):
-        model(x).sum().backward()
-    handle.remove()
-    model.zero_grad()
-
-
-def without_backward(model: Any, x: Tensor) -> None:
-    model(x)
 
 
 def accumulating(model: Any, x: Tensor) -> None:
@@ -184,15 +168,11 @@ def with_long_lived_inputs(model: Any, x: Tensor) -> None:
 
 STEPS: dict[str, Step] = {
     "ordinary": ordinary,
-    "checkpoints without reentry": recomputing(without_reentry),
-    "checkpoints with reentry": recomputing(with_reentry),
-    "selective checkpoints": recomputing(selectively),
-    "forward raises": raising_in_forward,
-    "hook raises": raising_in_a_hook,
+    **{f"checkpoints {how}": recomputing(how) for how in RUNS},
+    "hooks raise": raising_in_hooks,
     "out of memory": out_of_memory,
     "recomputation raises": raising_in_recomputation,
-    "backward raises": raising_in_backward,
-    "no backward": without_backward,
+    "no backward": lambda model, x: model(x),
     "accumulation": accumulating,
     "evaluation": evaluating,
     "second derivatives": differentiating_twice,
@@ -225,10 +205,11 @@ def test_as_many_tensors_live_after_any_number_of_steps(fake_world, collected):
         ordinary(model, x)
         for name, step in STEPS.items():
             counts = []
-            for _ in range(10):
-                step(model, x)
+            for times in (3, 7):
+                for _ in range(times):
+                    step(model, x)
                 counts.append(alive())
-            if counts[-1] > counts[2]:
+            if counts[1] > counts[0]:
                 grown[way, name] = counts
     assert not grown, grown
 

@@ -6,18 +6,20 @@ and no hook runs for a parameter that the backward did not reach.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_parameter_hooks import NET, WEIGHT, backward, batch, both_times, compare, hooked, parameter_of, reference
+from test_parameter_hooks import NET, WEIGHT, backward, both_times, compare, hooked, weight_of
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, optimizer_view
-from ways import WAYS, assert_equal, children, shard, sharded, some_ways, whole_gradients, whole_parameters
+from ways import WAYS, assert_equal, batch, children, shard, sharded, some_ways, whole_gradients, whole_parameters
 
+reference = partial(NET.make, torch.float64)
 rows_and_flat = pytest.mark.parametrize("way", ["rows", "flat"])
 
 
@@ -31,8 +33,8 @@ def test_hooks_of_a_parameter_that_some_ranks_use(run_ranks, way, takes):
 def of_some(way: str, takes: bool) -> None:
     model, whole, calls = sharded(NET, way), reference(), []
     hooked_names = [WEIGHT, "second.bias"] if way == "wrapper" else [WEIGHT]  # which are one flat parameter
-    name = next(n for n, _ in model.named_parameters() if "second" in n and "bias" not in n)
-    parameter, total = parameter_of(model, name.replace("_fsdp_wrapped_module.", "")), 0
+    parameter = next(p for n, p in model.named_parameters() if "second" in n and "bias" not in n)
+    total: Any = 0
 
     def after(p: nn.Parameter) -> None:
         nonlocal total
@@ -47,7 +49,7 @@ def of_some(way: str, takes: bool) -> None:
         calls.clear()
         backward(model, number, skip=skip)
         fresh = reference()
-        backward(fresh, number, ranks=(0, 1), skip=skip)
+        backward(fresh, number, all_ranks=True, skip=skip)
         for own, p in fresh.named_parameters():
             if p.grad is not None:
                 mine, grad = whole.get_parameter(own), p.grad * (3 if own in hooked_names else 1)
@@ -131,8 +133,8 @@ def tied(way: str, when: str) -> None:
         register(model)
     fully_shard(model, **WAYS[way])
     register(whole)
-    model(batch(dist.get_rank())).square().mean().backward()
-    (sum(whole(batch(rank)).square().mean() for rank in range(2)) / 2).backward()
+    model(batch(0, dist.get_rank(), 4)).square().mean().backward()
+    (sum(whole(batch(0, rank, 4)).square().mean() for rank in range(2)) / 2).backward()
     compare(model, whole, "tied")
 
 
@@ -143,14 +145,14 @@ def test_hooks_stay_when_the_model_is_cast(run_ranks, way, when):
 
 
 def cast(way: str, when: str) -> None:
-    model = hooked(way, when, lambda m: parameter_of(m, WEIGHT).register_hook(lambda grad: 2 * grad))
+    model, _ = hooked(way, when, lambda m: weight_of(m).register_hook(lambda grad: 2 * grad))
     backward(model)
     model.zero_grad()
     model.float()
     model.double()
     whole = reference().float().double()
     backward(model)
-    backward(whole, ranks=(0, 1))
+    backward(whole, all_ranks=True)
     whole.get_parameter(WEIGHT).grad *= 2
     compare(model, whole, "after float() and double()")
 
@@ -169,7 +171,7 @@ def other_shape(way: str) -> None:
     handle.remove()
     model.zero_grad()
     backward(model)
-    backward(whole, ranks=(0, 1))
+    backward(whole, all_ranks=True)
     compare(model, whole, "after the error")
 
 
@@ -188,7 +190,7 @@ def before_flat(name: str) -> None:
     getattr(model.get_parameter(WEIGHT), name)(hook)
     wrapped = FullyShardedDataParallel(model)
     backward(wrapped)
-    backward(whole, ranks=(0, 1))
+    backward(whole, all_ranks=True)
     whole.get_parameter(WEIGHT).grad *= 2
     compare(wrapped, whole, "a hook from before wrapping")
 
@@ -213,7 +215,7 @@ def stepping(way: str) -> None:
     for number in range(3):
         backward(model, number)
         assert all(p.grad is None for p in each)
-        backward(whole, number, ranks=(0, 1))
+        backward(whole, number, all_ranks=True)
         theirs.step()
         theirs.zero_grad()
     assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters")

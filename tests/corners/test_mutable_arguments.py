@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +21,7 @@ import fullshard
 from fullshard import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from models import blocks_of
 from training import assert_same
-from ways import SOME_WAYS, WIDE, Block, differences, gradient_problems, shard, wide_batch
+from ways import WIDE, Block, differences, gradient_problems, shard, some_ways, wide_batch
 
 
 @dataclasses.dataclass
@@ -84,10 +84,6 @@ def in_fields(block: Any, x: None, state: State) -> None:
     state.steps += 1
 
 
-def in_a_list(block: Any, x: None, states: list[Tensor]) -> None:
-    states.append(block.compute(states[-1]))
-
-
 def in_an_object(block: Any, x: Tensor, cache: Cache) -> Tensor:
     y = block.compute(x)
     cache.keys.append(block.up(x))
@@ -133,9 +129,7 @@ KINDS: dict[str, Kind] = {
     "dict": Kind(lambda x: {"x": x}, caches, lambda s: sum_of(s["all"]) + s["key"].float().mean().abs()),
     "returned dict": Kind(lambda x: {"x": x, "n": 3}, returns_it, lambda s: sum_of([s["y"], *s["losses"]])),
     "dataclass": Kind(State, in_fields, lambda s: sum_of([s.hidden, *s.losses]) * s.steps),
-    "hidden states": Kind(lambda x: [], in_a_list, sum_of),
     "object": Kind(lambda x: Cache(), in_an_object, lambda c: sum_of(c.keys) + c.total.float()),
-    "namespace": Kind(lambda x: SimpleNamespace(keys=[], total=None), in_an_object, lambda c: sum_of(c.keys) + c.total),
     "nested": Kind(
         lambda x: {"layers": [{"losses": []}], "pair": (x, [])},
         nested,
@@ -182,10 +176,6 @@ class Passing(nn.Module):
                 state.hidden = x
                 assert self.run_block(block, None, state) is None
                 x = state.hidden
-            elif name == "hidden states":
-                state.append(x)
-                assert self.run_block(block, None, state) is None
-                x = state[-1]
             elif name == "returned dict":
                 assert self.run_block(block, x, state) is state, "a copy was returned"
                 x = state["y"]
@@ -219,33 +209,27 @@ def compared(way: str, names: Sequence[str], tolerance: float, recompute: bool =
     return problems
 
 
-def every_kind() -> list[str]:
-    return [problem for way in SOME_WAYS for problem in compared(way, [*KINDS], 1e-4)]
+@some_ways
+def test_what_a_forward_puts_into_what_it_was_passed(run_ranks, way):
+    assert_same(run_ranks(compared, way, [*KINDS], 1e-4))
 
 
-def test_what_a_forward_puts_into_what_it_was_passed(run_ranks):
-    assert_same(run_ranks(every_kind))
-
-
-def recomputed() -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "originals"])
+def test_what_a_recomputed_forward_puts_in(run_ranks, way):
     """Each block in a checkpoint; what it puts in again in backward comes after the loss was taken."""
-    names = ("list", "object", "frozen")
-    return [problem for way in SOME_WAYS for problem in compared(way, names, 1e-4, recompute=True)]
+    assert_same(run_ranks(compared, way, ("list", "object", "frozen"), 1e-4, True))
 
 
-def test_what_a_recomputed_forward_puts_in(run_ranks):
-    assert_same(run_ranks(recomputed))
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def in_low_precision() -> list[str]:
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [("rows", {"mp_policy": MixedPrecisionPolicy(**LOW)}), ("wrapper", {"mixed_precision": MixedPrecision(**LOW)})],
+)
+def test_what_a_forward_in_low_precision_puts_in(run_ranks, way, settings):
     """To bf16's rounding; what is lost, or has no gradient, differs by more."""
-    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    problems = compared("rows", [*KINDS], 0.1, mp_policy=MixedPrecisionPolicy(**low))
-    return problems + compared("wrapper", [*KINDS], 0.1, mixed_precision=MixedPrecision(**low))
-
-
-def test_what_a_forward_in_low_precision_puts_in(run_ranks):
-    assert_same(run_ranks(in_low_precision))
+    assert_same(run_ranks(partial(compared, **settings), way, [*KINDS], 0.1))
 
 
 class Looking(nn.Module):
