@@ -62,7 +62,24 @@ def what_came_before_an_exception_counts_no_more(state: Training) -> None:
     state.exception(where=0, in_backward=True)
 
 
+def what_never_gets_a_gradient(state: Training) -> None:
+    """Is asked about in each step, and remembered in none."""
+    state.start(ModelPlan((BlockPlan("unused"),)), Way("rows"), 2)
+
+
+def what_stays_gathered_follows_its_shards(state: Training) -> None:
+    state.start(ModelPlan((BlockPlan(),)), Way("rows"), 2)
+    state.set("after backward", False)
+    state.step(1)
+    state.step(1)
+    state.change("local")
+    state.micro_batch()
+    state.zero(keeps=True)
+
+
 CASES = [
+    what_never_gets_a_gradient,
+    what_stays_gathered_follows_its_shards,
     what_came_before_an_exception_counts_no_more,
     gradients_that_a_rank_has_no_element_of_are_no_ones_own,
     weights_are_replaced_where_a_rank_holds_none,

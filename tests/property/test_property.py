@@ -88,11 +88,15 @@ def test_what_failed_once(case):
 @pytest.mark.parametrize("front", WAYS)
 def test_plain_steps(front, world):
     """Collectives of a step are counted (`plain_counts`), and forty steps take no memory beyond those before."""
-    plan = ModelPlan((BlockPlan(), BlockPlan("norm"), BlockPlan("twice"), BlockPlan("again")))
+    plan = ModelPlan((BlockPlan(), BlockPlan("norm", passes="list"), BlockPlan("twice"), BlockPlan("again")))
     machine = Training()
     try:
         machine.start(plan, Way(front), world)
+        machine.accumulate()
+        machine.look(0, writes_back=True)
+        machine.change_in_between()
         machine.step(2, clips=True)
+        machine.park()
         machine.steady(vain=True)
         machine.steady()
         before = rss()
