@@ -319,7 +319,8 @@ class Pending(dist._Work):
         self.inputs, self.copies = [], []
 
     def check_alive(self, tensor: Tensor, role: str) -> None:
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
+        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
             raise Disagreement(f"{self.kind}: the memory of its {role} was given back between issue and wait")
 
     def result(self) -> list[Tensor]:

@@ -61,7 +61,6 @@ FAULTS = (
         "forms/full.py",
         "                wait_all(self._pending)\n            if self.copied.nbytes:",
         "                self._pending.clear()\n            if self.copied.nbytes:",
-        besides="tests/parity/test_delayed.py",
     ),
     # shard
     Fault(
@@ -78,7 +77,6 @@ FAULTS = (
         "        self.buffer.free()\n",
         "        assert self.buffer is not None and self._slice is not None\n"
         "        self.buffer.free()\n        wait_all(self._pending)\n",
-        besides="tests/parity/test_delayed.py",
     ),
     Fault(
         "gradients are counted twice when they accumulate",
@@ -166,7 +164,7 @@ FAULTS = (
         "runtime/schedule.py",
         "            if not (self._follows and self._at == len(self._known)):",
         "            if not self._known:",
-        test="tests/corners/test_orders_that_differ.py",
+        test="tests/test_engine.py -k order_learns",
     ),
     Fault(
         "forwards without a backward are remembered for ever",
@@ -235,7 +233,7 @@ FAULTS = (
         "checkpoint/optimizer.py",
         "for key, value in {**group, **settings[g]}.items() if key",
         "for key, value in {**settings[g], **group}.items() if key",
-        test="tests/parity/test_wrapper_optimizer.py",
+        test="tests/corners/test_checkpoint_core.py",
     ),
     Fault(
         "all groups take the settings of the first",
@@ -249,7 +247,6 @@ FAULTS = (
         "checkpoint/values.py",
         "    return made.clone() if made.data_ptr() == value.data_ptr() else made",
         "    return made",
-        test="tests/parity/test_state_dict_options.py",
     ),
     Fault(
         "a piece is read from where the stored one begins",
@@ -306,7 +303,7 @@ FAULTS = (
         "store/reader.py",
         "self.after.append(lambda: state.pop(tensor, None))",
         "self.after.append(lambda: None)",
-        test="tests/store/test_save_and_load.py",
+        test="tests/store/test_save_and_load.py -k made_since",
     ),
     Fault(
         "what ranks settled at the last save is taken though the first rank's tensors changed",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from memory_ranks import HERE
+from memory_ranks import HERE, MemoryGroup
 
 
 class Planted(Exception):
@@ -40,32 +40,20 @@ def raising(module: nn.Module, in_backward: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_of_memory() -> Iterator[None]:
-    """On a rank's thread whose `HERE.pieces_left` is n, the nth piece of memory that is asked for is not there."""
-    resize, empty, empty_like = torch.UntypedStorage.resize_, torch.empty, torch.empty_like
+    """On a rank's thread whose `HERE.pieces_left` is n, there is no memory for the nth collective from here on.
 
-    def ask() -> None:
+    Not for the nth piece of memory: ranks that hold less ask for fewer, and one that fails alone keeps others waiting.
+    """
+    issue = MemoryGroup._issue
+
+    def issued(*args: Any, **keywords: Any) -> Any:
         left = getattr(HERE, "pieces_left", 0)
         HERE.pieces_left = left - 1
         if left == 1:
             raise torch.OutOfMemoryError("planted")
+        return issue(*args, **keywords)
 
-    def growing(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        if nbytes > storage.nbytes():
-            ask()
-        return resize(storage, nbytes)
-
-    def making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: Any, **keywords: Any) -> Tensor:
-            ask()
-            return make(*args, **keywords)
-
-        return made
-
-    with (
-        mock.patch.object(torch.UntypedStorage, "resize_", growing),
-        mock.patch.object(torch, "empty", making(empty)),
-        mock.patch.object(torch, "empty_like", making(empty_like)),
-    ):
+    with mock.patch.object(MemoryGroup, "_issue", issued):
         yield
 
 

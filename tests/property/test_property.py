@@ -95,6 +95,7 @@ def test_plain_steps(front, world):
         machine.accumulate()
         machine.look(0, writes_back=True)
         machine.change_in_between()
+        machine.change("mul_")
         machine.step(2, clips=True)
         machine.park()
         machine.steady(vain=True)

@@ -21,7 +21,7 @@ from awkward import (
     whole,
 )
 from beside import threads
-from torch import Tensor
+from torch import Tensor, nn
 
 import fullshard
 from fullshard.store.remote import RemoteFolder
@@ -130,6 +130,24 @@ def test_models_on_the_meta_device_and_compiled_ones_load(run_ranks: Any, tmp_pa
             assert not problems
     for problems in run_ranks(compiled, tmp_path, want):
         assert not problems
+
+
+def updated_since(folder: Path) -> list[str]:
+    """Of what an optimizer holds state after it loaded what was saved before it had updated the bias."""
+    model = fullshard.fully_shard(nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in (model.weight, model.bias):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        if parameter is model.weight:
+            fullshard.save(folder, model, optimizer)
+    fullshard.load(folder, model, optimizer, rng=False)
+    return [name for name, parameter in model.named_parameters() if parameter in optimizer.state]
+
+
+def test_state_that_was_made_since_the_save_is_dropped(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(updated_since, tmp_path) == [["weight"]] * 2
 
 
 def save_in_a_step(folder: Path) -> str:
