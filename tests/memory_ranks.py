@@ -514,16 +514,18 @@ class ThreadRanks:
         return results
 
     def _answer(self, patience: float) -> tuple[int, Any, BaseException | None]:
-        try:
-            return self._answers.get(timeout=patience)
-        except queue.Empty:
-            stacks = "\n".join(
-                f"--- {thread.name}\n{''.join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))}"
-                for thread in self._threads
-            )
-            raise TimeoutError(
-                f"ranks did not answer within {patience:g} s\n{self.turns.what_waits()}\n{stacks}"
-            ) from None
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=1.0)
+            if not all(thread.is_alive() for thread in self._threads):
+                raise RuntimeError("a rank's thread has ended; what it raised is on stderr")
+        frames = sys._current_frames()
+        stacks = [
+            f"--- {thread.name}\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}"
+            for thread in self._threads
+        ]
+        raise TimeoutError(f"no answer within {patience:g} s\n{self.turns.what_waits()}\n" + "\n".join(stacks))
 
     def meeting(self, key: Any, name: str, world: int) -> Meeting:
         """Where the ranks of a group meet for one collective."""
