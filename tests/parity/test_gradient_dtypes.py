@@ -69,10 +69,6 @@ def assign(model: nn.Module) -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
 # Policy; what happens before and after fully_shard; dtypes of reductions, of `.grad` and of `.grad_dtype`.
 CASES: dict[str, tuple[dict[str, Any], Any, Any, Any, Any, Any]] = {
     "unset": ({"param_dtype": BF16}, None, None, FP32, [FP32, FP32], [FP32, FP32]),
@@ -125,23 +121,14 @@ def everywhere(layout: str) -> list[Any]:
     return [(name, run(fullshard, name, **settings), run(torch_fsdp, name) if theirs else None) for name in CASES]
 
 
-def check(results: list[list[Any]]) -> None:
-    for rank in results:
-        for name, ours, theirs in rank:
-            reduced, shown, grad_dtypes = CASES[name][3:]
-            assert ours[:3] == ({reduced}, shown, grad_dtypes), name
-            if theirs is not None:
-                assert ours[:3] == theirs[:3], name
-                for mine, other in zip(ours[3], theirs[3], strict=True):
-                    torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-2, msg=name)
-
-
-def test_gradients_are_reduced_in_grad_dtype(run_ranks):
-    check(run_ranks(everywhere, "rows", timeout=120))
-
-
-def test_flat_gradients_are_reduced_in_grad_dtype(run_ranks):
-    check(run_ranks(everywhere, "flat", timeout=120))
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_gradients_are_reduced_in_grad_dtype(run_ranks, layout):
+    for name, ours, theirs in [case for rank in run_ranks(everywhere, layout) for case in rank]:
+        assert ours[:3] == ({CASES[name][3]}, *CASES[name][4:]), name
+        if theirs is not None:
+            assert ours[:3] == theirs[:3], name
+            for mine, other in zip(ours[3], theirs[3], strict=True):
+                torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-2, msg=name)
 
 
 def test_a_copy_keeps_grad_dtype(run_ranks):
@@ -156,21 +143,6 @@ def of_a_copy() -> bool:
     grads = [(p.grad_dtype, p.grad.dtype) for p in copy_of_it.parameters()]
     assert grads == [(FP64, FP64), (None, FP64)]  # one unit: both are reduced in the promoted dtype
     return True
-
-
-def test_accumulated_gradients_have_the_reductions_dtype(run_ranks):
-    """1 and eight times 2**-9, of which bf16 would lose each."""
-    for got in run_ranks(accumulated):
-        assert got == 1.0 + 8 * 2.0**-9
-
-
-def accumulated() -> float:
-    model = fullshard.fully_shard(nn.Linear(4, 4, bias=False), mp_policy=fullshard.MixedPrecisionPolicy(BF16))
-    sizes = [1.0, *[2.0**-9] * 8]
-    for index, size in enumerate(sizes):
-        model.set_requires_gradient_sync(index == len(sizes) - 1)
-        model(torch.full((1, 4), size)).sum().backward()
-    return model.weight.grad.full_tensor()[0, 0].item()
 
 
 def test_one_buffer_has_one_grad_dtype(run_ranks):
@@ -253,25 +225,20 @@ def refused_overrides() -> bool:
 
 
 def test_adopted_programs_reduce_as_the_installed_torch(run_ranks, monkeypatch):
-    assert run_ranks(adopted) == [{BF16 if REDUCES_AS_COMPUTED else FP32}] * 2
+    monkeypatch.setattr(reduce_dtype._Rule, "as_computed", reduce_dtype._Rule.as_computed)  # put back afterwards
+    reduce_dtype.follow_torch()
+    for ours, theirs in run_ranks(adopted):
+        assert ours == theirs == {BF16 if REDUCES_AS_COMPUTED else FP32}
 
 
-def adopted() -> set[torch.dtype]:
-    rule = reduce_dtype._Rule
-    before = rule.as_computed
-    try:
-        reduce_dtype.follow_torch()
-        ours, theirs = run(fullshard, "unset")[0], run(torch_fsdp, "unset")[0]
-    finally:
-        rule.as_computed = before
-    assert ours == theirs
-    return ours
+def adopted() -> tuple[set[torch.dtype], set[torch.dtype]]:
+    return run(fullshard, "unset")[0], run(torch_fsdp, "unset")[0]
 
 
-@pytest.mark.gloo("logs once a process")
-def test_a_result_that_changes_is_said_once(run_ranks):
-    said = 1 if REDUCES_AS_COMPUTED else 0
-    assert run_ranks(logged) == [said, 0]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_result_that_changes_is_said_once(fake_world, rank):
+    fake_world(2, rank)
+    assert logged() == (1 if REDUCES_AS_COMPUTED and rank == 0 else 0)
 
 
 def logged() -> int:

@@ -112,4 +112,4 @@ def test_pytorchs_checkpoints_load_in_fullshard(run_ranks, tmp_path, source):
 @pytest.mark.parametrize("source", OURS)
 def test_fullshards_checkpoints_load_in_pytorch_and_in_its_other_front_ends(run_ranks, tmp_path, source):
     others = [kind for kind in OURS if kind.split()[0] != source.split()[0]]
-    assert_same(run_ranks(interchange, [source], THEIRS + others[:2], str(tmp_path)))
+    assert_same(run_ranks(interchange, [source], THEIRS + others[:1], str(tmp_path)))

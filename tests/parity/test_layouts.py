@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,26 @@ def flat_shards() -> tuple[list[str], int]:
 def made(options: Options) -> nn.Module:
     example = EXAMPLES["odd_mlp"]
     return shard(fullshard, example.make(), example, options)
+
+
+def test_optimizer_view_says_which_gradient_is_zero(run_ranks):
+    """A parameter that nothing used, beside one that was: one warning that names it, from a rank that holds it."""
+    said = [text for texts in run_ranks(warnings_of_views, "flat") for text in texts]
+    assert said
+    assert all("unused" in text and "optimizer_view(model, params=...)" in text for text in said)
+
+
+def warnings_of_views(layout: str) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].unused = nn.Parameter(torch.ones(4))
+    for module in (*model, model):
+        fullshard.fully_shard(module, layout=layout)
+    views = fullshard.optimizer_view(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+    texts = [str(warning.message) for warning in caught if "optimizer view" in str(warning.message)]
+    assert len(views) == 2 and len(texts) <= 1
+    return texts

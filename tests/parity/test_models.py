@@ -21,6 +21,7 @@ from training import (
     one_batch,
     parity,
     reference,
+    shard,
     train_sharded,
 )
 
@@ -156,3 +157,24 @@ SCENARIOS = [
 def test_scenario(run_ranks, scenario):
     options = Options(dtype=DOUBLE, scenario=scenario, steps=2)
     assert_same(run_ranks(parity, "odd_mlp", options, FP64))
+
+
+def score(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    inputs, targets = batch_of(0)
+    loss = example.loss_of(model.score(inputs), targets)
+    loss.backward()
+    return loss
+
+
+def test_registered_forward_methods(run_ranks):
+    assert_same(run_ranks(registered_methods))
+
+
+def registered_methods() -> list[str]:
+    example, options = EXAMPLES["two_ways"], Options(dtype=DOUBLE, scenario=score)
+    model = shard(fullshard, example.make(DOUBLE), example, options)
+    for block in model.blocks:
+        fullshard.register_fsdp_forward_method(block, "project")
+    fullshard.register_fsdp_forward_method(model, "score")
+    got = train_sharded(fullshard, example, options, model)
+    return compare(got, reference("two_ways", options, dist.get_world_size()), FP64, "one process")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import fields
-from enum import Enum
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.api as theirs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.api.wrapper.settings import accept
+from wrapped import mlp
 
 ENUMS = ["ShardingStrategy", "BackwardPrefetch", "StateDictType"]
 CONFIGS = [
@@ -99,33 +103,49 @@ def test_fields_can_be_assigned_to_and_are_checked_then_too() -> None:
         precision.parm_dtype = torch.float16
 
 
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: fullshard.MixedPrecision(param_dtype=torch.int8), "param_dtype"),
-        (lambda: fullshard.MixedPrecision(buffer_dtype="bf16"), "buffer_dtype"),
-        (lambda: fullshard.MixedPrecision(cast_forward_inputs=1), "cast_forward_inputs"),
-        (lambda: fullshard.MixedPrecision(_module_classes_to_ignore=[nn.Linear(1, 1)]), "_module_classes_to_ignore"),
-        (lambda: fullshard.CPUOffload("yes"), "offload_params"),
-        (lambda: fullshard.FullStateDictConfig(rank0_only=0), "rank0_only"),
-        (lambda: fullshard.FullOptimStateDictConfig(offload_to_cpu=None), "offload_to_cpu"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(make, field: str) -> None:
-    with pytest.raises(fullshard.ConfigError, match=rf"\.{field} does not fit"):
-        make()
+def test_signatures_are_pytorchs() -> None:
+    wrapper = torch_fsdp.FullyShardedDataParallel
+    checked = 0
+    for name in dir(wrapper):
+        if name != "__init__" and (name.startswith("_") or (hasattr(nn.Module, name) and name not in vars(wrapper))):
+            continue
+        expected = getattr(wrapper, name)
+        ours = getattr(FSDP, name)
+        if not callable(expected):
+            continue
+        mine, other = inspect.signature(ours).parameters, inspect.signature(expected).parameters
+        assert list(mine)[: len(other)] == list(other), name
+        assert [p.kind for p in mine.values()][: len(other)] == [p.kind for p in other.values()], name
+        for key, value in other.items():
+            given = mine[key].default
+            assert given == value.default or getattr(given, "name", 0) == getattr(value.default, "name", 1), (name, key)
+        assert all(p.kind is p.KEYWORD_ONLY for p in list(mine.values())[len(other) :]), name
+        checked += 1
+    assert checked > 15
 
 
-def test_what_is_neither_ours_nor_pytorchs_is_refused() -> None:
-    class ShardingStrategy(Enum):
-        SOME_SHARD = 1
+REFUSED = {
+    "process_group": {"process_group": 3},
+    "param_init_fn": {"param_init_fn": 3, "auto_wrap_policy": {nn.Linear}},
+    "2-D": {"sharding_strategy": fullshard.ShardingStrategy.HYBRID_SHARD, "device_mesh": "mesh"},
+    "not both": {"ignored_states": "mixed"},
+    "already": {"auto_wrap_policy": {nn.Linear}},
+}
 
-    for value, kind in [
-        ("FULL_SHARD", fullshard.ShardingStrategy),
-        (ShardingStrategy.SOME_SHARD, fullshard.ShardingStrategy),
-        (True, fullshard.CPUOffload),
-        (fullshard.FullStateDictConfig(), fullshard.OptimStateDictConfig),
-        (fullshard.FullStateDictConfig, fullshard.StateDictConfig),
-    ]:
-        with pytest.raises(fullshard.ConfigError, match="argument_name"):
-            accept(value, kind, "argument_name")
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_arguments_that_are_refused_change_nothing(fake_world, said: str) -> None:
+    fake_world(2)
+    model = mlp()
+    given: dict[str, Any] = dict(REFUSED[said])
+    if said == "2-D":
+        given["device_mesh"] = init_device_mesh("cpu", (2,))
+    elif said == "not both":
+        given["ignored_states"] = [model[0], model[1][0].weight]
+    elif said == "already":
+        model[1] = FSDP(model[1])
+    kinds, parameters = [type(module) for module in model.modules()], list(model.parameters())
+    with pytest.raises(fullshard.ConfigError, match=said):
+        FSDP(model, **given)
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

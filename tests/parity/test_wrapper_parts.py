@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 import fullshard
-from wrapped import CPU, LIBRARIES, batch, mlp, same, train, trained, whole, wrap
+from wrapped import CPU, LIBRARIES, Block, batch, blocks, mlp, same, sharded, train, trained, whole, wrap
 
 both = pytest.mark.parametrize("originals", [True, False])
 
@@ -35,32 +41,20 @@ def _custom(library: types.ModuleType, module: nn.Module) -> Any:
     return isinstance(module, nn.Sequential)
 
 
-def policy_of(library: types.ModuleType, kind: str) -> Any:
-    wrap_module = library.wrap
-    return {
-        "custom": lambda: wrap_module.CustomPolicy(functools.partial(_custom, library)),
-        "size": lambda: functools.partial(wrap_module.size_based_auto_wrap_policy, min_num_params=100),
-        "always": lambda: wrap_module.always_wrap_policy,
-    }[kind]()
+@both
+def test_a_policys_arguments_train_as_pytorchs(run_ranks, originals: bool) -> None:
+    run_ranks(compare_policy, originals)
 
 
-def compare_policy(kind: str, originals: bool) -> None:
+def compare_policy(originals: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
-        model = wrap(library, mlp(), auto_wrap_policy=policy_of(library, kind), use_orig_params=originals)
-        losses = train(model)
-        found[label] = (instances(library, model), losses, whole(library, model))
-    assert found["ours"][0] == found["theirs"][0] and len(found["ours"][0]) > 1
-    torch.testing.assert_close(found["ours"][1], found["theirs"][1])
+        policy = library.wrap.CustomPolicy(functools.partial(_custom, library))
+        model = wrap(library, mlp(), auto_wrap_policy=policy, use_orig_params=originals)
+        found[label] = (train(model), instances(library, model), whole(library, model))
+    torch.testing.assert_close(found["ours"][0], found["theirs"][0])
+    assert found["ours"][1] == found["theirs"][1] and len(found["ours"][1]) > 1
     same(found["ours"][2], found["theirs"][2])
-    same(found["ours"][2], trained(mlp()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "originals"), [("custom", True), ("custom", False), ("size", False), ("always", True)]
-)
-def test_policies_choose_and_train_as_pytorchs(run_ranks, kind: str, originals: bool) -> None:
-    run_ranks(compare_policy, kind, originals)
 
 
 def wrap_contexts(originals: bool) -> None:
@@ -112,8 +106,10 @@ def ignoring(how: str, originals: bool) -> None:
     same(found["ours"][1], found["theirs"][1])
 
 
-@both
-@pytest.mark.parametrize("how", ["modules", "states as modules", "states as parameters", "around an instance"])
+@pytest.mark.parametrize(
+    ("how", "originals"),
+    [("modules", False), ("states as modules", True), ("states as parameters", False), ("around an instance", True)],
+)
 def test_ignored_parameters_stay_whole(run_ranks, how: str, originals: bool) -> None:
     run_ranks(ignoring, how, originals)
 
@@ -155,3 +151,47 @@ def ties(kind: str, originals: bool) -> None:
     train(model)
     same(whole(fullshard, model), trained(Tied(kind)))
     assert list(model.state_dict()) == list(Tied(kind).state_dict())
+
+
+# Activation checkpointing around and inside of instances, and copies.
+
+
+@pytest.mark.parametrize(("where", "originals"), [("outside", True), ("applied", False)])
+def test_activation_checkpointing(run_ranks, where: str, originals: bool) -> None:
+    run_ranks(checkpointed, where, originals)
+
+
+def checkpointed(where: str, originals: bool) -> None:
+    recomputed = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if where == "outside":
+        model = blocks()
+        for i, block in enumerate(model):
+            model[i] = recomputed(wrap(fullshard, block, use_orig_params=originals))
+        model = wrap(fullshard, model, use_orig_params=originals)
+    else:
+        model = sharded(originals)
+        apply_activation_checkpointing(model, recomputed, check_fn=lambda m: isinstance(m, Block))
+    train(model, ranks=None)
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name in whole(fullshard, model)]
+    same(dict(zip(names, whole(fullshard, model).values(), strict=True)), trained(blocks()))
+    assert list(model.state_dict()) == list(blocks().state_dict())
+
+
+@both
+def test_copies(run_ranks, originals: bool) -> None:
+    run_ranks(copied, originals)
+
+
+def copied(originals: bool) -> None:
+    """A copy trains as the one it was copied from would, and knows the dtypes that buffers had."""
+    plain = blocks()
+    plain[0].register_buffer("noise", torch.ones(2))
+    model = sharded(originals, plain, mixed_precision=fullshard.MixedPrecision(buffer_dtype=torch.float64))
+    train(model, steps=1)
+    twin, before = copy.deepcopy(model), whole(fullshard, model)
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    assert twin.state_dict()["0.noise"].dtype == torch.float32 and before["0.noise"].dtype == torch.float64
+    train(model)
+    same(whole(fullshard, twin), before, 0, 0)
+    train(twin)
+    same(whole(fullshard, twin), whole(fullshard, model), 0, 0)

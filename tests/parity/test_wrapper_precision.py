@@ -93,8 +93,7 @@ def compare_precision(options: dict[str, Any], originals: bool) -> None:
     same(mine["whole"], expected["whole"], tolerance, tolerance)
 
 
-@pytest.mark.parametrize("originals", [True, False])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(("name", "originals"), [(name, bool(n % 2)) for n, name in enumerate(PRECISIONS)])
 def test_dtypes_and_values_are_pytorchs(run_ranks, name: str, originals: bool) -> None:
     run_ranks(compare_precision, PRECISIONS[name], originals)
 
@@ -115,11 +114,6 @@ class Normed(nn.Module):
         x = self.inner(x)
         self.seen.append(x.dtype)
         return self.out(self.norm(x))
-
-
-def names_of_instances(library: types.ModuleType, model: nn.Module) -> list[str]:
-    kind = library.FullyShardedDataParallel
-    return [name.replace("_fsdp_wrapped_module.", "") for name, m in model.named_modules() if isinstance(m, kind)]
 
 
 def run_ignored(library: types.ModuleType, ignored: tuple[type[nn.Module], ...] | None, originals: bool) -> Any:
@@ -143,7 +137,8 @@ def run_ignored(library: types.ModuleType, ignored: tuple[type[nn.Module], ...] 
         mixed_precision=library.MixedPrecision(**options),
         use_orig_params=originals,
     )
-    names = names_of_instances(library, model)
+    kind = library.FullyShardedDataParallel
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, m in model.named_modules() if isinstance(m, kind)]
     losses = train(model)
     return names, seen, norms, losses, whole(library, model)
 
@@ -155,40 +150,9 @@ def compare_ignored(ignored: tuple[type[nn.Module], ...] | None, originals: bool
     same(mine[4], expected[4], 2e-2, 2e-2)
 
 
-@pytest.mark.parametrize("originals", [True, False])
-@pytest.mark.parametrize("ignored", [None, (nn.BatchNorm1d, nn.LayerNorm)])
+@pytest.mark.parametrize(("ignored", "originals"), [(None, True), ((nn.BatchNorm1d, nn.LayerNorm), False)])
 def test_ignored_classes_get_instances_in_full_precision(run_ranks, ignored: Any, originals: bool) -> None:
     run_ranks(compare_ignored, ignored, originals)
-
-
-def run_norm_by_hand(library: types.ModuleType, originals: bool) -> Any:
-    model = Normed()
-    low = library.MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)
-    model.inner[1] = wrap(
-        library,
-        model.inner[1],
-        mixed_precision=library.MixedPrecision(param_dtype=FP32, cast_forward_inputs=True),
-        use_orig_params=originals,
-    )
-    model.inner[2].register_forward_pre_hook(lambda m, args: (args[0].to(BF16),))
-    seen = model.seen
-    model = wrap(library, model, mixed_precision=low, use_orig_params=originals)
-    return seen, train(model), whole(library, model)
-
-
-def compare_norm_by_hand(originals: bool) -> None:
-    mine, expected = (run_norm_by_hand(library, originals) for library in LIBRARIES.values())
-    assert mine[0] == expected[0]
-    torch.testing.assert_close(mine[1], expected[1], rtol=2e-2, atol=2e-2)
-    same(mine[2], expected[2], 2e-2, 2e-2)
-
-
-@pytest.mark.parametrize("originals", [True, False])
-def test_a_norm_wrapped_by_hand_keeps_full_precision(run_ranks, originals: bool) -> None:
-    run_ranks(compare_norm_by_hand, originals)
-
-
-# Buffers.
 
 
 def buffers_come_back(originals: bool) -> None:
@@ -214,12 +178,8 @@ def buffers_come_back(originals: bool) -> None:
     torch.testing.assert_close(model.module[0].offset.float(), torch.full((6,), 0.7), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_state_dicts_hold_buffers_in_their_own_dtype(run_ranks, originals: bool) -> None:
-    run_ranks(buffers_come_back, originals)
-
-
-# Full precision in eval, and outside of forward.
+def test_state_dicts_hold_buffers_in_their_own_dtype(run_ranks) -> None:
+    run_ranks(buffers_come_back, False)
 
 
 def full_precision_in_eval(originals: bool) -> None:
@@ -252,9 +212,8 @@ def full_precision_in_eval(originals: bool) -> None:
     assert grad_dtypes(model) == {FP32}
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_eval_in_full_precision(run_ranks, originals: bool) -> None:
-    run_ranks(full_precision_in_eval, originals)
+def test_eval_in_full_precision(run_ranks) -> None:
+    run_ranks(full_precision_in_eval, True)
 
 
 def summoned_in_full_precision(originals: bool) -> None:
@@ -272,71 +231,5 @@ def summoned_in_full_precision(originals: bool) -> None:
             assert torch.equal(parameter, initial[name])  # bits that bfloat16 would have lost
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_summoned_parameters_are_in_full_precision(run_ranks, originals: bool) -> None:
-    run_ranks(summoned_in_full_precision, originals)
-
-
-# Models in a low dtype, and scalers.
-
-
-def run_pure(library: types.ModuleType, dtype: torch.dtype, originals: bool) -> Any:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-    model[0] = wrap(library, model[0], use_orig_params=originals)
-    model = wrap(library, model, use_orig_params=originals)
-    losses = train(model, dtype=dtype)
-    return losses, {p.dtype for p in model.parameters()}, grad_dtypes(model), model.clip_grad_norm_(1.0), model
-
-
-def compare_pure(dtype: torch.dtype, originals: bool) -> None:
-    mine, expected = (run_pure(library, dtype, originals) for library in LIBRARIES.values())
-    assert mine[1:3] == expected[1:3] == ({dtype}, {dtype})
-    assert mine[3].dtype == expected[3].dtype == dtype
-    torch.testing.assert_close(mine[0], expected[0], rtol=2e-2, atol=2e-2)
-    same(whole(*pair(mine[4], 0)), whole(*pair(expected[4], 1)), 2e-2, 2e-2)
-
-
-def pair(model: nn.Module, index: int) -> tuple[types.ModuleType, nn.Module]:
-    return list(LIBRARIES.values())[index], model
-
-
-@pytest.mark.parametrize("originals", [True, False])
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_models_in_a_low_dtype(run_ranks, dtype: torch.dtype, originals: bool) -> None:
-    run_ranks(compare_pure, dtype, originals)
-
-
-def run_scaled(library: types.ModuleType, originals: bool) -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Theirs
-
-    mixed = library.MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
-    model = blocks()
-    model[1] = wrap(library, model[1], mixed_precision=mixed, use_orig_params=originals)
-    model = wrap(library, model, mixed_precision=mixed, use_orig_params=originals)
-    kind = fullshard.ShardedGradScaler if library is fullshard else Theirs
-    scaler = kind("cpu", init_scale=2.0**10, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scales, norms = [], []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = model(batch(step, dist.get_rank())).float().square().mean()
-        scaler.scale(loss * (1e9 if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        norms.append(model.clip_grad_norm_(0.5).item())
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, norms, whole(library, model)
-
-
-def compare_scaled(originals: bool) -> None:
-    mine, expected = (run_scaled(library, originals) for library in LIBRARIES.values())
-    assert mine[0] == expected[0] and mine[0][2] < mine[0][1]
-    torch.testing.assert_close(mine[1], expected[1], rtol=2e-2, atol=1e-3, equal_nan=True)
-    same(mine[2], expected[2], 1e-2, 1e-2)
-
-
-@pytest.mark.parametrize("originals", [True, False])
-def test_the_scaler_skips_the_same_steps(run_ranks, originals: bool) -> None:
-    run_ranks(compare_scaled, originals)
+def test_summoned_parameters_are_in_full_precision(run_ranks) -> None:
+    run_ranks(summoned_in_full_precision, False)

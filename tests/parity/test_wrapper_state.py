@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import time
 import weakref
 from typing import Any
 
@@ -12,13 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from training import assert_same
-from wrapped import differences, make_net, net_case, train_net, typed, whole_values, wrap_net
+from wrapped import differences, make_net, net_case, typed, whole_values, wrap_net
 
 FULL, SHARDED = fullshard.FullStateDictConfig, fullshard.ShardedStateDictConfig
 
@@ -27,7 +26,6 @@ KINDS = [
     ("FULL", FULL()),
     ("FULL", FULL(offload_to_cpu=True)),
     ("SHARDED", SHARDED()),
-    ("SHARDED", SHARDED(offload_to_cpu=True)),
     ("SHARDED", SHARDED(_use_dtensor=True)),
 ]
 
@@ -37,7 +35,7 @@ ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 
 CASES = [
     "single", "nested", "tied", "tied_across", "tied_two", "frozen", "ignored", "ignored_parameter",
-    "checkpoint_inside", "checkpoint_outside", "inside_plain", "nested-NO_SHARD", "tied-NO_SHARD",
+    "checkpoint_inside", "checkpoint_outside", "inside_plain", "tied-NO_SHARD",
 ]  # fmt: skip
 
 
@@ -54,10 +52,8 @@ def saves(cases: list[str], orig: bool) -> list[str]:
             if state._metadata.keys() != want._metadata.keys():
                 problems.append(f"{case} {kind}: metadata {state._metadata.keys() ^ want._metadata.keys()}")
             problems += types_wrong(f"{case} {kind} {config}", state, kind, config)
-            with typed(kind, model, config):
-                nothing = model.state_dict(prefix="a.b.")
-            if list(nothing) != [f"a.b.{key}" for key in want]:
-                problems.append(f"{case} {kind}: prefix gives {list(nothing)}")
+            if case == "nested" and list(model.state_dict(prefix="a.b.")) != [f"a.b.{key}" for key in want]:
+                problems.append("the prefix is not there")
         with typed("FULL", model, FULL(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
         if dist.get_rank() == 0 and case != "inside_plain":
@@ -79,14 +75,15 @@ def types_wrong(where: str, state: Any, kind: str, config: Any) -> list[str]:
     return [] if issubclass(found, wanted) else [f"{where}: {managed} is a {found.__name__}"]
 
 
-@ORIG
-def test_names_order_and_values_are_the_unwrapped_models(run_ranks, orig):
-    assert_same(run_ranks(saves, CASES, orig))
+@pytest.mark.parametrize(
+    ("orig", "cases"), [(False, CASES), (True, ["nested", "tied_across", "ignored", "nested-NO_SHARD"])]
+)
+def test_names_order_and_values_are_the_unwrapped_models(run_ranks, orig, cases):
+    assert_same(run_ranks(saves, cases, orig))
 
 
-@ORIG
-def test_names_order_and_values_on_a_hybrid_mesh(run_ranks, orig):
-    assert_same(run_ranks(saves_hybrid, orig, world=4))
+def test_names_order_and_values_on_a_hybrid_mesh(run_ranks):
+    assert_same(run_ranks(saves_hybrid, True, world=4))
 
 
 def saves_hybrid(orig: bool) -> list[str]:
@@ -107,7 +104,7 @@ def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
     problems = []
     for case in cases:
         for other in others:
-            for kind, config in KINDS if other != "inside_plain" else KINDS[:2]:
+            for kind, config in (KINDS[0], *KINDS[2:]) if other != "inside_plain" else KINDS[:1]:
                 source, plain = net_case(case, orig, seed=3)
                 target, _ = net_case(other, not orig, seed=4)
                 with typed(kind, source, config):
@@ -122,50 +119,17 @@ def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
     return problems
 
 
-@ORIG
-def test_loads_across_wrappings_and_strategies(run_ranks, orig):
-    others = ["nested", "single", "nested-NO_SHARD", "checkpoint_inside", "ignored", "inside_plain"]
-    assert_same(run_ranks(roundtrips, ["nested", "nested-NO_SHARD"], orig, others))
-    assert_same(run_ranks(roundtrips, ["tied_across"], orig, ["tied", "tied_two", "tied_across"]))
-
-
-def local_roundtrip(orig: bool) -> list[str]:
-    problems = []
-    for case in ("single", "nested", "tied_across", "frozen"):
-        source, _ = net_case(case, orig, seed=3)
-        target, _ = net_case(case, orig, seed=4)
-        with typed("LOCAL", source), typed("LOCAL", target):
-            state = source.state_dict()
-            memory = io.BytesIO()
-            torch.save(state, memory)
-            memory.seek(0)
-            target.load_state_dict(torch.load(memory, weights_only=False))
-        problems += differences(case, target.state_dict(), source.state_dict())
-    return problems
-
-
-@ORIG
-def test_local_state_dicts_come_back(run_ranks, orig):
-    assert_same(run_ranks(local_roundtrip, orig))
-
-
-def torch_saves(orig: bool) -> list[str]:
-    problems = []
-    source, plain = net_case("tied", orig)
-    for kind, config in KINDS:
-        target, _ = net_case("tied", orig, seed=4)
-        with typed(kind, source, config), typed(kind, target, config):
-            memory = io.BytesIO()
-            torch.save(source.state_dict(), memory)
-            memory.seek(0)
-            target.load_state_dict(torch.load(memory, weights_only=False))
-        problems += differences(f"{kind} {config}", target.state_dict(), plain.state_dict())
-    return problems
-
-
-@ORIG
-def test_every_kind_goes_through_torch_save(run_ranks, orig):
-    assert_same(run_ranks(torch_saves, orig))
+@pytest.mark.parametrize(
+    ("case", "orig", "others"),
+    [
+        ("nested", False, ["single", "ignored", "inside_plain"]),
+        ("nested", True, ["nested-NO_SHARD", "checkpoint_inside"]),
+        ("tied_across", False, ["tied_two"]),
+        ("tied-NO_SHARD", True, ["tied"]),
+    ],
+)
+def test_loads_across_wrappings_and_strategies(run_ranks, case, orig, others):
+    assert_same(run_ranks(roundtrips, [case], orig, others))
 
 
 def save_files(folder: str, orig: bool) -> None:
@@ -181,7 +145,7 @@ def save_files(folder: str, orig: bool) -> None:
 
 def load_files(folder: str, orig: bool) -> list[str]:
     problems = []
-    for case in ("single", "nested", "nested-HYBRID_SHARD") if dist.get_world_size() == 4 else ("single", "nested"):
+    for case in ("single", "nested-HYBRID_SHARD" if dist.get_world_size() == 4 else "nested"):
         for name in ("sharded", "dtensor", "full"):
             model, _ = net_case(case, orig, seed=4)
             if name == "full":
@@ -195,13 +159,10 @@ def load_files(folder: str, orig: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("worlds", [(2, 4), (4, 2)])
-def test_files_load_on_other_numbers_of_ranks(run_ranks, tmp_path, worlds):
-    for orig in (False, True):
-        folder = tmp_path / str(orig)
-        folder.mkdir()
-        run_ranks(save_files, str(folder), orig, world=worlds[0])
-        assert_same(run_ranks(load_files, str(folder), not orig, world=worlds[1]))
+@pytest.mark.parametrize(("worlds", "orig"), [((2, 4), False), ((4, 2), True)])
+def test_files_load_on_other_numbers_of_ranks(run_ranks, tmp_path, worlds, orig):
+    run_ranks(save_files, str(tmp_path), orig, world=worlds[0])
+    assert_same(run_ranks(load_files, str(tmp_path), not orig, world=worlds[1]))
 
 
 def like_pytorch(orig: bool) -> list[str]:
@@ -251,9 +212,6 @@ def memory_bound(orig: bool) -> list[str]:
     def counted(bucket: Any, comm: Any, local: torch.Tensor) -> torch.Tensor:
         made = gather(bucket, comm, local)
         alive.append(weakref.ref(made.untyped_storage()))
-        deadline = time.monotonic() + 20  # gloo's own thread lets go of a gather a moment after it is done
-        while elements() > max(sizes) and time.monotonic() < deadline:
-            time.sleep(0.001)
         peak[0] = max(peak[0], elements())
         return made
 
@@ -273,26 +231,91 @@ def memory_bound(orig: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.gloo("counts the storages of a process")
-@ORIG
-def test_a_full_state_dict_holds_one_unit_above_its_result(run_ranks, orig):
-    assert_same(run_ranks(memory_bound, orig))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_state_dict_holds_one_unit_above_its_result(fake_world, rank):
+    fake_world(2, rank)
+    assert_same([memory_bound(False)])
 
 
-def goes_on(orig: bool) -> list[str]:
-    """Loaded between steps, training goes on from the loaded values; saving in between changes nothing."""
-    source, _ = net_case("nested", orig)
-    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-    train_net(source, optimizer, range(2))
-    state = source.state_dict()
-    target, _ = net_case("nested", orig, seed=4)
-    other = torch.optim.SGD(target.parameters(), lr=0.1)
-    train_net(target, other, range(1))
-    target.load_state_dict(state)
-    want, got = train_net(source, optimizer, range(2, 4)), train_net(target, other, range(2, 4))
-    return [] if want == got else [f"losses {got} where {want}"]
+# What does not fit.
 
 
-@ORIG
-def test_training_goes_on_from_loaded_values(run_ranks, orig):
-    assert_same(run_ranks(goes_on, orig))
+def strictness(orig: bool) -> list[str]:
+    problems = []
+    for case in ("nested", "inside_plain", "tied", "tied_across", "ignored"):
+        model, plain = net_case(case, orig, seed=4)
+        state = make_net(3, tied=case.startswith("tied")).state_dict()
+        for key in ("layers.1.up.weight", "layers.0.calls", "head.weight", "shift"):
+            del state[key]
+        state["layers.2.more"] = torch.zeros(2)
+        state["other"] = torch.zeros(2)
+        want_error = refused(plain, state, True)
+        got_error = refused(model, state, True)
+        for line in want_error.splitlines()[1:]:
+            names = sorted(line.split(":", 1)[1].replace('"', "").replace(" ", "").strip(".").split(","))
+            if not any(
+                sorted(g.split(":", 1)[-1].replace('"', "").replace(" ", "").strip(".").split(",")) == names
+                for g in got_error.splitlines()
+            ):
+                problems.append(f"{case}: {got_error} where {want_error}")
+        plain = make_net(4, tied=case.startswith("tied"))
+        want, got = plain.load_state_dict(state, strict=False), model.load_state_dict(dict(state), strict=False)
+        if [sorted(k) for k in want] != [sorted(k) for k in got]:
+            problems.append(f"{case}: {got} where {want}")
+        problems += differences(f"{case} not strict", model.state_dict(), plain.state_dict())
+    return problems
+
+
+def refused(model: nn.Module, state: Any, strict: bool) -> str:
+    try:
+        model.load_state_dict(dict(state), strict=strict)
+    except (RuntimeError, fullshard.CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def test_missing_and_unexpected_keys_are_named_as_by_the_unwrapped_model(run_ranks):
+    assert_same(run_ranks(strictness, False))
+
+
+def wrong_shapes(orig: bool) -> list[str]:
+    problems = []
+    for case in ("nested", "ignored", "checkpoint_outside", "inside_plain"):
+        for key in ("layers.2.up.weight", "layers.2.scale", "layers.1.up.weight"):
+            if case == "inside_plain" and key.startswith("layers.2.s"):
+                continue
+            model, plain = net_case(case, orig, seed=4)
+            state = make_net(3).state_dict()
+            state[key] = torch.zeros(1, 4)
+            error = refused(model, state, True)
+            if key not in error or "(1, 4)" not in error:
+                problems.append(f"{case} {key}: {error}")
+            if case != "inside_plain":
+                problems += differences(f"{case} {key}", model.state_dict(), plain.state_dict())
+    return problems
+
+
+def test_wrong_shapes_are_refused_before_anything_changes(run_ranks):
+    assert_same(run_ranks(wrong_shapes, True))
+
+
+def at_the_wrong_time() -> None:
+    model, _ = net_case("nested", True)
+    with FSDP.summon_full_params(model):
+        assert list(model.state_dict()) == list(make_net().state_dict())
+        with pytest.raises(fullshard.PhaseError):
+            model.load_state_dict(make_net().state_dict())
+    errors = []
+
+    def save_inside(*_: object) -> None:
+        with pytest.raises(fullshard.PhaseError) as error:
+            model.state_dict()
+        errors.append(error)
+
+    model.module.layers[0].module.up.register_forward_hook(save_inside)
+    model(torch.tensor([1]))
+    assert len(errors) == 1
+
+
+def test_state_dicts_while_parameters_are_whole(run_ranks):
+    run_ranks(at_the_wrong_time)

@@ -116,9 +116,8 @@ def tensor_parallel(originals: bool, folder: str) -> list[str]:
     return problems
 
 
-@both
-def test_tensor_parallel_parameters(run_ranks, originals: bool, tmp_path) -> None:
-    assert_same(run_ranks(tensor_parallel, originals, str(tmp_path / "checkpoint"), world=4))
+def test_tensor_parallel_parameters(run_ranks, tmp_path) -> None:
+    assert_same(run_ranks(tensor_parallel, False, str(tmp_path / "checkpoint"), world=4))
 
 
 def over_a_group(originals: bool) -> None:

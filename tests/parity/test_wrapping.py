@@ -52,10 +52,7 @@ POLICIES = {
             partial(p.size_based_auto_wrap_policy, min_num_params=30),
         ],
     ),
-    **{
-        f"size {n}": lambda p, n=n: partial(p.size_based_auto_wrap_policy, min_num_params=n)
-        for n in (1, 12, 20, 40, 90, 1000, 10**8)
-    },
+    **{f"size {n}": lambda p, n=n: partial(p.size_based_auto_wrap_policy, min_num_params=n) for n in (1, 12, 40, 1000)},
     "size leaves": lambda p: partial(
         p.size_based_auto_wrap_policy, min_num_params=4, force_leaf_modules={nn.Sequential}, exclude_wrap_modules=set()
     ),
@@ -140,10 +137,11 @@ def test_custom_policies_give_arguments_and_must_answer() -> None:
     assert {name: kwargs for name, _, kwargs in plan}["inner"] == {}
     with pytest.raises(fullshard.ConfigError, match="gave no answer"):
         ours.plan_wrapping(Nested(), ours.CustomPolicy(lambda m: 3))
-    with pytest.raises(fullshard.ConfigError, match="auto_wrap_policy must be"):
-        ours.plan_wrapping(Nested(), 3)
-    with pytest.raises(fullshard.ConfigError, match="module classes"):
-        ours.ModuleWrapPolicy([nn.Linear(1, 1)])
+    model, mesh = GPT(), dist.init_device_mesh("cpu", (1,))
+    policy = ours.CustomPolicy(lambda m: {"layout": "columns"} if m is model.blocks[1] else isinstance(m, Block))
+    with pytest.raises(fullshard.ConfigError, match="layout"):
+        fullshard.fully_shard(model, mesh=mesh, auto_wrap_policy=policy)
+    assert units_of(model) == set(), "nothing is changed"
 
 
 def test_signatures_and_attributes_are_pytorchs() -> None:
@@ -199,21 +197,3 @@ def test_fully_shard_takes_every_policy(policy: str) -> None:
     assert not isinstance(model.head.weight, fullshard.FlatShard)
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("own", "match"),
-    [
-        ({"sharding_strategy": 1}, "arguments for 'blocks.1'.*cannot have"),
-        ({"mp_policy": torch.bfloat16}, "mp_policy for 'blocks.1'"),
-        ({"layout": "columns"}, "layout"),
-        ({"prefetch": -1}, "prefetch"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward for 'blocks.1'"),
-    ],
-)
-def test_arguments_that_a_unit_cannot_have_change_nothing(own: dict, match: str) -> None:
-    model, mesh = GPT(), dist.init_device_mesh("cpu", (1,))
-    policy = ours.CustomPolicy(lambda m: own if m is model.blocks[1] else isinstance(m, Block))
-    with pytest.raises(fullshard.ConfigError, match=match):
-        fullshard.fully_shard(model, mesh=mesh, auto_wrap_policy=policy)
-    assert units_of(model) == set()

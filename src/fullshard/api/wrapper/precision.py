@@ -42,8 +42,14 @@ class Buffers:
                     owner._buffers[name] = buffer.to(dtype)
 
     def follow(self, copies: dict[Any, Any]) -> None:
-        """After a deep copy: know the copied modules. `copies`: deepcopy's memo, by id of a module its copy."""
-        self.original = {(id(copies.get(owner)), name): dtype for (owner, name), dtype in self.original.items()}
+        """After a deep copy: know the copied modules. `copies`: deepcopy's memo, by id of a module its copy.
+
+        Once for each instance around this one; what is known already stays.
+        """
+        self.original = {
+            (id(copies[owner]) if owner in copies else owner, name): dtype
+            for (owner, name), dtype in self.original.items()
+        }
 
     def originals_by_name(self, instance: nn.Module) -> dict[str, torch.dtype]:
         """The dtypes that cast buffers had, by qualified name within the instance."""
