@@ -28,7 +28,6 @@ PRECISIONS = {  # param_dtype, reduce_dtype
 }
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 LAYOUTS = ("rows", "flat")
-PACKED = (fullshard.Blocks("row"), fullshard.Blocks(5), "owner")  # flat to the engine, cut at granules only
 BatchOf = Callable[[int], Batch]  # the step's batch of that number
 Scenario = Callable[[nn.Module, Example, BatchOf], Tensor]  # leaves gradients, returns the loss
 FP32 = 5e-6  # relative difference of norms, per tensor: sums of another order, on any processor

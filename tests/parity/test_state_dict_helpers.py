@@ -108,50 +108,6 @@ def test_training_goes_on(run_ranks, way, other, option, several):
     assert_same(run_ranks(goes_on, way, other, option, several))
 
 
-def filters(way: str) -> list[str]:
-    """Frozen parameters left out, parts of the model alone, and names from there; as of the plain model."""
-    plain, model = build("plain"), build(way)
-    problems = []
-    for keywords, part in (
-        ({"ignore_frozen_params": True}, None),
-        ({}, "body"),
-        ({"keep_submodule_prefixes": False}, "body"),
-        ({"ignore_frozen_params": True, "keep_submodule_prefixes": False}, "body"),
-    ):
-        options = StateDictOptions(full_state_dict=True, **keywords)
-        chosen = {_inner(model).get_submodule("body")} if part else None
-        got = helpers.get_model_state_dict(model, submodules=chosen, options=options)
-        want = {
-            name if keywords.get("keep_submodule_prefixes", True) else name.removeprefix("body."): parameter.detach()
-            for name, parameter in plain.named_parameters()
-            if name.startswith(part or "") and (parameter.requires_grad or "ignore_frozen_params" not in keywords)
-        }
-        if sorted(got) != sorted(want) or any(not torch.equal(got[name], want[name]) for name in want):
-            problems.append(f"{keywords} {part}: {sorted(got)}, wanted {sorted(want)}")
-
-    some = {"frozen.bias": plain.frozen.bias.detach()}
-    try:
-        helpers.set_model_state_dict(model, dict(some), options=StateDictOptions(full_state_dict=True, strict=True))
-    except RuntimeError as error:
-        if "body.0.weight" not in str(error) or "_fsdp_wrapped_module" in str(error):
-            problems.append(str(error))
-    else:
-        problems.append("missing keys were not reported")
-    keys = helpers.set_model_state_dict(model, dict(some), options=StateDictOptions(full_state_dict=True, strict=False))
-    if len(keys.missing_keys) != 5:
-        problems.append(f"{keys}")
-    return problems
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, fullshard.FullyShardedDataParallel) else model
-
-
-@pytest.mark.parametrize("way", ["rows", "wrapper-flat"])
-def test_filters(run_ranks, way):
-    assert_same(run_ranks(filters, way))
-
-
 def saved_at(way: str, folder: str) -> list[float]:
     """Three steps, saved; the losses of three more."""
     model = build(way)
