@@ -53,7 +53,7 @@ def trains_like_one_process(model: nn.Module, name: str, options: Options) -> li
 
 @both_layouts
 def test_meta_then_reset_parameters(run_ranks, layout):
-    assert_same(run_ranks(from_meta_by_reset, "odd_mlp", double(layout), world=4))
+    assert_same(run_ranks(from_meta_by_reset, "odd_mlp", double(layout)))
 
 
 def from_meta_by_reset(name: str, options: Options) -> list[str]:

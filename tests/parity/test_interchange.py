@@ -88,7 +88,7 @@ def interchange(sources: list[str], targets: list[str], folder: str) -> list[str
         for target in targets:
             # PyTorch's set_state_dict misreads whole optimizer state of its own FSDP1, for its FSDP2 as for ours.
             misread = source.startswith("torch wrapper") and "wrapper" not in target
-            for full in (False,) if misread else (False, True):
+            for full in (False,) if misread or target != targets[0] else (False, True):
                 other = build(target, 4)
                 loaded = adamw(other)
                 train_net(other, loaded, range(1))  # so that there is state to load into

@@ -82,7 +82,7 @@ def clipped(name: str, options: Options) -> list[str]:
 
 
 def test_same_seed_twice_is_bitwise_equal(run_ranks):
-    assert_same(run_ranks(twice, Options(clip="fullshard"), world=4))
+    assert_same(run_ranks(twice, Options(clip="fullshard")))
 
 
 def twice(options: Options) -> list[str]:

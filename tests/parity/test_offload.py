@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +38,15 @@ API, WRAPPER = (
 )
 
 
-crossings: Counter[str] = Counter()  # of this process
+class Here(threading.local):
+    """A rank's own: whether units are made with a home, and what crossed."""
+
+    def __init__(self) -> None:
+        self.forced = False
+        self.crossings: Counter[str] = Counter()
+
+
+here = Here()
 
 
 class LateHome(Home):
@@ -49,13 +57,13 @@ class LateHome(Home):
         self.late: list[tuple] = []
 
     def to_device(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        crossings["to_device"] += 1
+        here.crossings["to_device"] += 1
         copied = super().to_device(shard, dtype)
         assert copied.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
         return copied
 
     def bring(self, target, reduced, turns, then=None) -> None:
-        crossings["bring"] += 1
+        here.crossings["bring"] += 1
         assert target.untyped_storage().data_ptr() != reduced.untyped_storage().data_ptr()
         self.late.append((target, reduced.clone(), turns, then))
         target.fill_(float("nan"))
@@ -66,15 +74,22 @@ class LateHome(Home):
         self.late.clear()
 
 
+def home(policy: object, device: torch.device) -> Home | None:
+    return LateHome() if here.forced else home_of(policy, device)
+
+
+API.home_of = WRAPPER.home_of = home  # for good, and only where `forced`: ranks may be threads of one process
+
+
 @contextmanager
 def forced() -> Iterator[None]:
     """`fully_shard` and the wrapper make units with a home of their own inside."""
-    crossings.clear()
-    with (
-        mock.patch.object(API, "home_of", lambda policy, device: LateHome()),
-        mock.patch.object(WRAPPER, "home_of", lambda policy, device: LateHome()),
-    ):
+    here.crossings.clear()
+    here.forced = True
+    try:
         yield
+    finally:
+        here.forced = False
 
 
 def both(name: str, options: Options) -> list[str]:
@@ -83,9 +98,9 @@ def both(name: str, options: Options) -> list[str]:
     with forced():
         got = train_sharded(fullshard, example, options)
     problems = compare(got, want, 0.0, "the run without offload")
-    if not crossings["to_device"]:
+    if not here.crossings["to_device"]:
         problems.append("no shard was copied to the device: the path was not forced")
-    if not crossings["bring"]:
+    if not here.crossings["bring"]:
         problems.append("no gradient was brought home")
     return problems
 
@@ -162,7 +177,7 @@ def wrapped(orig: bool) -> list[str]:
         state = fullshard.FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
         moments = {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
         results.append({**model.state_dict(), **moments})
-    problems = [] if crossings["to_device"] and crossings["bring"] else ["the path was not forced"]
+    problems = [] if here.crossings["to_device"] and here.crossings["bring"] else ["the path was not forced"]
     return problems + compare_tensors("state", results[1], results[0], 0.0)
 
 
