@@ -72,6 +72,8 @@ def caught(fault: Fault, test: str) -> tuple[str, float, str]:
         seconds = time.monotonic() - begin
     if code == 1 and "\nFAILED " not in output:  # an error of a fixture or a collection is no test that fails
         code = 2
+    if code < 0:  # the process crashed, which nobody overlooks
+        code = 1
     return VERDICTS.get(code, f"ERROR {code}"), seconds, output
 
 

@@ -58,7 +58,7 @@ def gradients_that_a_rank_has_no_element_of_are_no_ones_own(state: Training) -> 
 
 def what_came_before_an_exception_counts_no_more(state: Training) -> None:
     """The block got gradients in the backward that was broken off, and is skipped in the next one."""
-    state.start(ModelPlan((BlockPlan("skips"),)), Way("rows", units="root"), 2)
+    state.start(ModelPlan((BlockPlan("skips"),)), Way("rows"), 2)
     state.exception(where=0, in_backward=True)
 
 
