@@ -13,6 +13,7 @@ import random
 import re
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,111 +21,70 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-import fullshard
-from forged import DATA, DOTS, ONE_HASH, STEP, Change, Forged, copied, outcome, same, save_small, saved
-from fullshard import CheckpointError, DamagedCheckpointError, FullshardError
+from files import Runs
+from forged import DATA, DOTS, ONE_HASH, STEP, Change, Forged, copied, facts, outcome, same, save_small, saved
+from fullshard import CheckpointError, FullshardError
+from fullshard.store.pickles import look_through
 
-MOST_MEMORY = 300 * 2**20
+MOST_MEMORY = 100 * 2**20
 """Bytes that an attack may cost, besides what it is."""
 BIG = 10**18
 WEIGHT = "model.0.weight"  # [4, 3], float32
 
 
-class Runs:
-    """Pickled, makes whoever reads it write a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
+def runs(forged: Forged) -> Runs:
+    return Runs(forged.folder.parent / "canary")
 
 
-def canary(forged: Forged) -> Path:
-    return forged.folder.parent / "canary"
+def outside(forged: Forged) -> Path:
+    return forged.folder.parent.parent / "outside.distcp"
 
 
-# Code.
+def write_manifest(forged: Forged) -> None:
+    """Signed; the files' hashes stay as they are."""
+    forged.write_manifest(json.dumps(forged.manifest).encode())
 
 
-def code_in_metadata(forged: Forged) -> None:
-    forged.metadata.planner_data["x"] = (Runs(canary(forged)),)
-    forged.sign()
+def record(made: Any, name: str = WEIGHT) -> Change:
+    """Another record in a tensor's place; `made` is saved, or makes the bytes of the forged folder."""
+    return lambda forged: forged.put_record(name, made(forged) if callable(made) else saved(made))
 
 
-def code_instead_of_metadata(forged: Forged) -> None:
-    forged.sign(metadata=pickle.dumps(Runs(canary(forged)), protocol=0))
+def foreign(setting: str, value: Any) -> Change:
+    """Where another program's checkpoint keeps a setting of the optimizer: without a manifest."""
 
-
-def code_in_a_record(forged: Forged) -> None:
-    forged.put_record(WEIGHT, saved(Runs(canary(forged))))
-    forged.sign()
-
-
-def code_beside_a_tensor(forged: Forged) -> None:
-    forged.put_record(WEIGHT, saved([torch.zeros(4, 3), Runs(canary(forged))]))
-    forged.sign()
-
-
-def code_in_a_value(forged: Forged) -> None:
-    """Where another program's checkpoint keeps a setting of the optimizer."""
-    forged.put_record("optimizer.param_groups.0.lr", saved(Runs(canary(forged))))
-    forged.sign()
-    (forged.folder / "manifest.json").unlink()
-
-
-# Names.
-
-
-def names_a_file(name: str) -> Change:
     def attack(forged: Forged) -> None:
-        (forged.folder.parent.parent / "outside.distcp").write_bytes((forged.folder / DATA).read_bytes())
-        forged.place(WEIGHT).relative_path = name.format(outside=forged.folder.parent.parent / "outside.distcp")
+        forged.put_record(f"optimizer.param_groups.0.{setting}", saved(value(forged)))
         forged.sign()
+        (forged.folder / "manifest.json").unlink()
 
     return attack
 
 
-def manifest_names_a_file(forged: Forged) -> None:
-    forged.sign()
-    forged.manifest["files"]["../outside.distcp"] = {"bytes": 0, "sha256": []}
-    forged.write_manifest(json.dumps(forged.manifest).encode())
+def names_a_file(name: str) -> Change:
+    def attack(forged: Forged) -> None:
+        outside(forged).write_bytes((forged.folder / DATA).read_bytes())
+        forged.place(WEIGHT).relative_path = name.format(outside=outside(forged))
+
+    return attack
 
 
-def a_file_is_a_link(forged: Forged) -> None:
-    outside = forged.folder.parent.parent / "outside.distcp"
-    (forged.folder / DATA).rename(outside)
-    (forged.folder / DATA).symlink_to(outside)
+def linked(path: Callable[[Forged], Path]) -> Change:
+    """What is there is moved out, and a link to it takes its place."""
+
+    def attack(forged: Forged) -> None:
+        path(forged).rename(outside(forged))
+        path(forged).symlink_to(outside(forged))
+
+    return attack
 
 
-def the_manifest_is_a_link(forged: Forged) -> None:
-    outside = forged.folder.parent.parent / "outside.json"
-    (forged.folder / "manifest.json").rename(outside)
-    (forged.folder / "manifest.json").symlink_to(outside)
+def replaced(path: Callable[[Forged], Path], put: Callable[[Path], object]) -> Change:
+    return lambda forged: (path(forged).unlink(), put(path(forged)))[0]
 
 
-def the_step_is_a_link(forged: Forged) -> None:
-    outside = forged.folder.parent.parent / "outside"
-    forged.folder.rename(outside)
-    forged.folder.symlink_to(outside)
-
-
-def latest_is_a_link(forged: Forged) -> None:
-    (forged.folder.parent / "latest").unlink()
-    (forged.folder.parent / "latest").symlink_to("/dev/zero")
-
-
-def latest_is_a_pipe(forged: Forged) -> None:
-    (forged.folder.parent / "latest").unlink()
-    os.mkfifo(forged.folder.parent / "latest")
-
-
-def the_data_is_a_pipe(forged: Forged) -> None:
-    (forged.folder / DATA).unlink()
-    os.mkfifo(forged.folder / DATA)
-
-
-# Sizes.
+def latest(forged: Forged) -> Path:
+    return forged.folder.parent / "latest"
 
 
 def metadata_of_shape(*shape: int) -> Change:
@@ -141,40 +101,31 @@ def metadata_of_shape(*shape: int) -> Change:
                     del forged.metadata.storage_data[index]
                     object.__setattr__(index, "offset", torch.Size([0] * len(shape)))
                     forged.metadata.storage_data[index] = info
-        forged.sign()
 
     return attack
 
 
-def no_parts_of_a_huge_tensor(forged: Forged) -> None:
-    told = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([BIG]), [])
-    forged.metadata.state_dict_metadata["state.weights"] = told
-    forged.manifest["tensors"]["state.weights"] = {"shape": [BIG], "dtype": "float32"}
-    forged.sign()
+def parts_of_weights(size: int, chunks: list[ChunkStorageMetadata]) -> Change:
+    """A record of 6 elements, said to be these parts of one tensor."""
+
+    def attack(forged: Forged) -> None:
+        info, kind = forged.place("state.weights"), next(type(index) for index in forged.metadata.storage_data)
+        told = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([size]), chunks)
+        forged.metadata.state_dict_metadata["state.weights"] = told
+        forged.metadata.storage_data |= {kind("state.weights", chunk.offsets): info for chunk in chunks}
+        forged.manifest["tensors"]["state.weights"] = {"shape": [size], "dtype": "float32"}
+
+    return attack
 
 
-def one_part_many_times(forged: Forged) -> None:
-    """A record of 6 elements, said to be two thousand parts of one tensor."""
-    many, info = 2000, forged.place("state.weights")
-    chunks = [ChunkStorageMetadata(torch.Size([6 * i]), torch.Size([6])) for i in range(many)]
-    told = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([6 * many]), chunks)
-    forged.metadata.state_dict_metadata["state.weights"] = told
-    kind = next(type(index) for index in forged.metadata.storage_data)
-    forged.metadata.storage_data |= {kind("state.weights", torch.Size([6 * i])): info for i in range(many)}
-    forged.manifest["tensors"]["state.weights"]["shape"] = [6 * many]
-    forged.sign()
+MANY = [ChunkStorageMetadata(torch.Size([6 * i]), torch.Size([6])) for i in range(2000)]
 
 
 def place_of(**changes: int) -> Change:
-    def attack(forged: Forged) -> None:
-        for key, value in changes.items():
-            setattr(forged.place(WEIGHT), key, value)
-        forged.sign()
-
-    return attack
+    return lambda forged: vars(forged.place(WEIGHT)).update(changes)
 
 
-def parts_of(*rows: tuple[int, int], shape: tuple[int, int] = (4, 3)) -> Change:
+def parts_of(*rows: tuple[int, int]) -> Change:
     """The weight, told to be of these parts: first row and number of rows."""
 
     def attack(forged: Forged) -> None:
@@ -187,179 +138,76 @@ def parts_of(*rows: tuple[int, int], shape: tuple[int, int] = (4, 3)) -> Change:
             parts[kind(WEIGHT, torch.Size([at, 0]))] = type(info)(info.relative_path, info.offset, info.length)
         kept = {i: one for i, one in forged.metadata.storage_data.items() if i.fqn != WEIGHT}
         forged.metadata.storage_data = kept | parts
-        forged.sign()
 
     return attack
 
 
-def record_of(value: Any) -> Change:
-    def attack(forged: Forged) -> None:
-        forged.put_record(WEIGHT, saved(value))
-        forged.sign()
+def compressed(zeros: int) -> Callable[[Forged], bytes]:
+    """The record with packed elements: so many zeros."""
 
-    return attack
+    def repacked(forged: Forged) -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(forged.record(WEIGHT))) as old, zipfile.ZipFile(buffer, "w") as new:
+            for info in old.infolist():
+                packed = zipfile.ZipInfo(info.filename)
+                packed.compress_type = zipfile.ZIP_DEFLATED if info.filename.endswith("data/0") else zipfile.ZIP_STORED
+                with new.open(packed, "w") as member, old.open(info) as source:
+                    source._expected_crc = None  # checksums were not computed
+                    for at in range(0, zeros if packed.compress_type else 1, 2**20):
+                        member.write(bytes(min(2**20, zeros - at)) if packed.compress_type else source.read())
+        return buffer.getvalue()
 
-
-def compressed(nbytes: int) -> Change:
-    """A record whose elements are packed: so many zeros."""
-
-    def attack(forged: Forged) -> None:
-        forged.put_record(WEIGHT, repacked(forged.record(WEIGHT), nbytes))
-        forged.sign()
-
-    return attack
-
-
-def repacked(record: bytes, zeros: int) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(record)) as old, zipfile.ZipFile(buffer, "w") as new:
-        for info in old.infolist():
-            packed = zipfile.ZipInfo(info.filename)
-            packed.compress_type = zipfile.ZIP_DEFLATED if info.filename.endswith("data/0") else zipfile.ZIP_STORED
-            with new.open(packed, "w") as member:
-                if not packed.compress_type:
-                    member.write(open_member(old, info))
-                else:
-                    for at in range(0, zeros, 2**20):
-                        member.write(bytes(min(2**20, zeros - at)))
-    return buffer.getvalue()
+    return repacked
 
 
-def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    with archive.open(info) as member:
-        member._expected_crc = None  # checksums were not computed
-        return member.read()
+def directory_says(field: int, value: Callable[[int], int]) -> Callable[[Forged], bytes]:
+    """The record, whose zip directory says something else of `data/0`, in 4 bytes from `field` on."""
+
+    def changed(forged: Forged) -> bytes:
+        data = bytearray(forged.record(WEIGHT))
+        begin = data.rindex(b"PK\1\2", 0, data.rindex(b"data/0"))
+        struct.pack_into("<I", data, begin + field, value(len(data)))
+        return bytes(data)
+
+    return changed
 
 
-def data_beyond_its_record(forged: Forged) -> None:
-    """`data/0` is said to have the right size, and to begin at the record's end."""
-    data = bytearray(forged.record(WEIGHT))
-    entry = data.rindex(b"data/0")
-    begin = data.rindex(b"PK\1\2", 0, entry)
-    data[begin + 42 : begin + 46] = struct.pack("<I", len(data) - 40)
-    forged.put_record(WEIGHT, bytes(data))
-    forged.sign()
-
-
-def data_of_two_sizes(forged: Forged) -> None:
-    """What the archive holds is shorter than what it stands for: the rest would be its neighbour's."""
-    data = bytearray(forged.record(WEIGHT))
-    begin = data.rindex(b"PK\1\2", 0, data.rindex(b"data/0"))
-    data[begin + 20 : begin + 24] = struct.pack("<I", 4)
-    forged.put_record(WEIGHT, bytes(data))
-    forged.sign()
-
-
-def room_for_many_objects(forged: Forged) -> None:
-    """LONG_BINPUT: room for 2**31 objects, 16 GiB, in 10 bytes."""
-    forged.sign(metadata=b"\x80\x02Nr\xff\xff\xff\x7f.")
-
-
-def a_long_bytearray(forged: Forged) -> None:
-    forged.sign(metadata=b"\x80\x05\x96" + struct.pack("<Q", 2**36) + b".")
-
-
-def a_huge_manifest(forged: Forged) -> None:
-    os.truncate(forged.folder / "manifest.json", 2**40)  # takes no room on the disk
+def metadata_is(data: bytes) -> Change:
+    return lambda forged: forged.sign(metadata=data)
 
 
 def huge_metadata(forged: Forged) -> None:
-    os.truncate(forged.folder / ".metadata", 2**40)
+    os.truncate(forged.folder / ".metadata", 2**40)  # takes no room on the disk
     forged.manifest["files"][".metadata"] = {"bytes": 2**40, "sha256": ["0" * 64] * 2**16}
-    forged.write_manifest(json.dumps(forged.manifest).encode())
 
 
-def deep_json(forged: Forged) -> None:
-    forged.write_manifest(b'{"values":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+def value_of(value: Any, *path: Any) -> Change:
+    """Another one among the manifest's values; None removes it."""
 
-
-def deep_values(forged: Forged) -> None:
-    value: Any = 1
-    for _ in range(400):
-        value = [value]
-    forged.manifest["values"]["state"]["order"] = value
-    forged.sign()
-
-
-def manifest_with(**changes: Any) -> Change:
-    def attack(forged: Forged) -> None:
-        forged.manifest |= changes
-        forged.write_manifest(json.dumps(forged.manifest).encode())
-
-    return attack
-
-
-def value_of(value: Any, *path: str) -> Change:
     def attack(forged: Forged) -> None:
         place = forged.manifest["values"]
         for key in path[:-1]:
             place = place[key]
-        place[path[-1]] = value
-        forged.sign()
+        place.pop(path[-1])
+        place |= {} if value is None else {path[-1]: value}
 
     return attack
 
 
-def manifest_hides_a_file(forged: Forged) -> None:
-    """What the manifest does not tell of is not checked by its hash."""
-    del forged.manifest["files"][DATA]
-    forged.write_manifest(json.dumps(forged.manifest).encode())
+def order(value: Any) -> Change:
+    return value_of(value, "state", "order")
 
 
-def manifest_of_other_tensors(forged: Forged) -> None:
-    forged.manifest["tensors"][WEIGHT]["dtype"] = "float64"
-    forged.sign()
-
-
-# Values that are meant to take hours.
-
-
-def long_path(forged: Forged) -> None:
-    forged.metadata.planner_data[WEIGHT] = ("model", DOTS)
-    forged.sign()
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def long_name(forged: Forged) -> None:
     forged.metadata.state_dict_metadata[f"model.{DOTS}"] = forged.metadata.state_dict_metadata[WEIGHT]
     forged.manifest["tensors"][f"model.{DOTS}"] = forged.manifest["tensors"][WEIGHT]
-    forged.sign()
-
-
-def keys_of_one_hash(forged: Forged) -> None:
-    forged.metadata.planner_data = dict.fromkeys(ONE_HASH, ("model",))
-    forged.sign()
-
-
-def values_with_keys_of_one_hash(forged: Forged) -> None:
-    forged.manifest["values"]["state"]["order"] = {"$pairs": [[key, 0] for key in ONE_HASH]}
-    forged.sign()
-
-
-def tuples_of_one_hash(forged: Forged) -> None:
-    forged.manifest["values"]["state"]["order"] = {"$set": [{"$tuple": [key]} for key in ONE_HASH]}
-    forged.sign()
-
-
-def a_key_twice(forged: Forged) -> None:
-    forged.manifest["values"]["state"]["order"] = {"$pairs": [[1, "right"], [1, "wrong"]]}
-    forged.sign()
-
-
-def a_rate_in_words(forged: Forged) -> None:
-    forged.manifest["values"]["optimizer"]["param_groups"][0]["lr"] = "0.1"
-    forged.sign()
-
-
-def groups_without_parameters(forged: Forged) -> None:
-    del forged.manifest["values"]["optimizer"]["param_groups"][0]["params"]
-    forged.sign()
-
-
-def a_foreign_setting_of_one_hash(forged: Forged) -> None:
-    """Where another program's checkpoint keeps a setting of the optimizer."""
-    forged.put_record("optimizer.param_groups.0.betas", saved(dict.fromkeys(ONE_HASH, 0)))
-    forged.sign()
-    (forged.folder / "manifest.json").unlink()
 
 
 def a_name_twice(forged: Forged) -> None:
@@ -369,30 +217,21 @@ def a_name_twice(forged: Forged) -> None:
     forged.write_manifest(twice.encode())
 
 
-ATTACKS: dict[str, tuple[Change, str]] = {
-    "code in metadata": (code_in_metadata, "posix.system"),
-    "code instead of metadata": (code_instead_of_metadata, "instruction"),
-    "code in a record": (code_in_a_record, "record"),
-    "code beside a tensor": (code_beside_a_tensor, "record"),
-    "code in a value": (code_in_a_value, "record"),
+SIGNED: dict[str, tuple[Change, str]] = {
+    "code in metadata": (lambda f: f.metadata.planner_data.update(x=(runs(f),)), "posix.system"),
+    "code in a record": (record(lambda f: saved(runs(f))), "record"),
+    "code beside a tensor": (record(lambda f: saved([torch.zeros(4, 3), runs(f)])), "record"),
     "a file in the folder above": (names_a_file("../outside.distcp"), "not in its own folder"),
     "a file by an absolute path": (names_a_file("{outside}"), "not in its own folder"),
     "a file with a backslash": (names_a_file("..\\outside.distcp"), "not in its own folder"),
     "a file with a zero": (names_a_file("outside\0.distcp"), "not in its own folder"),
     "the folder itself": (names_a_file("."), "not in its own folder"),
-    "the manifest names a file above": (manifest_names_a_file, "not in its own folder"),
-    "a file is a link": (a_file_is_a_link, "missing"),
-    "the manifest is a link": (the_manifest_is_a_link, "names no whole checkpoint"),
-    "the step is a link": (the_step_is_a_link, "names no whole checkpoint"),
-    "latest is a link": (latest_is_a_link, "latest"),
-    "latest is a pipe": (latest_is_a_pipe, "latest"),
-    "the data is a pipe": (the_data_is_a_pipe, "missing"),
     "a huge shape": (metadata_of_shape(BIG), "is kept in"),
     "a shape beyond all numbers": (metadata_of_shape(BIG, BIG, BIG), "shape"),
     "a shape larger than its record": (metadata_of_shape(10**9), "bytes"),
     "a shape below zero": (metadata_of_shape(-2, -6), "damaged"),
-    "no parts of a huge tensor": (no_parts_of_a_huge_tensor, "elements"),
-    "one part many times": (one_part_many_times, "bytes"),
+    "no parts of a huge tensor": (parts_of_weights(BIG, []), "elements"),
+    "one part many times": (parts_of_weights(6 * len(MANY), MANY), "bytes"),
     "an offset below zero": (place_of(offset=-512), "damaged"),
     "a length below zero": (place_of(length=-1), "damaged"),
     "an offset beyond the file": (place_of(offset=2**61), "truncated"),
@@ -402,46 +241,75 @@ ATTACKS: dict[str, tuple[Change, str]] = {
     "a part twice, another missing": (parts_of((0, 2), (1, 1), (3, 1)), "twice"),
     "a part outside": (parts_of((0, 2), (3, 2)), "part at"),
     "a part below zero": (parts_of((-1, 2), (1, 3)), "part at"),
-    "a record of another dtype": (record_of(torch.zeros(4, 3, dtype=torch.float64)), "float64"),
-    "a record of another shape": (record_of(torch.zeros(3, 4)), "shape"),
-    "a record of a stretched number": (record_of(torch.zeros(1).expand(10**9)), "shape"),
-    "a record that is no tensor": (record_of({"a": 1}), "record"),
-    "a record that is text": (lambda f: (f.put_record(WEIGHT, b"no zip" * 50), f.sign())[0], "record"),
-    "a packed record": (compressed(48), "compressed"),
-    "a bomb": (compressed(2**29), "compressed"),
-    "data beyond its record": (data_beyond_its_record, "beyond the record"),
-    "data of two sizes": (data_of_two_sizes, "compressed"),
-    "room for many objects": (room_for_many_objects, "object number"),
-    "a long bytearray": (a_long_bytearray, "instruction"),
-    "a huge manifest": (a_huge_manifest, "too large"),
-    "huge metadata": (huge_metadata, "too large"),
-    "deep JSON": (deep_json, "manifest"),
-    "deep values": (deep_values, "nested"),
-    "values of no kind": (manifest_with(values=[1]), "manifest"),
-    "values of other ranks": (manifest_with(ranks=[{"rng": 1}] * 7), "7 ranks"),
-    "a step below zero": (manifest_with(step=-1), "manifest"),
-    "a world that is text": (manifest_with(world="4"), "manifest"),
-    "a tie to nothing": (manifest_with(ties={"a": "b"}), "tie"),
+    "a record of another dtype": (record(torch.zeros(4, 3, dtype=torch.float64)), "float64"),
+    "a record of another shape": (record(torch.zeros(3, 4)), "shape"),
+    "a record of a stretched number": (record(torch.zeros(1).expand(10**9)), "shape"),
+    "a record that is no tensor": (record({"a": 1}), "record"),
+    "a record that is text": (record(lambda f: b"no zip" * 50), "record"),
+    "a packed record": (record(compressed(48)), "compressed"),
+    "a bomb": (record(compressed(2**27)), "compressed"),
+    "data beyond its record": (record(directory_says(42, lambda size: size - 40)), "beyond the record"),
+    "data of two sizes": (record(directory_says(20, lambda size: 4)), "compressed"),  # its neighbour's for the rest
+    "deep values": (order(nested(400)), "nested"),
     "groups of no kind": (value_of([1], "optimizer", "param_groups"), "groups"),
     "groups of numbers": (value_of([{"params": [1]}], "optimizer", "param_groups"), "groups"),
+    "groups without parameters": (value_of(None, "optimizer", "param_groups", 0, "params"), "groups"),
+    "a rate in words": (value_of("0.1", "optimizer", "param_groups", 0, "lr"), "different type"),
     "state of no kind": (value_of([1], "optimizer", "scalars"), "optimizer state"),
-    "a tensor that is not there": (value_of({"$tensor": "model.none"}, "state", "order"), "missing"),
-    "a value of a new kind": (value_of({"$code": "os.system"}, "state", "order"), "does not know"),
-    "a device that is none": (value_of({"$device": "nowhere"}, "state", "order"), "does not know"),
-    "the manifest hides a file": (manifest_hides_a_file, "does not tell of a file"),
-    "the manifest tells of others": (manifest_of_other_tensors, "different tensors"),
-    "a long path": (long_path, "not of names and numbers"),
+    "a tensor that is not there": (order({"$tensor": "model.none"}), "missing"),
+    "a value of a new kind": (order({"$code": "os.system"}), "does not know"),
+    "a device that is none": (order({"$device": "nowhere"}), "does not know"),
+    "the manifest tells of others": (
+        lambda f: f.manifest["tensors"][WEIGHT].update(dtype="float64"), "different tensors"),
+    "a long path": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model", DOTS)}), "not of names and numbers"),
     "a long name": (long_name, "1000006 characters"),
-    "keys of one hash": (keys_of_one_hash, "more than 10000 integers"),
-    "keys of one hash in values": (values_with_keys_of_one_hash, "does not know"),
-    "tuples of one hash": (tuples_of_one_hash, "does not know"),
-    "keys of one hash in a foreign setting": (a_foreign_setting_of_one_hash, "more than 10000 integers"),
-    "a key twice": (a_key_twice, "does not know"),
+    "keys of one hash": (
+        lambda f: setattr(f.metadata, "planner_data", dict.fromkeys(ONE_HASH, ("model",))),
+        "more than 10000 integers"),
+    "keys of one hash in values": (order({"$pairs": [[key, 0] for key in ONE_HASH]}), "does not know"),
+    "tuples of one hash": (order({"$set": [{"$tuple": [key]} for key in ONE_HASH]}), "does not know"),
+    "a key twice": (order({"$pairs": [[1, "right"], [1, "wrong"]]}), "does not know"),
+}  # fmt: skip
+"""What is made of a checkpoint before it is signed, and a word in the error."""
+
+MANIFESTS: dict[str, tuple[Change, str]] = {
+    "the manifest names a file above": (
+        lambda f: f.manifest["files"].update({"../outside.distcp": {"bytes": 0, "sha256": []}}),
+        "not in its own folder"),
+    "huge metadata": (huge_metadata, "too large"),
+    "values of no kind": (lambda f: f.manifest.update(values=[1]), "manifest"),
+    "values of other ranks": (lambda f: f.manifest.update(ranks=[{"rng": 1}] * 7), "7 ranks"),
+    "a step below zero": (lambda f: f.manifest.update(step=-1), "manifest"),
+    "a world that is text": (lambda f: f.manifest.update(world="4"), "manifest"),
+    "a tie to nothing": (lambda f: f.manifest.update(ties={"a": "b"}), "tie"),
+    "the manifest hides a file": (lambda f: f.manifest["files"].pop(DATA), "does not tell of a file"),  # nor its hash
+}  # fmt: skip
+"""What is made of the manifest alone."""
+
+AS_IT_IS: dict[str, tuple[Change, str]] = {
+    "code instead of metadata": (lambda f: f.sign(metadata=pickle.dumps(runs(f), protocol=0)), "instruction"),
+    "code in a value": (foreign("lr", runs), "record"),
+    "a file is a link": (linked(lambda f: f.folder / DATA), "missing"),
+    "the manifest is a link": (linked(lambda f: f.folder / "manifest.json"), "names no whole checkpoint"),
+    "the step is a link": (linked(lambda f: f.folder), "names no whole checkpoint"),
+    "latest is a link": (replaced(latest, lambda path: path.symlink_to("/dev/zero")), "latest"),
+    "latest is a pipe": (replaced(latest, os.mkfifo), "latest"),
+    "the data is a pipe": (replaced(lambda f: f.folder / DATA, os.mkfifo), "missing"),
+    "room for many objects": (metadata_is(b"\x80\x02Nr\xff\xff\xff\x7f."), "object number"),  # LONG_BINPUT: of 16 GiB
+    "a long bytearray": (metadata_is(b"\x80\x05\x96" + struct.pack("<Q", 2**36) + b"."), "instruction"),
+    "a huge manifest": (lambda f: os.truncate(f.folder / "manifest.json", 2**40), "too large"),
+    "deep JSON": (lambda f: f.write_manifest(b'{"values":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "manifest"),
+    "keys of one hash in a foreign setting": (
+        foreign("betas", lambda f: dict.fromkeys(ONE_HASH, 0)), "more than 10000 integers"),
     "a name twice": (a_name_twice, "twice"),
-    "a rate in words": (a_rate_in_words, "different type"),
-    "groups without parameters": (groups_without_parameters, "groups"),
+}  # fmt: skip
+"""Nothing is signed but by the attack."""
+
+ATTACKS = {
+    name: (change, word, sign)
+    for table, sign in ((SIGNED, Forged.sign), (MANIFESTS, write_manifest), (AS_IT_IS, lambda forged: None))
+    for name, (change, word) in table.items()
 }
-"""What is made of a checkpoint, and a word in the error."""
 
 
 def peak(anew: bool = False) -> int:
@@ -463,8 +331,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks_are_refused(whole: Any, tmp_path: Path, attack: str) -> None:
     root = copied(whole[0], tmp_path / "root")
-    change, word = ATTACKS[attack]
-    change(Forged(root / STEP))
+    change, word, sign = ATTACKS[attack]
+    change(forged := Forged(root / STEP))
+    sign(forged)
     before = peak(anew=True)
     error, unchanged, _ = outcome(root / STEP if not (root / STEP / "manifest.json").exists() else root)
     assert isinstance(error, CheckpointError) and word in str(error) and len(str(error)) < 2000, error
@@ -480,6 +349,7 @@ def test_forging_alone_is_no_attack(whole: Any, tmp_path: Path) -> None:
     error, _, values = outcome(root)
     assert error is None and same(values, whole[1])
     parts_of((0, 3), (3, 1))(forged)
+    forged.sign()
     error, _, values = outcome(root)
     assert error is None and values[WEIGHT].abs().sum() == 0
 
@@ -518,22 +388,22 @@ def fuzz(folder: Path, want: dict[str, Any], seed: int) -> str:
     """
     draw = random.Random(seed)
     originals = {path: path.read_bytes() for path in (folder / STEP).iterdir()}
-    path = draw.choice(sorted(originals))
+    path, forged = draw.choice(sorted(originals)), Forged(folder / STEP)
     way = draw.choice(["as it is", "signed", "without a manifest"])
     try:
         if way == "signed" and path.name == "manifest.json":
             body = originals[path]
-            Forged(folder / STEP).write_manifest(mutate(body[body.index(b'"manifest":') + 11 : -2], draw))
+            forged.write_manifest(mutate(body[body.index(b'"manifest":') + 11 : -2], draw))
         else:
             path.write_bytes(mutate(originals[path], draw))
         if way == "signed" and path.name != "manifest.json":
-            resign(folder / STEP, path)
+            forged.manifest["files"][path.name] = facts(path)
+            write_manifest(forged)
         elif way == "without a manifest":
             (folder / STEP / "manifest.json").unlink()
         error, unchanged, values = outcome(folder if way != "without a manifest" else folder / STEP)
         if error is not None:
-            assert isinstance(error, FullshardError), (seed, way, path.name, error)
-            assert unchanged, (seed, way, path.name, error)
+            assert isinstance(error, FullshardError) and unchanged, (seed, way, path.name, error)
             return "refused"
         assert way != "as it is" or path.read_bytes() == originals[path] or same(values, want), (seed, path.name)
         return "loaded"
@@ -542,33 +412,20 @@ def fuzz(folder: Path, want: dict[str, Any], seed: int) -> str:
             name.write_bytes(data)
 
 
-def resign(folder: Path, path: Path) -> None:
-    """Make the manifest's hash of one file right."""
-    from forged import facts
-
-    body = json.loads((folder / "manifest.json").read_bytes())["manifest"]
-    body["files"][path.name] = facts(path)
-    Forged.write_manifest(type("Where", (), {"folder": folder})(), json.dumps(body).encode())
-
-
 def test_bytes_at_random(whole: Any, tmp_path: Path) -> None:
     root = copied(whole[0], tmp_path / "root")
     before = peak(anew=True)
-    found = [fuzz(root, whole[1], seed) for seed in range(300)]
-    assert found.count("refused") > 200 and peak() - before < MOST_MEMORY, found
+    found = [fuzz(root, whole[1], seed) for seed in range(150)]
+    assert found.count("refused") > 100 and peak() - before < MOST_MEMORY, found
     assert outcome(root)[0] is None
 
 
 def test_pickles_of_the_usual_kind_are_let_through() -> None:
     """Also those in which numbers and names are long."""
-    from fullshard.store.pickles import look_through
-
     for value in ([2**40, -1, 3.5, "ü" * 300, b"x" * 300, None, True, (1, (2,), ()), {"a": [{}]}], list(range(70_000))):
         for protocol in (2, 4, 5):
-            if protocol == 2 and isinstance(value[4], bytes):
-                continue  # names an encoder, which no metadata does
-            look_through(pickle.dumps(value, protocol=protocol))
+            if protocol > 2 or not isinstance(value[4], bytes):  # that names an encoder, which no metadata does
+                look_through(pickle.dumps(value, protocol=protocol))
     for bad in (b"", b"\x80\x04", b"\x80\x04N", b"\x80\x04X\xff\xff\xff\xff.", b"\x80\x04cos", b"\x80\x04\x82\x01."):
         with pytest.raises(pickle.UnpicklingError):
             look_through(bad)
-    assert issubclass(DamagedCheckpointError, fullshard.CheckpointError)

@@ -1,14 +1,14 @@
-"""Parameters without dims, NaN, conjugated values, ties that come and go, a default device without memory."""
+"""Parameters without dims, plain values, NaN, conjugated ones, ties that come and go, a device without memory."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from awkward import differences
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,28 +21,57 @@ from fullshard.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from ways import shard
+from ways import alone, shard
 
 WHOLE = StateDictOptions(full_state_dict=True)
-WAYS = ("flat", "blocks", "owner", "wrapper", "originals")  # `rows` refuses parameters without dims
+WAYS = ("rows", "flat", "wrapper", "originals")
+PLAIN = {"step": 2, "scale": 1.0, "warm": False, "none": None, "rule": "slow", "wide": 2**60 + 1, "odd": float("inf")}
+Build = Callable[[Any], torch.optim.Optimizer]
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    """Of the smallest parameter some ranks have nothing."""
+
+    def __init__(self, *shape: int) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.scale = nn.Parameter(torch.full(shape, 2.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.scale
 
 
-def made(way: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+class Plain(torch.optim.Optimizer):
+    """Momentum, and plain values beside it; some of which it makes in its first step, others later."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("average", torch.zeros_like(p)).add_(p.grad)
+                state["step"] = state.get("step", 0) + 1
+                state.setdefault("warm", True)
+                if state["step"] > 1:
+                    state.update(PLAIN)
+                p.sub_(state["average"], alpha=group["lr"])
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def made(way: str, seed: int, build: Build = adamw) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model: Any = Scaled()
+    model: Any = Scaled(1) if way == "rows" else Scaled()  # which refuses parameters without dims
     if way != "plain":
-        model = shard(model, way, lambda whole: [])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        model = shard(model, way, alone)
+    return model, build(model.parameters())
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -52,46 +81,69 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def whole(model: Any, optimizer: Any) -> dict[str, Tensor]:
+def whole(model: Any, optimizer: Any) -> dict[str, Any]:
     found = {f"model.{k}": v.clone() for k, v in get_model_state_dict(model, options=WHOLE).items()}
     state = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
-    for name, own in state.items():
-        found |= {f"{name}.{k}": torch.as_tensor(v).clone() for k, v in own.items()}
-    return found
+    return found | {f"{name}.{k}": v.clone() if isinstance(v, Tensor) else v for name, s in state.items()
+                    for k, v in s.items()}  # fmt: skip
 
 
-def through_everything(folder: Path) -> dict[str, list[str]]:
+def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    """Names of what is not the same, of the same type."""
+    return [f"{name}: {got.get(name)} is not {want.get(name)}" for name in got.keys() | want.keys()
+            if type(got.get(name)) is not type(want.get(name))
+            or not (torch.equal if isinstance(want[name], Tensor) else operator.eq)(got[name], want[name])]  # fmt: skip
+
+
+def plain_of(state: Any) -> dict[str, Any]:
+    """All that is no tensor, with its type."""
+    return {key: (type(value), value) for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def loaded(folder: Path, way: str, build: Build, want: dict[str, Any]) -> list[str]:
+    """What differs, of the whole state, and of what this rank's optimizer has of any tensor that it holds."""
+    model, optimizer = made(way, 1, build)
+    fullshard.load(folder, model, optimizer)
+    found = [plain_of(optimizer.state.get(p, {})) for p in optimizer.param_groups[0]["params"] if p.numel()]
+    wrong = [str(one) for one in found if one != plain_of(PLAIN if build is Plain else {})]
+    return wrong + differences(whole(model, optimizer), want)
+
+
+def through_everything(folder: Path, build: Build) -> dict[str, Any]:
     """Train, then save and load by each way: in a folder, and in state dicts, whole and sharded; train on."""
     problems: dict[str, list[str]] = {}
-    for number, way in enumerate(WAYS):
-        model, optimizer = made(way, 0)
+    for way, other in zip(WAYS, ("rows", "originals", "flat", "wrapper"), strict=True):
+        model, optimizer = made(way, 0, build)
         train(model, optimizer)
         fullshard.save(folder / way, model, optimizer)
         want = whole(model, optimizer)
-        other = WAYS[number - 1]
-        taken = [(made(way, 1), None), (made(other, 1), None)]
-        taken += [(made(way, 1), WHOLE), (made(way, 1), StateDictOptions())]
-        for (into, its), options in taken:
-            if options is None:
-                fullshard.load(folder / way, into, its)
-            else:
-                set_model_state_dict(into, get_model_state_dict(model, options=options), options=options)
-                state = get_optimizer_state_dict(model, optimizer, options=options)
-                set_optimizer_state_dict(into, its, state, options=options)
+        problems[f"{way} to {other}"] = loaded(folder / way, other, build, want)
+        for options in (WHOLE, StateDictOptions()):
+            into, its = made(way, 1, build)
+            set_model_state_dict(into, get_model_state_dict(model, options=options), options=options)
+            state = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(into, its, state, options=options)
             problems[f"{way} {options}"] = differences(whole(into, its), want)
-            train(into, its)
+        train(into, its)
         train(model, optimizer)
         problems[f"{way} on"] = differences(whole(into, its), whole(model, optimizer))
-    return problems
+    return {what: found for what, found in problems.items() if found}
 
 
-def test_parameters_without_dims(run_ranks: Any, tmp_path: Path) -> None:
-    for problems in run_ranks(through_everything, tmp_path):
-        assert not any(problems.values()), problems
-    model, optimizer = made("plain", 1)
+@pytest.mark.parametrize("build", [adamw, Plain])
+def test_no_dims_and_plain_values_are_kept(run_ranks: Any, tmp_path: Path, build: Build) -> None:
+    """Parameters without dims; state that is no tensor, with its type: on two ranks, on one, converted, on two."""
+    assert run_ranks(through_everything, tmp_path, build) == [{}, {}]
+    fullshard.convert(tmp_path / "flat", tmp_path / "flat.pt")
+    fullshard.convert(tmp_path / "flat.pt", tmp_path / "again")
+    model, optimizer = made("plain", 1, build)
     fullshard.load(tmp_path / "flat", model, optimizer)
+    want = whole(model, optimizer)
+    assert not loaded(tmp_path / "again", "plain", build, want)
     train(model, optimizer)
     fullshard.save(tmp_path / "plain", model, optimizer)
+    for way in ("flat", "wrapper"):
+        assert run_ranks(loaded, tmp_path / "plain", way, build, whole(model, optimizer)) == [[], []]
 
 
 def test_nan_is_equal_to_nan(tmp_path: Path, fake_world: Any) -> None:
@@ -99,7 +151,7 @@ def test_nan_is_equal_to_nan(tmp_path: Path, fake_world: Any) -> None:
     fake_world(1)
     torch.manual_seed(0)
     for through_a_folder in (True, False):
-        model: Any = shard(nn.Sequential(nn.Linear(2, 2)), "flat", lambda whole: [])
+        model: Any = shard(nn.Sequential(nn.Linear(2, 2)), "flat", alone)
         views = fullshard.optimizer_view(model)
         optimizer = torch.optim.NAdam(views)
         model(torch.ones(1, 2)).sum().backward()
@@ -137,7 +189,7 @@ class Tied(nn.Module):
 
 def tied(with_ties: bool, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model: Any = shard(Tied(with_ties), "flat", lambda whole: [])
+    model: Any = shard(Tied(with_ties), "flat", alone)
     optimizer = torch.optim.AdamW(fullshard.optimizer_view(model), lr=0.3)
     for _ in range(steps):
         model(torch.tensor([1, 2])).square().sum().backward()
@@ -266,7 +318,7 @@ def state_on_some_ranks(folder: Path) -> float:
     return optimizer.state[model.weight]["exp_avg"].sum().item()
 
 
-@pytest.mark.gloo("a rank that waits alone is reported by the watcher")
+@pytest.mark.gloo("ranks in one process take turns in such steps: a lock")
 def test_an_optimizer_that_communicates_and_lacks_state_on_one_rank(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(state_on_some_ranks, tmp_path)
     assert first == second != 0
