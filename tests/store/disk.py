@@ -30,7 +30,7 @@ from unittest import mock
 ACTOR = threading.local()
 """`.name` of whoever acts on this thread; calls on others are the test's own."""
 BUFFER = 2048  # bytes of a file that go to the disk in one call: small, so that a file takes several
-ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
+ERRORS = {"EIO": errno.EIO}
 
 Tree = dict[str, bytes | None]
 """Contents by path below the folder; None for a folder."""

@@ -34,23 +34,23 @@ def values(path: Path) -> dict[str, Any]:
         return {key: value for key, value in source.values.items() if key != "optimizer" or value.get("param_groups")}
 
 
-@pytest.mark.parametrize("first", NAMES)
-@pytest.mark.parametrize("second", NAMES)
-def test_a_model_there_and_back(tmp_path: Path, first: str, second: str) -> None:
+def test_a_model_from_each_kind_into_each(tmp_path: Path) -> None:
     model = Awkward().state_dict()
-    torch.save(model, tmp_path / "start.pt")
     here = tmp_path / "start.pt"
-    for number, kind in enumerate((first, second, "torch")):
+    torch.save(model, here)
+    for number, kind in enumerate(("torch", "fullshard", "fullshard", "torch", "safetensors", "safetensors",
+                                   "fullshard", "safetensors", "torch")):  # fmt: skip
         place = tmp_path / str(number)
         place.mkdir()
         done = convert(here, place / NAMES[kind])
         assert not done.left_out and done.target_kind == kind
         here = place / NAMES[kind]
+        if number == 3:
+            loaded = torch.load(here, weights_only=True)
+            assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     loaded = torch.load(here, weights_only=True)
     assert loaded.keys() == model.keys()
     assert all(same(loaded[name], value) for name, value in model.items())
-    if "safetensors" not in (first, second):
-        assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
 
 
 def test_a_whole_program_there_and_back(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ print(json.dumps({kind: peak_of(kind) for kind in ("torch", "fullshard", "safete
 
 
 def test_memory_is_of_one_tensor_and_a_buffer(tmp_path: Path) -> None:
-    one = 40 * 2**20
+    one = 40 * 2**20  # less than 32 MiB malloc keeps
     torch.save({"a": torch.ones(3)}, tmp_path / "small.pt")
-    with torch.serialization.skip_data():  # 400 MiB of holes
-        torch.save({f"layer{i}": torch.empty(one // 4) for i in range(10)}, tmp_path / "large.pt")
+    with torch.serialization.skip_data():  # 160 MiB of holes
+        torch.save({f"layer{i}": torch.empty(one // 4) for i in range(4)}, tmp_path / "large.pt")
     ran = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=250
     )

@@ -50,7 +50,7 @@ def ours_loads(folder: Path, way: str, want: dict[str, Tensor]) -> list[str]:
     return differences(whole(model, optimizer), want)
 
 
-@pytest.mark.parametrize(("way", "world"), [("rows", 3), ("flat", 2), ("wrapper", 4), ("plain", 1)])
+@pytest.mark.parametrize(("way", "world"), [("rows", 3), ("flat", 2), ("wrapper", 1)])
 def test_what_pytorch_saves_loads(run_ranks: Any, tmp_path: Path, way: str, world: int) -> None:
     want, _ = run_ranks(pytorch_saves, tmp_path / "theirs")
     for problems in run_ranks(ours_loads, tmp_path / "theirs", way, want, world=world):
@@ -71,9 +71,8 @@ def pytorch_loads(path: str, want: dict[str, Tensor]) -> list[str]:
     return differences(all_of(model, optimizer), want)
 
 
-@pytest.mark.parametrize("way", ["rows", "wrapper"])
-def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path, way: str) -> None:
-    (path, want), _ = run_ranks(ours_saves, tmp_path, way)
+def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path) -> None:
+    (path, want), _ = run_ranks(ours_saves, tmp_path, "wrapper")
     for problems in run_ranks(pytorch_loads, path, want, world=3):
         assert not problems
     dcp_to_torch_save(path, tmp_path / "whole.pt")
@@ -98,12 +97,3 @@ def test_tensor_by_tensor_in_one_process(run_ranks: Any, tmp_path: Path) -> None
     loaded = fullshard.load(copy, model, optimizer)
     assert loaded.state == {"seen": {"tokens": 7}} and loaded.step == STEPS
     assert not differences(whole(model, optimizer), want)
-
-
-def test_a_copy_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
-    model, optimizer = make("plain")
-    copy = tmp_path / "copy"
-    fullshard.save(tmp_path / "from", model, optimizer)
-    with pytest.raises(KeyError), DcpSource(tmp_path / "from") as source, DcpSink(copy, source.entries, {}) as sink:
-        sink.write("model.nobody", torch.ones(1))
-    assert [p.name for p in tmp_path.iterdir()] == ["from"]

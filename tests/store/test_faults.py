@@ -34,7 +34,6 @@ BEFORE, NEW, AFTER = 1, 2, 3
 """Steps: of the checkpoint that is there, of the save that is broken off, and of the next one."""
 WORDS = {
     "EIO": "Input/output error",
-    "ENOSPC": "No space left",
     "raise": "planted",
     "kill": "exit code",
     "torn": "exit code",

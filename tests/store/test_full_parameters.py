@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fullshard
-from fullshard import CheckpointError, ConfigError, PhaseError
+from fullshard import CheckpointError, PhaseError
 from fullshard import FullyShardedDataParallel as FSDP
 from models import EXAMPLES
 from test_tensor_parallel import Model, parallel_model
-from ways import error_of, every_way, shard
+from ways import error_of, named_error, shard
 
 
 def memory_of(model: Any) -> list[Any]:
@@ -52,8 +52,9 @@ def all_of(way: str, name: str) -> None:
         assert memory_of(model) == before, keep
 
 
-@every_way
-@pytest.mark.parametrize("name", ["odd_mlp", "tied_across"])
+@pytest.mark.parametrize(
+    ("way", "name"), [("rows", "odd_mlp"), ("flat", "tied_across"), ("owner", "odd_mlp"), ("wrapper", "tied_across")]
+)
 def test_whole_values_in_the_models_order(run_ranks, way, name):
     run_ranks(all_of, way, name)
 
@@ -112,64 +113,53 @@ def test_two_buckets_are_alive_at_most(run_ranks, way):
         assert way == "rows" or largest > 20_000, "parameters of other layouts are views of their bucket"
 
 
-def left_early(way: str, stops: list[int], how: str) -> str:
+def left_early(way: str, stops: list[int], error: Exception | None) -> str:
     """What a rank meets when those in `stops` leave the loop after two of many buckets."""
     model = shard(EXAMPLES["odd_mlp"].make(), way, EXAMPLES["odd_mlp"].units)
-    mine = dist.get_rank() in stops
-    try:
+
+    def consume() -> None:
         for number, _ in enumerate(fullshard.full_parameters(model, bucket_bytes=1)):
-            if mine and number == 1:
-                if how == "break":
+            if dist.get_rank() in stops and number == 1:
+                if error is None:
                     break
-                raise OSError("the engine that was fed is gone")
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        said = "nothing"
+                raise error
+
+    said = error_of(consume)
     # No collective is left over: what follows is right.
     want = dict(EXAMPLES["odd_mlp"].make().named_parameters())
     assert all(torch.equal(t, want[name]) for name, t in fullshard.full_parameters(model))
-    return said
+    return f"{type(said).__name__}: {said}"
 
 
 def test_a_rank_that_stops_alone_is_told_to_the_others(run_ranks):
-    first, second = run_ranks(left_early, "flat", [0], "break")
-    assert first == "nothing"
+    first, second = run_ranks(left_early, "flat", [0], None)
+    assert first == "NoneType: None"
     assert second.startswith("PhaseError") and "rank:      0" in second and "left before its end" in second
-    first, second = run_ranks(left_early, "rows", [1], "raise")
+    first, second = run_ranks(left_early, "rows", [1], OSError("the engine that was fed is gone"))
     assert second == "OSError: the engine that was fed is gone"
     assert first.startswith("PhaseError") and "rank:      1" in first
-
-
-def test_ranks_that_stop_together_are_not_told(run_ranks):
-    assert run_ranks(left_early, "flat", [0, 1], "break") == ["nothing", "nothing"]
+    assert run_ranks(left_early, "flat", [0, 1], None) == ["NoneType: None"] * 2  # together
 
 
 def refused() -> list[str]:
     example = EXAMPLES["odd_mlp"]
-    model = shard(example.make(), "originals", example.units)
-    problems = []
+    model, problems = shard(example.make(), "originals", example.units), []
 
-    def expect(kind: Any, fragment: str, action: Any) -> None:
-        error = error_of(action)
-        if not isinstance(error, kind) or fragment not in str(error):
-            problems.append(f"{fragment}: {error!r}")
+    def expect(kind: Any, fragment: str, model: Any, **given: Any) -> None:
+        error = error_of(lambda: list(fullshard.full_parameters(model, **given)))
+        problems.extend(named_error(error, fragment, kinds=kind))
 
-    expect(ConfigError, "dtype", lambda: fullshard.full_parameters(model, dtype=torch.int8))
-    expect(ConfigError, "bucket_bytes", lambda: fullshard.full_parameters(model, bucket_bytes=0))
-    expect(ConfigError, "no LoRA", lambda: list(fullshard.full_parameters(model, merge_lora=True)))
     with FSDP.summon_full_params(model):
-        expect(PhaseError, "summon_full_params", lambda: list(fullshard.full_parameters(model)))
+        expect(PhaseError, "summon_full_params", model)
     with torch.device("meta"):
         empty = torch.nn.Linear(3, 3)
     fullshard.fully_shard(empty)
-    expect(CheckpointError, "meta", lambda: list(fullshard.full_parameters(empty)))
+    expect(CheckpointError, "meta", empty)
     empty.to_empty(device="cpu")
     with torch.no_grad():
         for p in empty.parameters():
             p.fill_(2.0)
-    if any(bool((t != 2).any()) for _, t in fullshard.full_parameters(empty)):
-        problems.append("storage that was replaced is not noticed")
+    assert all(bool((t == 2).all()) for _, t in fullshard.full_parameters(empty)), "storage that was replaced"
     return problems
 
 

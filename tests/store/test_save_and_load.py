@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,18 @@ from awkward import (
     train_and_save,
     whole,
 )
-from beside import threads
 from torch import Tensor, nn
 
 import fullshard
 from fullshard.store.remote import RemoteFolder
-from ways import WAYS, shard
+from ways import shard
 
-PAIRS = [  # saved in one way, loaded in another, on so many ranks; each way once on either side at least
+PAIRS = [  # saved in one way, loaded in another, on so many ranks
     ("rows", "flat", 3),
-    ("flat", "rows", 4),
-    ("blocks", "wrapper", 3),
-    ("owner", "originals", 4),
-    ("wrapper", "owner", 1),
-    ("originals", "blocks", 4),
-    ("rows", "plain", 1),
-    ("wrapper", "rows", 3),
+    ("wrapper", "rows", 4),
+    ("flat", "originals", 3),
+    ("blocks", "wrapper", 1),
+    ("owner", "plain", 1),
 ]
 
 
@@ -47,7 +42,7 @@ def test_what_two_ranks_save_others_load(run_ranks: Any, tmp_path: Path, saved: 
         assert not problems
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
 def test_on_as_many_ranks_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, way: str) -> None:
     results = run_ranks(train_and_save, way, tmp_path)
     again = run_ranks(load_and_compare, way, tmp_path, results[0][0])
@@ -65,29 +60,25 @@ def test_replicas_share_the_writing_and_other_meshes_load(run_ranks: Any, tmp_pa
             assert not problems
 
 
-def save_behind(way: str, folder: Path, as_threads: bool) -> tuple[dict[str, Tensor], list[str]]:
+def save_behind(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Saves in the background, trains on meanwhile, saves again; what all was at the first save."""
-    model, optimizer = make(way)
+    model, optimizer = make("rows")
     train(model, optimizer, range(STEPS))
-    with threads() if as_threads else contextlib.nullcontext():
-        first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
-        then = whole(model, optimizer)
-        train(model, optimizer, range(STEPS, 2 * STEPS))
-        second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
-        assert first.done and first.wait() == folder / "step-000000002"
-        assert second.wait() == folder / "step-000000004" and second.done
+    first = fullshard.save(folder, model, optimizer, step=STEPS, asynchronous=True)
+    then = whole(model, optimizer)
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    second = fullshard.save(folder, model, optimizer, step=2 * STEPS, asynchronous=True)
+    assert first.done and first.wait() == folder / "step-000000002"
+    assert second.wait() == folder / "step-000000004" and second.done
     return then, fullshard.Folder(folder).names()
 
 
 @pytest.mark.gloo("a rank waits for its writer")
 @pytest.mark.timeout(600)  # two processes import torch, on a machine that may be busy
-@pytest.mark.parametrize(("way", "as_threads"), [("rows", False), ("wrapper", True)])
-def test_what_is_saved_in_the_background_is_what_was_there(
-    run_ranks: Any, tmp_path: Path, way: str, as_threads: bool
-) -> None:
-    (want, names), _ = run_ranks(save_behind, way, tmp_path, as_threads, timeout=400)
+def test_what_is_saved_in_the_background_is_what_was_there(run_ranks: Any, tmp_path: Path) -> None:
+    (want, names), _ = run_ranks(save_behind, tmp_path, timeout=400)
     assert names == ["step-000000002", "step-000000004"]
-    for problems, _ in run_ranks(load_and_compare, way, tmp_path / names[0], want):
+    for problems, _ in run_ranks(load_and_compare, "rows", tmp_path / names[0], want):
         assert not problems
 
 
@@ -150,19 +141,13 @@ def test_state_that_was_made_since_the_save_is_dropped(run_ranks: Any, tmp_path:
     assert run_ranks(updated_since, tmp_path) == [["weight"]] * 2
 
 
-def save_in_a_step(folder: Path) -> str:
+def save_in_a_step(folder: Path) -> None:
     model, _ = make("rows")
-    handle = model.blocks[1].register_forward_hook(lambda *args: fullshard.save(folder, model))
-    try:
+    model.blocks[1].register_forward_hook(lambda *args: fullshard.save(folder, model))
+    with pytest.raises(fullshard.FullshardError, match="in the middle of a step"):
         model(torch.arange(6))
-    except fullshard.FullshardError as error:
-        return str(error)
-    finally:
-        handle.remove()
-    return "nothing"
 
 
 def test_in_the_middle_of_a_step_a_save_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    for said in run_ranks(save_in_a_step, tmp_path):
-        assert "in the middle of a step" in said
+    run_ranks(save_in_a_step, tmp_path)
     assert not fullshard.Folder(tmp_path).names()

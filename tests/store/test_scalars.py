@@ -146,24 +146,22 @@ def test_no_dims_and_plain_values_are_kept(run_ranks: Any, tmp_path: Path, build
         assert run_ranks(loaded, tmp_path / "plain", way, build, whole(model, optimizer)) == [[], []]
 
 
-def test_nan_is_equal_to_nan(tmp_path: Path, fake_world: Any) -> None:
+@pytest.mark.parametrize("through_a_folder", [True, False])
+def test_nan_is_equal_to_nan(tmp_path: Path, fake_world: Any, through_a_folder: bool) -> None:
     """State that is NaN for all parameters of one tensor: trained, saved, and loaded into the same."""
     fake_world(1)
-    torch.manual_seed(0)
-    for through_a_folder in (True, False):
-        model: Any = shard(nn.Sequential(nn.Linear(2, 2)), "flat", alone)
-        views = fullshard.optimizer_view(model)
-        optimizer = torch.optim.NAdam(views)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        for state in optimizer.state.values():
-            state["mu_product"] = torch.tensor(float("nan"))
-        if through_a_folder:
-            fullshard.save(tmp_path, model, optimizer)
-            fullshard.load(tmp_path, model, optimizer)
-        else:
-            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
-        assert all(state["mu_product"].isnan() for state in optimizer.state.values())
+    model: Any = shard(nn.Sequential(nn.Linear(2, 2)), "flat", alone)
+    optimizer = torch.optim.NAdam(fullshard.optimizer_view(model))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["mu_product"] = torch.tensor(float("nan"))
+    if through_a_folder:
+        fullshard.save(tmp_path, model, optimizer)
+        fullshard.load(tmp_path, model, optimizer)
+    else:
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    assert all(state["mu_product"].isnan() for state in optimizer.state.values())
 
 
 def test_scalars_of_another_type(tmp_path: Path) -> None:
@@ -230,42 +228,34 @@ def test_ties_that_were_none(tmp_path: Path, fake_world: Any) -> None:
     assert torch.equal(whole(model, optimizer)["model.tokens.weight"], separate.tokens.weight)
 
 
-def test_conjugated_and_negated_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("view", [Tensor.conj, lambda tensor: tensor.conj().imag])
+def test_conjugated_and_negated_values(tmp_path: Path, view: Any) -> None:
     """They are views that say so, of memory that holds something else."""
 
-    def conjugated() -> Tensor:
-        return torch.randn(3, dtype=torch.complex64).conj()
+    def values() -> Tensor:
+        return view(torch.randn(3, dtype=torch.complex64))
 
-    def negated() -> Tensor:
-        return torch.randn(3, dtype=torch.complex64).conj().imag
-
-    for number, make in enumerate((conjugated, negated)):
-        model = nn.Linear(2, 2)
-        model.register_buffer("buffer", make())
-        model.parameter = nn.Parameter(make())
-        mine = make()
-        want = [one.detach().clone().resolve_conj() for one in (model.buffer, model.parameter, mine)]
-        fullshard.save(tmp_path / str(number), model, state={"mine": {"it": mine}})
-        model.buffer, model.parameter = make(), nn.Parameter(make())
-        loaded = fullshard.load(tmp_path / str(number), model)
-        assert all(map(torch.equal, (model.buffer, model.parameter, loaded.state["mine"]["it"]), want))
-
-
-def on_meta_by_default(run: Callable[[], Any]) -> Any:
-    with torch.device("meta"):
-        return run()
+    model, mine = nn.Linear(2, 2), values()
+    model.register_buffer("buffer", values())
+    model.parameter = nn.Parameter(values())
+    want = [one.detach().clone().resolve_conj() for one in (model.buffer, model.parameter, mine)]
+    fullshard.save(tmp_path, model, state={"mine": {"it": mine}})
+    model.buffer, model.parameter = values(), nn.Parameter(values())
+    loaded = fullshard.load(tmp_path, model)
+    assert all(map(torch.equal, (model.buffer, model.parameter, loaded.state["mine"]["it"]), want))
 
 
 def test_a_default_device_without_memory(tmp_path: Path) -> None:
     """What is loaded and saved is where the model is, whatever new tensors are on."""
     model, optimizer = made("plain", 0)
     train(model, optimizer)
-    want = whole(model, optimizer)
-    state = {"mine": {"it": torch.ones(2)}}
-    on_meta_by_default(lambda: fullshard.save(tmp_path, model, optimizer, state=state))
-    on_meta_by_default(lambda: fullshard.save(tmp_path, model, optimizer, step=1, asynchronous=True).wait())
+    want, state = whole(model, optimizer), {"mine": {"it": torch.ones(2)}}
+    with torch.device("meta"):
+        fullshard.save(tmp_path, model, optimizer, state=state)
+        fullshard.save(tmp_path, model, optimizer, step=1, asynchronous=True).wait()
     model, optimizer = made("plain", 1)
-    loaded = on_meta_by_default(lambda: fullshard.load(tmp_path, model, optimizer, step=0))
+    with torch.device("meta"):
+        loaded = fullshard.load(tmp_path, model, optimizer, step=0)
     assert torch.equal(loaded.state["mine"]["it"], torch.ones(2))
     assert not differences(whole(model, optimizer), want)
 
