@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from ways import (
     LAYOUTS,
     batch,
     error_of,
-    every_way,
     gradient_problems,
     inner,
     layers,
@@ -26,13 +26,12 @@ from ways import (
     mine,
     named_error,
     shard,
+    some_ways,
     value_problems,
     whole_parameters,
 )
 
-
-def units_of(model: nn.Module) -> list[nn.Module]:
-    return [child for child in inner(model) if list(child.children()) or isinstance(child, fullshard.FSDPModule)]
+two_ways = pytest.mark.parametrize("way", ["rows", "wrapper"])
 
 
 def sharded(way: str, **settings: Any) -> nn.Module:
@@ -56,7 +55,7 @@ def gathers_in(action: Any) -> int:
 # Which unit owns what.
 
 
-@every_way
+@some_ways
 def test_owners_are_named(run_ranks, way: str) -> None:
     assert_same(run_ranks(owners, way))
 
@@ -103,7 +102,7 @@ def owners(way: str) -> list[str]:
     return problems
 
 
-@every_way
+@some_ways
 def test_what_nobody_owns_is_told_with_the_reason(run_ranks, way: str) -> None:
     assert_same(run_ranks(unowned, way))
 
@@ -136,7 +135,7 @@ def unowned(way: str) -> list[str]:
 # Units that stay.
 
 
-@every_way
+@two_ways
 def test_units_stay_for_the_block_and_train_as_ever(run_ranks, way: str) -> None:
     assert_same(run_ranks(kept, way))
 
@@ -178,7 +177,7 @@ def kept(way: str) -> list[str]:
     return problems + value_problems("after it", model, plain)
 
 
-@every_way
+@two_ways
 def test_weights_changed_inside_count(run_ranks, way: str) -> None:
     assert_same(run_ranks(changed_inside, way))
 
@@ -204,7 +203,7 @@ def changed_inside(way: str) -> list[str]:
     return problems + value_problems("weights", model, plain)
 
 
-@every_way
+@two_ways
 def test_a_chunked_loss_gathers_its_unit_once(run_ranks, way: str) -> None:
     assert_same(run_ranks(chunked, way))
 
@@ -249,7 +248,7 @@ def chunked(way: str) -> list[str]:
     return problems
 
 
-@every_way
+@two_ways
 def test_an_exception_inside_leaves_a_model_that_trains(run_ranks, way: str) -> None:
     assert_same(run_ranks(raised_inside, way))
 
@@ -384,7 +383,7 @@ def kept_apart_at_first() -> str:
 # Freeing the root.
 
 
-@every_way
+@two_ways
 def test_the_root_is_freed_after_a_forward_alone(run_ranks, way: str) -> None:
     assert_same(run_ranks(freed, way))
 
@@ -438,7 +437,7 @@ class AbstractModel(Abstract):
         return x
 
 
-@every_way
+@two_ways
 def test_modules_whose_metaclass_is_abcmeta(run_ranks, way: str) -> None:
     assert_same(run_ranks(abstract, way))
 
@@ -460,7 +459,7 @@ def abstract(way: str) -> list[str]:
 # Masters in more digits than the model was loaded in.
 
 
-@every_way
+@two_ways
 def test_masters_in_fp32_of_a_model_in_bf16(run_ranks, way: str) -> None:
     assert_same(run_ranks(masters, way))
 

@@ -112,46 +112,6 @@ def test_what_shard_placement_fn_may_not_return(fake_world, returned):
 # Units of several modules, and units where there is no forward.
 
 
-class Chunked(nn.Module):
-    """The head runs once per chunk of the sequence, outside of the main forward: chunked loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(torch.tanh(self.body(x)))
-
-    def loss(self, x: Tensor, chunks: int) -> Tensor:
-        hidden = self(x)
-        return sum(self.head(part).square().sum() for part in hidden.chunk(chunks)) / x.shape[0]
-
-
-@both_layouts
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_a_unit_whose_head_runs_in_chunks(run_ranks, chunks, layout):
-    assert all(run_ranks(chunked, chunks, layout))
-
-
-def chunked(chunks: int, layout: str) -> bool:
-    model, whole = Chunked(), Chunked()
-    fully_shard([model.norm, model.head], layout=layout)
-    fully_shard(model, layout=layout)
-    for _ in range(3):
-        model.zero_grad()
-        whole.zero_grad()
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-        model.loss(x, chunks).backward()
-        for other in range(2):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(other))
-            (whole.loss(x, chunks) / 2).backward()
-        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-        assert fullshard.memory_use(model).gathered == 0
-    return True
-
-
 class Registry(nn.Module):
     """Blocks in a ModuleDict and a ModuleList; one of them is never called."""
 

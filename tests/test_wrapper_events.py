@@ -27,11 +27,17 @@ def step(model: nn.Module) -> list[tuple[str, str]]:
     return [(event.verb, event.unit) for event in events]
 
 
-def third_step(**settings: object) -> list[tuple[str, str]]:
-    """The events of a step once the order of units is known."""
-    model = tower(**settings)
-    step(model), step(model)
-    return step(model)
+@pytest.fixture
+def third_step(fake_world):
+    """The events of a step once the order of units is known, on one of two ranks that exchange nothing."""
+    fake_world(2)
+
+    def run(**settings: object) -> list[tuple[str, str]]:
+        model = tower(**settings)
+        step(model), step(model)
+        return step(model)
+
+    return run
 
 
 def most_gathered(events: list[tuple[str, str]]) -> int:
@@ -52,66 +58,44 @@ def forward_of(events: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return events[: events.index(("free", last)) + 1]
 
 
-@both
-def test_names_of_units_are_those_of_the_unwrapped_module(run_ranks, orig):
-    for events in run_ranks(third_step, use_orig_params=orig):
-        assert {unit for _, unit in events} == {str(i) for i in range(BLOCKS)}
-
-
-@both
 @pytest.mark.parametrize(
     ("strategy", "gathers", "all_reduces"), [("FULL_SHARD", 2, 0), ("SHARD_GRAD_OP", 1, 0), ("NO_SHARD", 1, 1)]
 )
-def test_strategies(run_ranks, strategy, gathers, all_reduces, orig):
-    """NO_SHARD "gathers" by a local copy."""
-    for events in run_ranks(third_step, use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy]):
-        for unit in map(str, range(BLOCKS)):
-            assert events.count(("gather", unit)) == gathers
-            assert events.count(("free", unit)) == gathers
-            assert events.count(("reduce", unit)) == 1
-            assert events.count(("all_reduce", unit)) == all_reduces
-
-
 @both
-def test_all_gather_limiter(run_ranks, orig):
-    for limit, most in ((True, 2), (False, 3)):
-        for events in run_ranks(third_step, use_orig_params=orig, limit_all_gathers=limit):
-            assert most_gathered(forward_of(events)) == most
+def test_strategies(third_step, strategy, gathers, all_reduces, orig):
+    """Units have the unwrapped modules' names. NO_SHARD "gathers" by a local copy."""
+    events = third_step(use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy])
+    assert {unit for _, unit in events} == set(map(str, range(BLOCKS)))
+    for unit in map(str, range(BLOCKS)):
+        counts = [events.count((verb, unit)) for verb in ("gather", "free", "reduce", "all_reduce")]
+        assert counts == [gathers, gathers, 1, all_reduces]
 
 
-def backward_of(events: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return events[len(forward_of(events)) :]
+@pytest.mark.parametrize(("limit", "most"), [(True, 2), (False, 3)])
+def test_all_gather_limiter(third_step, limit, most):
+    assert most_gathered(forward_of(third_step(limit_all_gathers=limit))) == most
 
 
-@both
 @pytest.mark.parametrize("kind", ["BACKWARD_PRE", "BACKWARD_POST", None])
-def test_backward_prefetch(run_ranks, kind, orig):
+def test_backward_prefetch(third_step, kind):
     """When unit 2 is gathered, seen from unit 3, which runs before it in backward."""
-    chosen = BackwardPrefetch[kind] if kind else None
-    for events in run_ranks(third_step, use_orig_params=orig, backward_prefetch=chosen):
-        backward = backward_of(events)
-        gather = backward.index(("gather", "2"))
-        freed, reduced = backward.index(("free", "3")), backward.index(("reduce", "3"))
-        if kind == "BACKWARD_PRE":
-            assert gather < freed
-            assert most_gathered(backward) == 2
-        else:
-            assert gather > freed
-            assert most_gathered(backward) == 1
-            assert (gather < reduced) == (kind == "BACKWARD_POST")
+    events = third_step(backward_prefetch=BackwardPrefetch[kind] if kind else None)
+    backward = events[len(forward_of(events)) :]
+    gather = backward.index(("gather", "2"))
+    freed, reduced = backward.index(("free", "3")), backward.index(("reduce", "3"))
+    if kind == "BACKWARD_PRE":
+        assert gather < freed and most_gathered(backward) == 2
+    else:
+        assert gather > freed and most_gathered(backward) == 1
+        assert (gather < reduced) == (kind == "BACKWARD_POST")
 
 
-def without_sync(orig: bool) -> list[tuple[str, str]]:
-    model = tower(use_orig_params=orig)
+def test_no_sync_communicates_no_gradients(fake_world):
+    fake_world(2)
+    model = tower()
     step(model)
     with model.no_sync():
-        return step(model)
-
-
-@both
-def test_no_sync_communicates_no_gradients(run_ranks, orig):
-    for events in run_ranks(without_sync, orig):
-        assert not [unit for verb, unit in events if verb in ("reduce", "all_reduce")]
+        assert not [unit for verb, unit in step(model) if verb in ("reduce", "all_reduce")]
 
 
 class Branching(nn.Module):

@@ -19,31 +19,6 @@ def build(orig: bool) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 5)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def views(orig: bool) -> list[str]:
-    """AdamW over `optimizer_view` does what AdamW over the parameters does."""
-    models = [build(orig), build(orig)]
-    adamw = [
-        torch.optim.AdamW(models[0].parameters(), lr=0.1),
-        torch.optim.AdamW(fullshard.optimizer_view(models[1]), lr=0.1),
-    ]
-    for _ in range(3):
-        for model, optimizer in zip(models, adamw, strict=True):
-            step(model, optimizer)
-    one, two = (model.state_dict() for model in models)
-    return [name for name in one if not torch.equal(one[name], two[name])]
-
-
-@both
-def test_optimizer_view(run_ranks, orig):
-    assert_same(run_ranks(views, orig))
-
-
 def refusals(orig: bool) -> list[str]:
     model = build(orig)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -89,7 +64,9 @@ def test_an_inner_instance_looked_into_first_stays_inner(run_ranks, orig):
 def described(orig: bool) -> tuple[str, fullshard.MemoryUse]:
     model = build(orig)
     optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return fullshard.describe(model), fullshard.memory_use(model, optimizer)
 
 
