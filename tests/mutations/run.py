@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def caught(fault: Fault, test: str) -> tuple[str, float, str]:
         seconds = time.monotonic() - begin
     if code == 1 and "\nFAILED " not in output:  # an error of a fixture or a collection is no test that fails
         code = 2
-    if code < 0:  # the process crashed, which nobody overlooks
+    if code == -signal.SIGSEGV:  # memory that was given back was used; another signal may be of somebody else's
         code = 1
     return VERDICTS.get(code, f"ERROR {code}"), seconds, output
 
