@@ -221,7 +221,7 @@ class Expected:
 @pytest.mark.parametrize(
     ("way", "variant", "action"),
     [
-        *[(way, "first step", "step") for way in ("rows", "wrapper")],
+        ("rows", "first step", "step"),
         *[(way, "plain", "step") for way in ("rows", "flat", "wrapper", "originals")],
         *[("rows", variant, "step") for variant in ("bf16", "recomputing", "hybrid")],
         *[("originals", variant, "step") for variant in ("kept", "recomputing")],
