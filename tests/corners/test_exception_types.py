@@ -138,7 +138,9 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "apply in a forward": lambda lib: in_forward(lib, lambda m: m.apply(lambda _: None)),
     "summon in a forward": lambda lib: in_forward(lib, lambda m: summon(lib, m, lambda: None)),
     "summon twice": lambda lib: of(wrap(layers(), lib), lambda m: summon(lib, m, lambda: summon(lib, m, lambda: None))),
-    "a forward in summon": lambda lib: of(wrap(layers(), lib), lambda m: summon(lib, m, lambda: m(X))),
+    "a backward in summon": lambda lib: of(
+        wrap(layers(), lib), lambda m: summon(lib, m, lambda: m(X).sum().backward())
+    ),
     "rank 0's written back": lambda lib: summon(lib, wrap(layers(), lib), lambda: None, rank0_only=True),
     "settings of another kind": lambda lib: lib.FullyShardedDataParallel.set_state_dict_type(
         wrap(layers(), lib), lib.StateDictType.SHARDED_STATE_DICT, lib.FullStateDictConfig()
