@@ -446,7 +446,8 @@ class Training(RuleBasedStateMachine):
             handle = unit.unshard(async_op=mode == "async")
             if handle is not None:
                 handle.wait()
-            assert all(bool(p.isfinite().all()) for p in unit.parameters(recurse=False))
+            whole = [p for p in unit.parameters(recurse=False) if type(p) is nn.Parameter]  # not of units tied with it
+            assert all(bool(p.isfinite().all()) for p in whole)
             if mode != "stays":
                 unit.reshard()
 
@@ -569,6 +570,8 @@ class Training(RuleBasedStateMachine):
 
         def add(rank: int, model: Any) -> None:
             model.adapter = self.sharding[rank].unit(adapter())
+            if self.factor != self.world:
+                model.adapter.set_gradient_divide_factor(self.factor)
 
         self.reference.adapter = adapter()
         self.on_ranks(add)
