@@ -233,7 +233,7 @@ FAULTS = (
         "checkpoint/optimizer.py",
         "for key, value in {**group, **settings[g]}.items() if key",
         "for key, value in {**settings[g], **group}.items() if key",
-        test="tests/corners/test_checkpoint_core.py",
+        test="tests/parity/test_wrapper_optimizer.py",
     ),
     Fault(
         "all groups take the settings of the first",
