@@ -366,6 +366,7 @@ class MemoryGroup(multi_threaded_pg.ProcessLocalGroup):
         # Never called. Asked for by torch functions that look for the device that a group communicates on.
         backend = FakeProcessGroup._create_internal(rank, world)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     def getBackendName(self) -> str:
         return "gloo"
