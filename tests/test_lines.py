@@ -26,6 +26,8 @@ from fullshard.mesh import Axis, MeshAxes, lines
 from fullshard.torch_private import gloo_group
 from fullshard.watcher import RANK
 
+pytestmark = pytest.mark.gloo("connections between processes")
+
 WIDTH, STEPS = 8, 6
 TWO = 2
 
