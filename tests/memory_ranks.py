@@ -561,6 +561,8 @@ def create(store: dist.Store, rank: int, world: int, timeout: timedelta) -> Memo
     return MemoryGroup(rank, world)
 
 
+if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # which torch 2.11 asks for when groups end
+    multi_threaded_pg.ThreadLocalWorld.comms = []
 dist.Backend.register_backend("memory", create, devices=["cpu"])
 
 BLOCKING = ("get", "wait", "multi_get")
