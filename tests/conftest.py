@@ -78,8 +78,8 @@ def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPools]:
 def run_ranks(request: pytest.FixtureRequest) -> Callable:
     """`run_ranks(fn, *args, world=2, timeout=60)`: a module-level function on every rank; results by rank.
 
-    Ranks are threads (`memory_ranks.py`); processes over gloo for tests marked `gloo(reason)`, with `--gloo`, and on torch
-    2.11, whose DTensor crashes where a thread that used it has ended.
+    Ranks are threads (`memory_ranks.py`); processes over gloo for tests marked `gloo(reason)`, with `--gloo`, and on
+    torch 2.11, whose DTensor crashes where a thread that used it has ended.
     """
     if request.config.getoption("--gloo") or request.node.get_closest_marker("gloo") or TORCH < (2, 13):
         return request.getfixturevalue("rank_pools").run
