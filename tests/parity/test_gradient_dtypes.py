@@ -232,7 +232,12 @@ def test_adopted_programs_reduce_as_the_installed_torch(run_ranks, monkeypatch):
 
 
 def adopted() -> tuple[set[torch.dtype], set[torch.dtype]]:
-    return run(fullshard, "unset")[0], run(torch_fsdp, "unset")[0]
+    before = reduce_dtype._Rule.as_computed
+    reduce_dtype.follow_torch()  # also where ranks are processes
+    try:
+        return run(fullshard, "unset")[0], run(torch_fsdp, "unset")[0]
+    finally:
+        reduce_dtype._Rule.as_computed = before
 
 
 @pytest.mark.parametrize("rank", [0, 1])
