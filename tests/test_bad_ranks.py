@@ -33,7 +33,7 @@ def different(kind: str) -> nn.Module:
         elif kind == "shape":
             model.layers[1], model.layers[2] = nn.Linear(13, 1021), nn.Linear(1021, 3)
         elif kind == "dtype":
-            model.layers[1].double()
+            model.layers[1].bias = nn.Parameter(model.layers[1].bias.detach().double())
         elif kind == "count":
             model.extra = nn.Parameter(torch.ones(3))
         elif kind == "frozen":
@@ -59,7 +59,7 @@ def train_differently(kind: str) -> tuple[str, str]:
     [
         ("name", ["layers.1.weight", "layers.1.wait"]),
         ("shape", ["layers.1.weight", "1023", "1021"]),
-        ("dtype", ["layers.1.weight", "float32", "float64"]),
+        ("dtype", ["layers.1.bias", "float32", "float64"]),
         ("count", ["extra"]),
         ("frozen", ["layers.1.bias"]),
     ],

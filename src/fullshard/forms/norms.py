@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from ..comm import reduce_value
+from ..torch_private.local_tensor import inside
 from .run import Run
 
 
 def norms(shards: list[Any], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The norms of whole tensors of which `shards` hold runs: local norms, then one all-reduce per axis."""
-    local = [getattr(s, "_local_tensor", s) for s in shards]
+    local = [inside(s) for s in shards]
     neutral = math.inf if order == -math.inf or order < 0 else 0.0  # of no elements
     empty = [torch.full((), neutral, dtype=(dtype or t.dtype).to_real(), device=t.device) for t in local]
     found = [

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..forms import FlatShard, owner_of
+from ..forms import owner_of
 from ..shard import Unit, members_of, units_of
-from ..torch_private.local_tensor import plain_tensors
+from ..torch_private.local_tensor import inside, plain_tensors
 from .facts import size
 
 
@@ -114,7 +113,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, ratio: float, plai
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, (DTensor, FlatShard)) else tensor
+    local = inside(tensor)
     return local.numel() * local.element_size()
 
 

@@ -16,6 +16,7 @@ from ..dtypes import as_real
 from ..errors import ArgumentTypeError, ConfigError, NonfiniteError
 from ..forms import PART_KEY, FlatShard, LocalForm, owner_of
 from ..shard import follow_views
+from ..torch_private.local_tensor import inside
 
 
 def clip_grad_norm_(
@@ -60,7 +61,7 @@ def clip_grad_norm_(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
-        local = as_real(_local(grad))
+        local = as_real(inside(grad))
         locals_by_dtype.setdefault((local.dtype, local.device), []).append(local)
     for (dtype, device), tensors in locals_by_dtype.items():
         torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype if dtype == torch.float64 else torch.float32))
@@ -103,7 +104,7 @@ def _norm_of(
     by_groups: dict[tuple[int, ...], tuple[list[torch.distributed.ProcessGroup], list[torch.Tensor]]] = {}
     for grad, groups in grads:
         entry = by_groups.setdefault(tuple(id(group) for group in groups), (groups, []))
-        entry[1].append(_magnitudes(_local(grad), norm_type))
+        entry[1].append(_magnitudes(inside(grad), norm_type))
     infinite = math.isinf(norm_type)
     parts: list[torch.Tensor] = []
     for groups, tensors in by_groups.values():
@@ -129,10 +130,6 @@ def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     if not grad.is_complex():
         return grad
     return torch.view_as_real(grad) if norm_type == 2 else grad.abs()
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad._local_tensor if isinstance(grad, (DTensor, FlatShard)) else grad
 
 
 def _under_view(parameter: torch.Tensor) -> list[torch.Tensor]:

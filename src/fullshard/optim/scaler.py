@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ..comm import reduce_value
-from ..forms import FlatShard
 from ..shard import follow_views
+from ..torch_private.local_tensor import inside
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -124,8 +123,7 @@ def _distinct(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             grad = parameter.grad
             if grad is None:
                 continue
-            if isinstance(grad, (DTensor, FlatShard)):
-                grad = grad._local_tensor
+            grad = inside(grad)
             if grad.is_sparse:
                 if not grad.is_coalesced():
                     grad = parameter.grad = grad.coalesce()  # sums duplicates, which may overflow in fp16

@@ -42,18 +42,20 @@ def check_alike(
     for one in units:
         if one.unit.kept_axis is not None:
             axes[id(one.unit.kept_axis.group)] = one.unit.kept_axis
-        for bucket, gradients in zip(one.unit.buckets, one.unit.gradients, strict=True):
+        for bucket in one.unit.buckets:
             device = bucket.axes.device
             axes |= {id(axis.group): axis for axis in bucket.axes.all}
             for member in bucket.members:
                 dtype = str(bucket.storage_dtype).removeprefix("torch.")
                 compute = str(bucket.compute_dtype).removeprefix("torch.")
-                grad, reduced = "trainable" if member.sharded.requires_grad else "frozen", one.settings.reduce.fact
+                grad = "trainable" if member.sharded.requires_grad else "frozen"
                 facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
                 facts += ", in keep_gathered" if one.held else ""
-                if gradients.reduce_dtype is not bucket.storage_dtype:
-                    facts += f", reduced in {str(gradients.reduce_dtype).removeprefix('torch.')}"
-                lines.append(Line(member.name, str(member.slot.shape), facts + reduced, one.unit.name))
+                lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
+        # After the parameters: one of another dtype is told by its own line, not by what the unit's gradients become.
+        reduced = sorted({str(gradients.reduce_dtype).removeprefix("torch.") for gradients in one.unit.gradients})
+        facts = f"gradients reduced in {', '.join(reduced) or 'none'}{one.settings.reduce.fact}"
+        lines.append(Line(one.unit.name or "(root)", "of the unit", facts, one.unit.name))
     if device is not None:
         left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
         for axis in axes.values():

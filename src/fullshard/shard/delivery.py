@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, Member
-from ..torch_private.local_tensor import plain_access, read_grad, write_grad
+from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .hooks import hooked_flat, hooked_member, sees_gradients
@@ -325,7 +325,7 @@ class Delivery:
             return False
         if not part.numel:  # it has no address
             return view.adopted is not None or (current is not None and grad is current.parts[index])
-        at = getattr(grad, "_local_tensor", grad).data_ptr()
+        at = inside(grad).data_ptr()
         if current is not None and at == current.flat.data_ptr() + part.offset * current.flat.element_size():
             return True
         adopted = view.adopted

@@ -9,17 +9,11 @@ from typing import Any
 import torch
 
 from ..torch_private.holders import holders
-from ..torch_private.local_tensor import plain_access
-
-
-def _inside(part: Any) -> torch.Tensor:
-    """A gradient's plain tensor: a DTensor's count of elements is that of all ranks."""
-    plain: torch.Tensor = getattr(part, "_local_tensor", part)
-    return plain
+from ..torch_private.local_tensor import inside, plain_access
 
 
 def _address(part: Any) -> int:
-    return _inside(part).data_ptr()
+    return inside(part).data_ptr()
 
 
 @dataclass(eq=False)
@@ -48,11 +42,11 @@ class GradientSet:
         self.nbytes = self.storage.nbytes()
         self.shown = [False] * len(self.parts)
         # Those that have elements here, and where each lies: bytes from the first one of `flat`.
-        self._held = [part for part in self.parts if _inside(part).numel()]
+        self._held = [part for part in self.parts if inside(part).numel()]
         self._offsets = [at - self.flat.data_ptr() for at in map(_address, self._held)]
         # Users may hold the tensors that they see, or those inside them.
         self._watched: list[Any] = [*self.parts, *self.views]
-        self._watched += [part._local_tensor for part in self.parts if hasattr(part, "_local_tensor")]
+        self._watched += [plain for part in self.parts if (plain := inside(part)) is not part]
         self._watched += [self.flat, self.storage]
 
     def settle(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class
+from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter, table_name
 from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
@@ -124,7 +125,7 @@ def _plain(given: list[Given]) -> list[Given]:
 
 def _class_of(parameter: Any) -> str:
     """The name of a parameter's class, of what a DTensor holds."""
-    return type(getattr(parameter, "_local_tensor", parameter)).__name__
+    return type(inside(parameter)).__name__
 
 
 @dataclass

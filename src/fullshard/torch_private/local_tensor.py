@@ -35,6 +35,12 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor  # type: ignore[attr-defined]
 
 
+def inside(tensor: Any) -> torch.Tensor:
+    """The very tensor inside a `DTensor` or a `FlatShard`, whose sizes are those of the whole; a plain one itself."""
+    plain: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return plain
+
+
 def set_local(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make a `DTensor` or a `FlatShard` a view of `local`, of the same shape and dtype."""
     parameter._local_tensor = local  # type: ignore[attr-defined]
