@@ -239,3 +239,10 @@ def test_names_are_imported_when_they_are_used() -> None:
         for alias in node.names
     }
     assert for_checkers == {**fullshard._HOMES, "wrap": ".wrap"}
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """Each folder of tests is on the path: of two files of one name pytest collects one, where both are run."""
+    names = [file.stem for file in Path(__file__).parent.rglob("*.py") if file.stem not in ("__init__", "conftest")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, f"{sorted(twice)}: rename one of each"

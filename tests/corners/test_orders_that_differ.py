@@ -187,7 +187,7 @@ def unit_of_its_own(when: str) -> str:
 @pytest.mark.parametrize(
     ("when", "words"),
     [
-        ("after a backward", "rank 1 "),
+        ("after a backward", "rank 1 ran the model's forward (test_orders_that_differ.py:"),
         ("after a forward", "rank 1: uses a model, or a part that was sharded since, for the first time"),
     ],
 )

@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from faults import CHANGES, raising, scale, short_of_memory
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from invariants import (
@@ -37,6 +36,7 @@ from invariants import (
     value_problems,
 )
 from random_blocks import INPUTS, Model, ModelPlan, changed, loss_of, models, set_turn
+from random_faults import CHANGES, raising, scale, short_of_memory
 from random_ways import Sharding, Way, ways, worlds
 from torch import Tensor, nn
 
