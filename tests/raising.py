@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ import fullshard
 
 
 @contextmanager
-def raises(code: str, quoting: str | None = None) -> Iterator[None]:
+def raises(code: str, quoting: str | None = None, words: Sequence[str] = ()) -> Iterator[None]:
     """The block raises Fullshard's error of this code, whose message ends in it; it may quote another error."""
     with pytest.raises(fullshard.FullshardError) as caught:
         yield
+    assert [word for word in words if word not in str(caught.value)] == [], f"{caught.value}"
     assert caught.value.code == code, f"{caught.value}"
     assert str(caught.value).endswith(f"\n  code:      {code}")
     assert quoting is None or f"\n  code:      {quoting}\n" in str(caught.value), f"{caught.value}"
@@ -31,6 +33,36 @@ def warns(code: str) -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     assert any(str(one.message).endswith(f"\n  code:      {code}") for one in told), [str(one.message) for one in told]
+
+
+def assert_raises(code: str, row: Any, *given: object) -> None:
+    """The last call of a table's row raises, or warns with, this code; those before it do what it takes.
+
+    All are called with what is given; where nothing is, with what the first of them makes. Texts in the row are words
+    of the error.
+    """
+    parts = row if isinstance(row, tuple) else (row,)
+    *before, call = [part for part in parts if not isinstance(part, str)]
+    if before and not given:
+        given = (before.pop(0)(),)
+    for one in before:
+        one(*given)
+    words = [part for part in parts if isinstance(part, str)]
+    with warns(code) if code.startswith("W") else raises(code, words=words):
+        call(*given)
+
+
+def put(name: str, content: str | bytes = b"") -> Callable[[Path], object]:
+    """Writes a file into the folder that it is called with."""
+
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return write
+
+
+ONE = torch.ones(1, 4)
 
 
 def two_layers() -> nn.Sequential:
@@ -47,6 +79,11 @@ def sharded(**arguments: object) -> nn.Module:
     return fullshard.fully_shard(model, **arguments)  # type: ignore[arg-type]
 
 
+def unit(**arguments: object) -> Any:
+    """One layer, a unit."""
+    return fullshard.fully_shard(nn.Linear(4, 4), **arguments)  # type: ignore[arg-type]
+
+
 def wrapped(**arguments: object) -> fullshard.FullyShardedDataParallel:
     """Two layers in one instance."""
     return fullshard.FullyShardedDataParallel(two_layers(), **arguments)  # type: ignore[arg-type]
@@ -55,6 +92,16 @@ def wrapped(**arguments: object) -> fullshard.FullyShardedDataParallel:
 def nested() -> fullshard.FullyShardedDataParallel:
     """Two layers, each an instance, in another one."""
     return wrapped(auto_wrap_policy={nn.Linear})
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    """A forward."""
+    return model(ONE)
+
+
+def step(model: nn.Module) -> None:
+    """A forward and backward."""
+    run(model).sum().backward()
 
 
 Program = Callable[[int, Path], object]

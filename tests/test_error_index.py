@@ -60,8 +60,8 @@ def test_examples_of_the_index_name_the_code_that_they_show() -> None:
 
 
 def test_of_a_table_the_row_of_the_code_is_quoted() -> None:
-    row = examples.example("tests/errors/test_errors_of_formats.py::test_what_cannot_be_converted[K034]", "K034").source
-    assert '"K034": texts' in row and "def texts" in row and "K033" not in row
+    row = examples.example("tests/errors/test_errors_of_formats.py::test_what_cannot_be_converted[K054]", "K054").source
+    assert '"K054": too_short' in row and "def too_short" in row and "K051" not in row
     program = examples.example("tests/errors/test_errors_of_ranks.py::test_two_ranks[D007]", "D007").source
     assert "load_state_dict" in program and "D006" not in program and "run_ranks" not in program
 

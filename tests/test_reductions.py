@@ -19,8 +19,6 @@ from fullshard import set_token_count
 from test_meshes import Experts
 from training import full_gradients
 from ways import (
-    LAYOUTS,
-    SOME_WAYS,
     WIDTH,
     alone,
     differences,
@@ -110,20 +108,12 @@ def test_sums_and_tokens_are_exact_against_one_process(run_ranks) -> None:
 
 def on_two_ranks() -> list[str]:
     problems: list[str] = []
-    for way in SOME_WAYS:
-        for reduction in ("sum", "tokens"):
-            for sync in ("each", "last"):
-                problems += trained(way, reduction, sync)
+    for way in ("rows", "wrapper"):  # sums, the other ways and one batch a step: tests/property
+        for sync in ("each", "last"):
+            problems += trained(way, "tokens", sync)
     problems += trained("originals", "tokens", "each", sharding_strategy=fullshard.ShardingStrategy.NO_SHARD)
-    return (
-        problems
-        + in_sixteen_bits()
-        + counts_on_the_device()
-        + nothing_to_count()
-        + one_collective()
-        + recomputed()
-        + penalised()
-    )
+    more = (in_sixteen_bits, counts_on_the_device, nothing_to_count, one_collective, recomputed, penalised)
+    return problems + [problem for check in more for problem in check()]
 
 
 def test_on_hybrid_meshes_expert_meshes_and_context_parallel_ranks(run_ranks) -> None:
@@ -133,9 +123,7 @@ def test_on_hybrid_meshes_expert_meshes_and_context_parallel_ranks(run_ranks) ->
 
 def on_four_ranks() -> list[str]:
     problems: list[str] = []
-    for way in ("rows", "originals"):
-        for reduction in ("sum", "tokens"):
-            problems += trained(way, reduction, "last", hybrid=True)
+    problems += trained("originals", "sum", "last", hybrid=True)
     problems += trained("flat", "tokens", "shard axis", hybrid=True)
     problems += trained("wrapper", "tokens", "each", hybrid=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -233,11 +221,7 @@ def one_collective() -> list[str]:
     set_token_count(model, [1, 1])
     told = [(call.verb, call.nbytes) for call in recording.calls]
     divisor = model._runner().settings.reduce.tokens.total(torch.bfloat16)
-    if (divisor.shape, divisor.dtype) != (
-        (1,),
-        torch.float32,
-    ):  # of no dims, a GPU would round it to the buffer's dtype
-        told.append((f"{divisor.dtype} {tuple(divisor.shape)}", 0))
+    assert (divisor.shape, divisor.dtype) == ((1,), torch.float32)  # of no dims, a GPU would round it
     return [] if told == [("all_reduce", 24)] else [f"set_token_count ran {told}"]
 
 
@@ -311,7 +295,6 @@ def refused_in(way: str, problems: list[str]) -> None:
     expect(backward, AssertionError, "one more than the 1 of the last count")
     for wrong in (-1, 1.5, True, [], "3", torch.ones(2, 2), torch.tensor(0.5), None):
         expect(partial(set_token_count, model, wrong), ValueError, "set_token_count")
-    expect(lambda: set_token_count(nn.Linear(1, 1), 3), ValueError, "no units")
     below = next(m for m in model.modules() if m is not model and isinstance(m, (FSDP, fullshard.FSDPModule)))
     expect(lambda: set_token_count(below, 3), fullshard.PhaseError, "for the root")
     model.zero_grad()
@@ -341,28 +324,15 @@ def checker(problems: list[str], where: str) -> Callable[..., None]:
 def arguments_refused() -> list[str]:
     problems: list[str] = []
     expect = checker(problems, "arguments")
-    for way in (*LAYOUTS, "originals"):
-        expect(lambda way=way: shard(layers(), way, alone, reduction="average"), ValueError, "'average'")
-    model: Any = shard(layers(), "rows")
-    expect(lambda: set_token_count(model, 3), ValueError, 'reduction="tokens"', "'mean'")
+    expect(lambda: shard(layers(), "originals", alone, reduction="average"), ValueError, "'average'")
     for reduction in ("sum", "tokens"):
-        model = shard(layers(), "rows", reduction=reduction)
-        expect(lambda model=model: model.set_gradient_divide_factor(2.0), ValueError, "divide factor", "scale the loss")
+        model: Any = shard(layers(), "rows", reduction=reduction)
         expect(lambda model=model: model.set_reduce_scatter_divide_factor(2.0), ValueError, "divide factor")
         expect(lambda model=model: model.set_force_sum_reduction_for_comms(True), ValueError, "no place")
         model.set_force_sum_reduction_for_comms(False)
         wrapped = shard(layers(), "wrapper", reduction=reduction)
         hook: Sequence[Any] = (None, lambda state, grad, out: None)
         expect(lambda wrapped=wrapped, hook=hook: wrapped.register_comm_hook(*hook), ValueError, "communication hook")
-    mixed: Any = layers()
-    fullshard.fully_shard(mixed[0])
-    fullshard.fully_shard(mixed, reduction="sum")
-    expect(lambda: mixed(torch.ones(1, WIDTH).double()), ValueError, "'mean' of '0'", "'sum' of '(root)'")
-    larger: Any = layers()
-    fullshard.fully_shard(larger[0], reduction="tokens")
-    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "one"))["one"]
-    fullshard.fully_shard(larger, mesh=own, reduction="tokens")
-    expect(lambda: larger(torch.ones(1, WIDTH).double()), ValueError, "unit '0' on 2 ranks", "at most 1 ranks")
     differs = shard(layers(), "rows", alone, reduction="sum" if dist.get_rank() else "mean")
     expect(lambda: differs(torch.ones(1, WIDTH).double()), fullshard.DivergenceError, "reduction sum")
     return problems

@@ -149,17 +149,6 @@ def test_sharing_leaves_the_others_reductions_to_them(fake_world):
     first.reducer.in_flight.clear()
 
 
-def test_what_cannot_share(fake_world):
-    fake_world(2)
-    model = sharded_chunks("never")[0]
-    with pytest.raises(fullshard.ConfigError, match="share a communication context"):
-        share_comm_ctx([model, nn.Linear(2, 2)])
-    model(torch.ones(1, WIDTH))
-    with pytest.raises(fullshard.ConfigError, match="takes roots"):
-        share_comm_ctx([model[0], model])
-    share_comm_ctx([])
-
-
 def test_roots_that_another_thread_makes_meanwhile():
     """What looks at all roots of the process (`zero_grad`, `backward`) goes on beside a thread that makes one."""
     from fullshard.runtime import root

@@ -1,4 +1,4 @@
-"""Fullshard's own functions on models wrapped by FullyShardedDataParallel: right, or refused by name."""
+"""Fullshard's own functions on models wrapped by FullyShardedDataParallel; those that are refused: tests/errors."""
 
 from __future__ import annotations
 
@@ -17,31 +17,6 @@ def build(orig: bool) -> FullyShardedDataParallel:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     return FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
-
-
-def refusals(orig: bool) -> list[str]:
-    model = build(orig)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 5)).sum().backward()
-    said = []
-    for what, kind, remedy in (
-        (lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0), fullshard.ConfigError, "model.clip_grad_norm_"),
-        (lambda: fullshard.optimizer_state_dict(model, optimizer), fullshard.CheckpointError, "optim_state_dict"),
-        (lambda: fullshard.fully_shard(model), fullshard.ConfigError, "once"),
-    ):
-        try:
-            what()
-        except kind as error:
-            if remedy not in str(error):
-                said.append(str(error))
-        else:
-            said.append(f"not refused: {remedy}")
-    return said
-
-
-@both
-def test_what_would_be_wrong_is_refused(run_ranks, orig):
-    assert_same(run_ranks(refusals, orig))
 
 
 def inner_first(orig: bool) -> list[str]:

@@ -71,7 +71,7 @@ RUN_BY = {
     "tests/clients/": " (of the extras of client libraries: `make test-clients`)",
     "tests/gpu/": " (on a GPU)",
 }
-SHARED = ("two_layers", "sharded", "wrapped", "nested")
+SHARED = ("two_layers", "unit", "sharded", "wrapped", "nested", "run", "step")
 """Functions of tests/raising.py that examples call."""
 
 
@@ -235,7 +235,9 @@ def shared() -> list[str]:
         "Examples are tests: what raises stands below `with raises(code)`, or warns below `with warns(code)`. Where",
         "nothing else is said they are rank 0 of 2 (of 4 where there is a mesh), in one process, on a group that moves",
         "no data. A function below `@PROGRAMS.raise_(code)` is a program of two ranks, which both run, each with its",
-        "number and a folder that both see. Of a table the row of the code is shown. They share these models:",
+        "number and a folder that both see. Of a table the row of the code is shown: its last call is what raises, of",
+        "what the first makes or of a new folder; those between are done before. `ONE` is one sample of ones. They",
+        "share these models:",
         "",
         "```python",
     ]

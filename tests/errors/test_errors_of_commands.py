@@ -19,71 +19,16 @@ from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, 
 from fullshard.reference.find import find
 from fullshard.reference.write import LIST, write
 from fullshard.watcher.rank import Rank
-from raising import raises, two_layers, warns
+from raising import assert_raises, put, raises, two_layers, warns
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
+WEIGHT = ParameterSpec("weight", (4, 4), (0, 1))
+BIAS = ParameterSpec("bias", (4,), (0,))
+PAGES = [("index.html", "a page")]
 
 
-def test_a_model_in_place_of_a_function_that_makes_one():
-    with raises("C123"):
-        fullshard.verify(**{**GIVEN, "model_fn": None})
-
-
-def test_a_step_that_is_no_function():
-    with raises("C124"):
-        fullshard.verify(**GIVEN, train_step_fn="step")
-
-
-def test_no_steps():
-    with raises("C125"):
-        fullshard.verify(**GIVEN, steps=0)
-
-
-def test_a_reduction_that_there_is_not():
-    with raises("C126"):
-        fullshard.verify(**GIVEN, reduction="max")
-
-
-def test_sums_by_tokens_without_counting_them():
-    with raises("C127"):
-        fullshard.verify(**GIVEN, reduction="tokens")
-
-
-def test_no_sync_in_a_step_of_ones_own():
-    with raises("C128"):
-        fullshard.verify(**GIVEN, train_step_fn=lambda model, optimizer, batches: None, no_sync=True)
-
-
-def test_another_way_to_begin():
-    with raises("C118"):
-        fullshard.verify(**GIVEN, initial="random")
-
-
-def test_clipping_the_norm_of_some_modules():
-    with raises("C116"):
-        fullshard.verify(**GIVEN, modules=["0"], max_norm=1.0)
-
-
-def test_a_batch_that_cannot_be_made():
-    def broken(*_: int) -> torch.Tensor:
-        raise FileNotFoundError("tokens.bin")
-
-    with raises("C119"):
-        fullshard.verify(**{**GIVEN, "batch_fn": broken})
-
-
-def test_counts_of_no_tokens():
-    with raises("C130"):
-        fullshard.verify(**GIVEN, reduction="tokens", tokens_fn=lambda batch: 0)
-
-
-# Commands.
-
-
-def refused(code: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says this, and nothing after it."""
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.split()[-2:] == ["code:", code]
+def verify(**given: object) -> object:
+    return fullshard.verify(**{**GIVEN, **given})
 
 
 def script(folder: Path, text: str) -> str:
@@ -92,132 +37,108 @@ def script(folder: Path, text: str) -> str:
     return f"{folder / 'train.py'}:check"
 
 
-def test_a_target_without_a_function():
-    with raises("C077"):
-        function_at("train.py")
+CALLS = {
+    "C123": lambda: verify(model_fn=None),
+    "C124": lambda: verify(train_step_fn="step"),
+    "C125": (lambda: verify(steps=0), "steps"),
+    "C126": lambda: verify(reduction="max"),
+    "C127": (lambda: verify(reduction="tokens"), "tokens_fn"),
+    "C128": lambda: verify(train_step_fn=lambda model, optimizer, batches: None, no_sync=True),
+    "C118": (lambda: verify(initial="random"), "initial"),
+    "C116": lambda: verify(modules=["0"], max_norm=1.0),
+    "C130": lambda: verify(reduction="tokens", tokens_fn=lambda batch: 0),
+    "C119": lambda: verify(batch_fn=lambda *_: Path("no tokens.bin").read_bytes()),
+    # What commands and `watch` are given.
+    "C077": (lambda: "train.py", function_at, "is not SCRIPT-OR-MODULE:FUNCTION"),
+    "C078": lambda: function_at("no.such.module:check"),
+    "C203": lambda: fullshard.watch(limit=0),
+    "C204": lambda: fullshard.watch(enabled="yes"),
+    "C205": lambda: fullshard.watch(folder=""),
+    "C224": lambda: find("no_such_package"),
+    # Layouts, planned without tensors.
+    "L001": lambda: plan_rows([WEIGHT], 0, 4, 1024),
+    "L006": lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
+    "L007": lambda: plan_owner([WEIGHT], 0, 4),
+    "L003": lambda: plan_rows([replace(WEIGHT, dim=2)], 2, 4, 1024),
+    "L008": (
+        lambda: plan_flat([WEIGHT, BIAS], 2, 4),
+        lambda layout: replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8))),
+    ),
+    "L009": lambda: replace(plan_flat([WEIGHT], 2, 4), full_numel=8),
+    "L010": (
+        lambda: plan_flat([WEIGHT], 2, 4),
+        lambda layout: replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32),
+    ),
+    # The process beside a rank.
+    "D016": (Rank, lambda rank: rank.board.condemn("Rank 1 has ended (killed by signal 9)."), Rank.raise_verdict),
+}
+FOLDERS = {
+    "C079": (lambda f: function_at(script(f, "pass")), "no function 'check'"),
+    "C080": (lambda f: function_at(f"{f / 'train.py'}:check"), "no file"),
+    "C104": lambda f: doctor(f / "reports"),
+    "C105": (put("stuck-1.json", "{"), lambda f: doctor(f / "stuck-1.json")),
+    "C106": doctor,
+    "C206": (put("reports"), lambda f: fullshard.watch(folder=f / "reports")),
+    # The reference of a package: `fullshard docs`.
+    "C225": lambda f: find(str(f)),
+    "C226": (put("notes.txt"), lambda f: find(str(f / "notes.txt"))),
+    "C227": (lambda f: write(f, [("a.html", "a page")]), put("index.html", "mine"), lambda f: write(f, PAGES)),
+    "C228": (put(LIST, "{}"), lambda f: write(f, PAGES)),
+    "C229": (put("notes.txt"), lambda f: write(f, PAGES)),
+    "C230": (put("reference"), lambda f: write(f / "reference", PAGES)),
+    "C231": (put("reference"), lambda f: write(f / "reference" / "pages", PAGES)),
+}
+COMMANDS = {
+    "C081": lambda f: ["verify", script(f, "def check(): raise KeyError('lr')")],
+    "C082": lambda f: ["verify", script(f, "def check(): return 1")],
+    "C083": lambda f: ["verify", script(f, "def check(): return {'model': 1}")],
+    "C207": lambda f: ["explain", "C999"],
+}
 
 
-def test_a_module_that_cannot_be_imported():
-    with raises("C078"):
-        function_at("no.such.module:check")
+@pytest.mark.parametrize("code", CALLS)
+def test_calls(code):
+    assert_raises(code, CALLS[code])
 
 
-def test_a_function_that_there_is_not(tmp_path):
-    with raises("C079"):
-        function_at(script(tmp_path, "pass"))
+@pytest.mark.parametrize("code", FOLDERS)
+def test_in_a_folder(tmp_path, code):
+    assert_raises(code, FOLDERS[code], tmp_path)
 
 
-def test_a_script_that_there_is_not(tmp_path):
-    with raises("C080"):
-        function_at(f"{tmp_path / 'train.py'}:check")
+@pytest.mark.parametrize("code", COMMANDS)
+def test_commands(tmp_path, capsys, code):
+    """The command says this, and nothing after it."""
+    assert main(COMMANDS[code](tmp_path)) == 2
+    assert capsys.readouterr().err.split()[-2:] == ["code:", code]
 
 
-def test_a_script_that_raises(tmp_path, capsys):
-    refused("C081", ["verify", script(tmp_path, "def check(): raise KeyError('lr')")], capsys)
+# What `verify` quotes of what it was given.
 
 
-def test_a_script_that_returns_no_arguments(tmp_path, capsys):
-    refused("C082", ["verify", script(tmp_path, "def check(): return 1")], capsys)
+def on_meta() -> torch.nn.Module:
+    """Shapes without values."""
+    with torch.device("meta"):
+        return two_layers()
 
 
-def test_a_code_that_there_is_not(capsys):
-    refused("C207", ["explain", "C999"], capsys)
+ONLY = two_layers()
+QUOTED = {
+    "C117": {"modules": ["layers.7"]},
+    "C122": {"shard_fn": lambda model: 1},
+    "C129": {"optimizer_fn": lambda model: 1},
+    "C131": {"model_fn": lambda: ONLY},
+    "C132": {"model_fn": on_meta, "shard_fn": lambda model: fullshard.fully_shard(two_layers())},
+}
 
 
-def test_a_script_that_returns_other_arguments(tmp_path, capsys):
-    refused("C083", ["verify", script(tmp_path, "def check(): return {'model': 1}")], capsys)
-
-
-# The doctor, and what it is to find.
-
-
-def test_a_folder_that_there_is_not(tmp_path):
-    with raises("C104"):
-        doctor(tmp_path / "reports")
-
-
-def test_a_report_that_cannot_be_read(tmp_path):
-    (tmp_path / "stuck-1.json").write_text("{")
-    with raises("C105"):
-        doctor(tmp_path / "stuck-1.json")
-
-
-def test_a_folder_without_reports(tmp_path):
-    with raises("C106"):
-        doctor(tmp_path)
-
-
-def test_a_time_that_is_not_positive():
-    with raises("C203"):
-        fullshard.watch(limit=0)
-
-
-def test_watching_is_a_switch():
-    with raises("C204"):
-        fullshard.watch(enabled="yes")
-
-
-def test_a_folder_for_reports_that_is_none():
-    with raises("C205"):
-        fullshard.watch(folder="")
-
-
-def test_a_folder_for_reports_that_is_a_file(tmp_path):
-    (tmp_path / "reports").touch()
-    with raises("C206"):
-        fullshard.watch(folder=tmp_path / "reports")
-
-
-# Layouts, planned without tensors.
-
-WEIGHT = ParameterSpec("weight", (4, 4), (0, 1))
-
-
-def test_rows_over_no_ranks():
-    with raises("L001"):
-        plan_rows([WEIGHT], 0, 4, 1024)
-
-
-def test_blocks_over_no_ranks():
-    with raises("L006"):
-        plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks")
-
-
-def test_owners_among_no_ranks():
-    with raises("L007"):
-        plan_owner([WEIGHT], 0, 4)
-
-
-def test_rows_of_a_dim_that_there_is_not():
-    with raises("L003"):
-        plan_rows([ParameterSpec("weight", (4, 4), (0, 1), dim=2)], 2, 4, 1024)
-
-
-def test_slots_that_overlap():
-    layout = plan_flat([WEIGHT, ParameterSpec("bias", (4,), (0,))], 2, 4)
-    with raises("L008"):
-        replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8)))
-
-
-def test_a_slot_beyond_the_bucket():
-    with raises("L009"):
-        replace(plan_flat([WEIGHT], 2, 4), full_numel=8)
-
-
-def test_a_slot_that_is_not_aligned():
-    layout = plan_flat([WEIGHT], 2, 4)
-    with raises("L010"):
-        replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32)
+@pytest.mark.parametrize("code", QUOTED)
+def test_what_verify_quotes(code):
+    with raises("C119", quoting=code):
+        verify(**QUOTED[code])
 
 
 # The process beside a rank.
-
-
-def test_what_the_watchers_found():
-    rank = Rank()
-    rank.board.condemn("Rank 1 has ended (killed by signal 9).")
-    with raises("D016"):
-        rank.raise_verdict()
 
 
 def test_a_watcher_that_cannot_be_started(monkeypatch):
@@ -232,99 +153,10 @@ def test_a_watcher_that_cannot_be_started(monkeypatch):
 def test_a_watcher_that_has_ended():
     rank = Rank()
     rank.start(0, 60.0)
-    process = rank._process
-    process.kill()
-    process.wait()
+    rank._process.kill()
+    rank._process.wait()
     with warns("W016"):
         rank.configure(limit=30.0)
-
-
-# The reference of a package: `fullshard docs`.
-
-
-def test_a_package_that_is_not_installed():
-    with raises("C224"):
-        find("no_such_package")
-
-
-def test_a_folder_without_python(tmp_path):
-    with raises("C225"):
-        find(str(tmp_path))
-
-
-def test_a_file_that_is_no_python(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    with raises("C226"):
-        find(str(tmp_path / "notes.txt"))
-
-
-PAGES = [("index.html", "a page")]
-
-
-def test_pages_over_a_file_of_ones_own(tmp_path):
-    write(tmp_path, [("other.html", "a page")])
-    (tmp_path / "index.html").write_text("mine")
-    with raises("C227"):
-        write(tmp_path, PAGES)
-
-
-def test_pages_beside_another_list(tmp_path):
-    (tmp_path / LIST).write_text("{}")
-    with raises("C228"):
-        write(tmp_path, PAGES)
-
-
-def test_pages_in_a_folder_that_is_not_empty(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    with raises("C229"):
-        write(tmp_path, PAGES)
-
-
-def test_pages_in_a_file(tmp_path):
-    (tmp_path / "reference").touch()
-    with raises("C230"):
-        write(tmp_path / "reference", PAGES)
-
-
-def test_pages_where_no_folder_can_be(tmp_path):
-    (tmp_path / "reference").touch()
-    with raises("C231"):
-        write(tmp_path / "reference" / "pages", PAGES)
-
-
-# What `verify` quotes of what it was given.
-
-
-def test_no_modules_to_verify():
-    with raises("C119", quoting="C117"):
-        fullshard.verify(**GIVEN, modules=["layers.7"])
-
-
-def test_a_sharding_that_gives_a_number():
-    with raises("C119", quoting="C122"):
-        fullshard.verify(**GIVEN, shard_fn=lambda model: 1)
-
-
-def test_an_optimizer_that_is_a_number():
-    with raises("C119", quoting="C129"):
-        fullshard.verify(**GIVEN, optimizer_fn=lambda model: 1)
-
-
-def test_one_model_for_both():
-    model = two_layers()
-    with raises("C119", quoting="C131"):
-        fullshard.verify(**{**GIVEN, "model_fn": lambda: model})
-
-
-def on_meta() -> torch.nn.Module:
-    """Shapes without values."""
-    with torch.device("meta"):
-        return two_layers()
-
-
-def test_a_model_without_values():
-    with raises("C119", quoting="C132"):
-        fullshard.verify(**{**GIVEN, "model_fn": on_meta}, shard_fn=lambda model: fullshard.fully_shard(two_layers()))
 
 
 def broken(rank: Rank) -> Exception:

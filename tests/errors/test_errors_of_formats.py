@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from files import archive
+from files import archive, rewritten
 from forged import save_small
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.exchange.inspect import inspect
@@ -24,89 +26,66 @@ from fullshard.store.formats.dcp import DcpSink, DcpSource
 from fullshard.store.formats.deepspeed import DeepSpeedSource
 from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.source import Entry
-from raising import raises, two_layers
+from raising import assert_raises, put, raises, two_layers
 
-Made = Callable[[Path], object]
+ENTRIES = {"model.weight": Entry((4,), torch.float32)}
+SAVING = "step-00000100.saving-1a2b"
+ZERO3 = Path(__file__).parents[1] / "store" / "data" / "zero3"
+"""What DeepSpeed wrote: ZeRO-3, three ranks."""
 
 
 def converted(folder: Path, **options: object) -> None:
-    """What `make` put into FOLDER/a, a file or a folder, as safetensors."""
+    """FOLDER/a, a file or a folder, as safetensors."""
     fullshard.convert(folder / "a", folder / "b.safetensors", **options)
 
 
-# What is asked for.
+def saved(content: object, **how: Any) -> Callable[[Path], None]:
+    return lambda f: torch.save(content, f / "a", **how)
 
 
-def test_casting_to_integers(tmp_path):
-    with raises("C088"):
-        converted(tmp_path, dtype=torch.int8)
+WHOLE = two_layers().state_dict()
+OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
+ASKED = {
+    "C088": lambda f: converted(f, dtype=torch.int8),
+    "C089": lambda f: converted(f, to="deepspeed"),
+    "K020": lambda f: fullshard.convert(f / "a", f),
+    "K021": lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"),
+    "K023": (saved(WHOLE), lambda f: fullshard.convert(f / "a", f / ("b" * 300))),
+    "K024": (saved({"optimizer": OPTIMIZER, "step": 8}), lambda f: converted(f, model_only=True)),
+    "K026": (lambda f: (f / SAVING).mkdir(), lambda f: fullshard.convert(f / SAVING, f / "b.safetensors")),
+    "K029": (put("manifest.json", "{}"), lambda f: fullshard.convert(f / "manifest.json", f / "b.safetensors")),
+    "K035": (lambda f: (f / "a" / ".metadata").mkdir(parents=True), lambda f: inspect(f / "a")),
+    "K036": lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"),
+    # Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor; and of DeepSpeed.
+    "K057": (save_small, lambda f: DcpSource(f).read("model.2.weight")),
+    "K058": lambda f: DcpSink(f, ENTRIES, {}),
+    "K059": lambda f: DcpSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
+    "K060": lambda f: DcpSink(f / "a", ENTRIES, {}).finish(),
+    "K062": DeepSpeedSource,
+}
 
 
-def test_a_format_that_cannot_be_written(tmp_path):
-    with raises("C089"):
-        converted(tmp_path, to="deepspeed")
-
-
-def test_onto_something(tmp_path):
-    with raises("K020"):
-        fullshard.convert(tmp_path / "a", tmp_path)
-
-
-def test_into_a_folder_that_there_is_not(tmp_path):
-    with raises("K021"):
-        fullshard.convert(tmp_path / "a", tmp_path / "not" / "b.pt")
-
-
-def test_a_checkpoint_without_a_model(tmp_path):
-    torch.save({"optimizer": torch.optim.AdamW(two_layers().parameters()).state_dict(), "step": 8}, tmp_path / "a")
-    with raises("K024"):
-        converted(tmp_path, model_only=True)
-
-
-def test_a_name_that_no_file_can_have(tmp_path):
-    torch.save(two_layers().state_dict(), tmp_path / "a")
-    with raises("K023"):
-        fullshard.convert(tmp_path / "a", tmp_path / ("b" * 300))
+@pytest.mark.parametrize("code", ASKED)
+def test_what_is_asked_for(tmp_path, code):
+    assert_raises(code, ASKED[code], tmp_path)
 
 
 # What is there: FOLDER/a is made, and then converted.
 
 
-def half_written(folder: Path) -> None:
-    """A save that was broken off."""
-    (folder / "a" / "step-00000100.saving-1a2b").mkdir(parents=True)
-
-
-def half_of_dcp(folder: Path) -> None:
-    """Without .metadata, which is written last."""
-    (folder / "a").mkdir()
-    (folder / "a" / "__0_0.distcp").touch()
-
-
-def texts(folder: Path) -> None:
-    """A folder of something else."""
-    (folder / "a").mkdir()
-    (folder / "a" / "notes.txt").touch()
-
-
 def truncated(folder: Path) -> None:
     """A file of which half is there."""
-    torch.save(two_layers().state_dict(), folder / "whole.pt")
-    (folder / "a").write_bytes((folder / "whole.pt").read_bytes()[:500])
+    saved(WHOLE)(folder)
+    (folder / "a").write_bytes((folder / "a").read_bytes()[:500])
 
 
 def too_short(folder: Path) -> None:
     """A file whose directory says more than there is."""
-    torch.save(two_layers().state_dict(), folder / "a")
+    saved(WHOLE)(folder)
     data = bytearray((folder / "a").read_bytes())
     last = data.rfind(b"PK\1\2")
     struct.pack_into("<II", data, last + 20, 10**6, 10**6)
     (folder / "a").write_bytes(data)
-
-
-def metadata_that_is_a_folder(folder: Path) -> None:
-    """Metadata that cannot be read."""
-    (folder / "a" / ".metadata").mkdir(parents=True)
 
 
 def no_storage(folder: Path) -> None:
@@ -116,22 +95,55 @@ def no_storage(folder: Path) -> None:
     (folder / "a").write_bytes(data.replace(b"storage", b"garbage").replace(b"FloatStorage", b"FloatGarbage"))
 
 
-WRONG: dict[str, Made] = {
-    "K025": lambda folder: None,
-    "K027": lambda folder: torch.save(two_layers().state_dict(), folder / "a", _use_new_zipfile_serialization=False),
-    "K028": lambda folder: (folder / "a").touch(),
-    "K030": lambda folder: (folder / "a").write_text("nothing of a model"),
-    "K031": lambda folder: (folder / "a").mkdir(),
-    "K032": half_of_dcp,
-    "K033": half_written,
-    "K034": texts,
-    "K056": metadata_that_is_a_folder,
+def ranks(folder: Path) -> Iterator[tuple[int, Path]]:
+    """As each of two ranks in turn, with the file that it saves."""
+    (folder / "a").mkdir()
+    for rank in range(2):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        yield rank, folder / "a" / f"rank{rank}.pt"
+        torch.distributed.destroy_process_group()
+
+
+def parts(folder: Path, more: int = 0, key: str = "model") -> None:
+    """What each of two ranks holds, as a program with PyTorch's FSDP saves it."""
+    for rank, file in ranks(folder):
+        whole = FSDP(nn.Linear(4, 4 + more * rank), use_orig_params=True)
+        with FSDP.state_dict_type(whole, fullshard.StateDictType.SHARDED_STATE_DICT):
+            torch.save({"model": {}, key: whole.state_dict()}, file)
+
+
+def whole_models(folder: Path) -> None:
+    """All of it, of each rank."""
+    for _, file in ranks(folder):
+        torch.save(WHOLE, file)
+
+
+def columns(folder: Path) -> None:
+    """Parts of columns."""
+    for _, file in ranks(folder):
+        torch.save({"model": {"weight": ones(ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"]), 4, 4)}}, file)
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "K025": lambda f: None,
+    "K027": saved(WHOLE, _use_new_zipfile_serialization=False),
+    "K028": put("a"),
+    "K030": put("a", "nothing of a model"),
+    "K031": lambda f: (f / "a").mkdir(),
+    "K032": put("a/__0_0.distcp"),  # without .metadata, which is written last
+    "K033": lambda f: (f / "a" / SAVING).mkdir(parents=True),
+    "K034": put("a/notes.txt"),
     "K051": truncated,
     "K054": too_short,
-    "K083": lambda folder: archive(folder / "a", b"(iposix\nsystem\n."),
+    "K056": lambda f: (f / "a" / ".metadata").mkdir(parents=True),
+    "K075": whole_models,
+    "K077": lambda f: parts(f, more=2),
+    "K078": columns,
+    "K083": lambda f: archive(f / "a", b"(iposix\nsystem\n."),
     "K085": no_storage,
-    "K104": lambda folder: torch.save({"optimizer": {"state": {0: "lost"}, "param_groups": []}}, folder / "a"),
-    "K107": lambda folder: torch.save(["nothing", "of", "a", "model"], folder / "a"),
+    "K104": saved({"optimizer": {"state": {0: "lost"}, "param_groups": []}}),
+    "K105": lambda f: parts(f, key="average"),
+    "K107": saved(["nothing", "of", "a", "model"]),
 }
 
 
@@ -142,121 +154,58 @@ def test_what_cannot_be_converted(tmp_path, code):
         converted(tmp_path)
 
 
-def test_looking_into_what_is_no_checkpoint(tmp_path):
-    metadata_that_is_a_folder(tmp_path)
-    with raises("K035"):
-        inspect(tmp_path / "a")
-
-
-def test_a_file_that_cannot_be_read(tmp_path):
-    with raises("K036"):
-        fullshard.convert("/proc/self/mem", tmp_path / "b.safetensors")
-
-
-def test_one_file_of_a_checkpoint(tmp_path):
-    (tmp_path / "manifest.json").write_text("{}")
-    with raises("K029"):
-        fullshard.convert(tmp_path / "manifest.json", tmp_path / "b.safetensors")
-
-
-def test_what_is_being_written(tmp_path):
-    (tmp_path / "step-00000100.saving-1a2b").mkdir()
-    with raises("K026"):
-        fullshard.convert(tmp_path / "step-00000100.saving-1a2b", tmp_path / "b.safetensors")
-
-
 def test_a_file_of_a_machine_of_another_byte_order(tmp_path, monkeypatch):
-    torch.save(two_layers().state_dict(), tmp_path / "a")
+    saved(WHOLE)(tmp_path)
     monkeypatch.setattr(sys, "byteorder", "big")
     with raises("K044"):
         converted(tmp_path)
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path):
-    torch.save(two_layers().state_dict(), tmp_path / "a")
+    saved(WHOLE)(tmp_path)
     with TorchFileSource(tmp_path / "a") as source, (tmp_path / "a").open("r+b") as file, raises("K159"):
         file.truncate(100)
         source.read("model.0.weight")
 
 
 def test_a_pickle_that_is_too_large(tmp_path, monkeypatch):
-    torch.save(two_layers().state_dict(), tmp_path / "a")
+    saved(WHOLE)(tmp_path)
     monkeypatch.setattr(pickled, "LARGEST", 100)
     with raises("K081"):
         converted(tmp_path)
 
 
-# Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor.
+# Folders that DeepSpeed wrote, with something changed.
 
-ENTRIES = {"model.weight": Entry((4,), torch.float32)}
-
-
-def test_a_tensor_that_there_is_not(tmp_path):
-    save_small(tmp_path)
-    with DcpSource(tmp_path) as source, raises("K057"):
-        source.read("model.2.weight")
+Content = dict[str, Any]
 
 
-def test_a_checkpoint_in_the_place_of_another(tmp_path):
-    with raises("K058"):
-        DcpSink(tmp_path, ENTRIES, {})
+def frozen_of_another_size(content: Content) -> None:
+    """A part of a frozen parameter that is too short."""
+    content["frozen_param_fragments"] = {name: torch.ones(1) for name in content["frozen_param_fragments"]}
 
 
-def test_a_tensor_that_was_not_announced_so(tmp_path):
-    with raises("K059"):
-        DcpSink(tmp_path / "a", ENTRIES, {}).write("model.weight", torch.ones(3))
+def buffer_that_is_a_parameter(content: Content) -> None:
+    """One name for both."""
+    name = next(iter(content["frozen_param_shapes"]))
+    content["buffer_names"] = [*content["buffer_names"], name]
+    content["module"][name] = torch.ones(3)
 
 
-def test_a_tensor_that_was_announced_and_not_written(tmp_path):
-    with raises("K060"):
-        DcpSink(tmp_path / "a", ENTRIES, {}).finish()
+CHANGED: dict[str, tuple[str, Callable[[Content], object]]] = {
+    "K069": ("optim", lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].append(torch.ones(3))),
+    "K071": ("model", frozen_of_another_size),
+    "K072": ("model", lambda content: content["module"].update({"more.weight": torch.ones(3)})),
+    "K073": ("model", lambda content: content["module"].update(dict.fromkeys(content["buffer_names"], 7))),
+    "K074": ("model", buffer_that_is_a_parameter),
+}
 
 
-# Folders of DeepSpeed and of PyTorch's FSDP.
-
-
-def test_a_folder_that_deepspeed_did_not_write(tmp_path):
-    with raises("K062"):
-        DeepSpeedSource(tmp_path)
-
-
-def test_files_of_ranks_that_hold_whole_models(tmp_path):
-    (tmp_path / "a").mkdir()
-    for rank in range(2):
-        torch.save(two_layers().state_dict(), tmp_path / "a" / f"rank{rank}.pt")
-    with raises("K075"):
-        converted(tmp_path)
-
-
-def ranks_save(folder: Path, model: Callable[[int], nn.Module], key: str = "model") -> None:
-    """Each of two ranks saves the parts that it holds, as a program with PyTorch's FSDP does."""
-    (folder / "a").mkdir()
-    for rank in range(2):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        whole = FSDP(model(rank), use_orig_params=True)
-        with FSDP.state_dict_type(whole, fullshard.StateDictType.SHARDED_STATE_DICT):
-            torch.save({"model": {}, key: whole.state_dict()}, folder / "a" / f"rank{rank}.pt")
-        torch.distributed.destroy_process_group()
-
-
-def test_files_of_two_models(tmp_path):
-    ranks_save(tmp_path, lambda rank: nn.Linear(4, 4 + 2 * rank))
-    with raises("K077"):
-        converted(tmp_path)
-
-
-def test_parts_of_neither_model_nor_optimizer(tmp_path):
-    ranks_save(tmp_path, lambda rank: nn.Linear(4, 4), key="average")
-    with raises("K105"):
-        converted(tmp_path)
-
-
-def test_parts_of_columns(tmp_path):
-    (tmp_path / "a").mkdir()
-    columns = ChunkShardingSpec(dim=1, placements=["rank:0/cpu", "rank:1/cpu"])
-    for rank in range(2):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        torch.save({"model": {"weight": ones(columns, 4, 4)}}, tmp_path / "a" / f"rank{rank}.pt")
-        torch.distributed.destroy_process_group()
-    with raises("K078"):
-        converted(tmp_path)
+@pytest.mark.parametrize("code", CHANGED)
+def test_a_file_of_deepspeed_that_was_changed(tmp_path, code):
+    step = shutil.copytree(ZERO3, tmp_path / "zero3") / "global_step2"
+    kind, change = CHANGED[code]
+    (file,) = step.glob(f"*rank_0_*{kind}_states.pt")
+    rewritten(file, change)
+    with raises(code):
+        fullshard.convert(step, tmp_path / "a.safetensors")

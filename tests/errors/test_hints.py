@@ -33,60 +33,29 @@ class Running(nn.Module):
         return self.use(self, x)
 
 
-class Storing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.stored = nn.Linear(4, 4), []
+class Inner(nn.Module):
+    """Keeps its weight, or a view of it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.stored.append(self.layer.weight)
+    def __init__(self, views: bool = False) -> None:
+        super().__init__()
+        self.layer, self.views, self.stored = nn.Linear(4, 4), views, []
+
+    def forward(self, x: Tensor) -> Any:
+        if self.views:
+            self.view = self.layer.weight.t()
+        else:
+            self.stored.append(self.layer.weight)
         return self.layer(x)
 
 
-class KeepingAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.transposed = self.layer.weight.t()
-        return self.layer(x)
-
-
-class Later(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Later(Inner):
     def forward(self, x: Tensor) -> Iterator[Tensor]:
         return (nn.functional.linear(x, self.layer.weight) for _ in range(2))
 
 
 def uses_stored(model: Any, x: Tensor) -> Tensor:
-    y = model.inner(x)
-    weight = model.inner.stored[0]
+    y, (weight,) = model.inner(x), model.inner.stored
     return y @ weight
-
-
-def uses_the_view(model: Any, x: Tensor) -> Tensor:
-    return model.inner(x) @ model.inner.transposed
-
-
-def uses_the_childs_weight(model: Any, x: Tensor) -> Tensor:
-    y = model.layer(model.inner(x))
-    return y @ model.inner.weight
-
-
-def sums(model: Any, x: Tensor) -> Tensor:
-    return sum(model.inner(x))
-
-
-def mixes_dtypes(model: Any, x: Tensor) -> Tensor:
-    return model.inner(x) @ torch.ones(4, 4)
-
-
-def fails_by_itself(model: Any, x: Tensor) -> Tensor:
-    return model.inner(x)
 
 
 def notes_of(wrap: Wrap, inner: nn.Module, use: Any, width: int = 4) -> str:
@@ -98,23 +67,43 @@ def notes_of(wrap: Wrap, inner: nn.Module, use: Any, width: int = 4) -> str:
     return "".join(notes)
 
 
+HINTS: list[tuple[tuple[Wrap, ...], Callable[[], nn.Module], Any, tuple[str, ...]]] = [
+    # front-ends, the layer in the unit, what the model does with it, words of the note
+    ((fully_shard, wrapper), Inner, uses_stored, ("'inner.layer.weight'", "clone()")),
+    (
+        (fully_shard, wrapper),
+        lambda: Inner(views=True),
+        lambda m, x: m.inner(x) @ m.inner.view,
+        ("'inner.layer.weight'",),
+    ),
+    ((wrapper,), Later, lambda m, x: sum(m.inner(x)), ("'inner.layer.weight'", "not gathered")),
+    (
+        (wrapper,),
+        lambda: nn.Linear(4, 4),
+        lambda m, x: m.layer(m.inner(x)) @ m.inner.weight,
+        ("'inner.weight'", "not gathered"),
+    ),
+    (
+        (in_half,),
+        lambda: nn.Linear(4, 4),
+        lambda m, x: m.inner(x) @ torch.ones(4, 4),
+        ("torch.float16", "output_dtype"),
+    ),
+]
+
+
 def test_hints_on_errors_that_sharding_causes(fake_world):
     fake_world(2)
-    for wrap in (fully_shard, wrapper):
-        assert "'inner.layer.weight'" in (note := notes_of(wrap, Storing(), uses_stored)), note
-        assert "clone()" in note
-        assert "'inner.layer.weight'" in (note := notes_of(wrap, KeepingAView(), uses_the_view)), note
-    for inner, use in ((Later(), sums), (nn.Linear(4, 4), uses_the_childs_weight)):
-        note = notes_of(wrapper, inner, use)
-        assert "'inner." in note and "weight'" in note and "not gathered" in note, note
-    note = notes_of(in_half, nn.Linear(4, 4), mixes_dtypes)
-    assert "torch.float16" in note and "output_dtype" in note
+    for wraps, inner, use, words in HINTS:
+        for wrap in wraps:
+            note = notes_of(wrap, inner(), use)
+            assert all(word in note for word in words), note
 
 
 def test_no_hints_on_other_errors(fake_world):
     """A wrong shape within a unit or outside of it, also where outer units see the error later."""
     fake_world(2)
     for wrap in (fully_shard, wrapper):
-        assert notes_of(wrap, nn.Sequential(wrap(nn.Linear(4, 4))), fails_by_itself, width=3) == ""
-        assert notes_of(wrap, nn.Linear(4, 4), lambda model, x: model.inner(x) @ x) == ""
-        assert notes_of(wrap, nn.Linear(4, 4), lambda model, x: model.layer(x) @ x.half()) == ""
+        assert notes_of(wrap, nn.Sequential(wrap(nn.Linear(4, 4))), lambda m, x: m.inner(x), width=3) == ""
+        assert notes_of(wrap, nn.Linear(4, 4), lambda m, x: m.inner(x) @ x) == ""
+        assert notes_of(wrap, nn.Linear(4, 4), lambda m, x: m.layer(x) @ x.half()) == ""
