@@ -56,17 +56,17 @@ Units = Callable[[nn.Module], Iterable[Any]]  # the modules that become units be
 # Tests.
 
 
-def on_ranks(body: Callable[..., Any] | None = None, *, world: int = 2) -> Any:
-    """A test that every rank performs. It may return problems, which fail it."""
+def on_ranks(body: Callable[..., Any] | None = None, *, by: str = "run_ranks", **how: Any) -> Any:
+    """A test that every rank performs, by the fixture `by`, `how` to run it. It may return problems, which fail it."""
     if body is None:
-        return partial(on_ranks, world=world)
+        return partial(on_ranks, by=by, **how)
 
-    def test(run_ranks: Callable, **given: Any) -> None:
+    def test(**given: Any) -> None:
         __tracebackhide__ = True
-        found = run_ranks(perform, body.__module__, body.__name__, given, world=world)
+        found = given.pop(by)(perform, body.__module__, body.__name__, given, **how)
         assert_same([problems or [] for problems in found])
 
-    names = ["run_ranks", *inspect.signature(body).parameters]
+    names = [by, *inspect.signature(body).parameters]
     test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])  # type: ignore[attr-defined]
     test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
     test.body = body  # type: ignore[attr-defined]

@@ -16,30 +16,29 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 from fullshard.store.formats.dcp import DcpSink, DcpSource
+from training import full
 
 
 def of_pytorch(seed: int) -> tuple[Any, torch.optim.Optimizer]:
     model, _ = make("plain", seed, uses=True, like_pytorch=True)
-    for part in parts(model):
+    for part in [*parts(model), model]:
         torch_fully_shard(part)
-    torch_fully_shard(model)
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    found = {f"model.{name}": value.full_tensor() for name, value in model_state.items()}
+def all_of(model_state: Any, optimizer_state: Any) -> dict[str, Tensor]:
+    found = {f"model.{name}": full(value) for name, value in model_state.items()}
     for name, own in optimizer_state["state"].items():
-        found |= {f"state.{name}.{k}": v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in own.items()}
+        found |= {f"state.{name}.{k}": full(v) for k, v in own.items()}
     return found
 
 
 def pytorch_saves(folder: Path) -> dict[str, Tensor]:
     model, optimizer = of_pytorch(0)
     train(model, optimizer, range(STEPS))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    return all_of(model, optimizer)
+    states = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+    return all_of(*states)
 
 
 def ours_loads(folder: Path, way: str, want: dict[str, Tensor]) -> list[str]:
@@ -65,10 +64,10 @@ def ours_saves(folder: Path, way: str) -> tuple[str, dict[str, Tensor]]:
 
 def pytorch_loads(path: str, want: dict[str, Tensor]) -> list[str]:
     model, optimizer = of_pytorch(1)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return differences(all_of(model, optimizer), want)
+    states = get_state_dict(model, optimizer)
+    dcp.load(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return differences(all_of(*get_state_dict(model, optimizer)), want)
 
 
 def test_pytorch_loads_what_is_saved(run_ranks: Any, tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where this is a program
+from training import full
+from ways import differences, shard
 
 DATA = Path(__file__).parent / "data" / "frozen"
 KINDS = ("rows", "wrapper", "plain", "whole.pt", "safetensors")
@@ -45,8 +50,6 @@ def value(name: str, shape: torch.Size) -> Tensor:
 
 
 def built(way: str) -> tuple[Any, torch.optim.Optimizer]:
-    from ways import shard
-
     model = Small()
     if way in ("rows", "wrapper"):
         model = shard(model, way, lambda m: [m.frozen])
@@ -58,8 +61,6 @@ def built(way: str) -> tuple[Any, torch.optim.Optimizer]:
 
 def write(way: str, folder: Path) -> None:
     """Save a model whose values follow from their names."""
-    from fullshard.state_dict import StateDictOptions, get_state_dict, set_state_dict
-
     model, optimizer = built(way)
     options = StateDictOptions(full_state_dict=True)
     state, optimizer_state = get_state_dict(model, optimizer, options=options)
@@ -80,21 +81,17 @@ def read(path: Path, way: str) -> list[str]:
     model, optimizer = built(way)
     if path.name == "safetensors":
         fullshard.load_safetensors(model, path)
-        state: dict[str, Any] = {}
     else:
         loaded = fullshard.load(path, model, optimizer)
-        state = {"tokens": 123, "plan": {"rate": (0.5, 1)}}
-        assert loaded.state == state and loaded.step == 7
-    problems = []
-    for name, parameter in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        got = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        want = torch.tensor([3, 4]) if name == "seen" else value(tied(name), got.shape)
-        problems += [] if torch.equal(got, want) else [f"{name}: {got}"]
-        for key in ("exp_avg", "exp_avg_sq") if state and parameter.requires_grad else ():
-            got = optimizer.state[parameter][key]
-            got = got.full_tensor() if hasattr(got, "full_tensor") else got
-            problems += [] if torch.equal(got, value(f"{tied(name)}.{key}", got.shape)) else [f"{name}.{key}: {got}"]
-    return problems
+        assert loaded.state == {"tokens": 123, "plan": {"rate": (0.5, 1)}} and loaded.step == 7
+    found, want = {}, {}
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        found[name] = full(tensor)
+        want[name] = torch.tensor([3, 4]) if name == "seen" else value(tied(name), tensor.shape)
+        for key in ("exp_avg", "exp_avg_sq") if path.name != "safetensors" and tensor.requires_grad else ():
+            found[f"{name}.{key}"] = full(optimizer.state[tensor][key])
+            want[f"{name}.{key}"] = value(f"{tied(name)}.{key}", tensor.shape)
+    return differences("it", found, want, 0.0)
 
 
 @pytest.mark.parametrize(("version", "kind"), FROZEN)
@@ -114,7 +111,6 @@ def test_none_is_left_out() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     from ranks import RankPools
 
     here = DATA / sys.argv[1]

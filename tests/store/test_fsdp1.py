@@ -36,12 +36,6 @@ class Model(nn.Module):
         return self.head(x) * self.scale + self.last(x)
 
 
-class Other(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Parameter(torch.zeros(2))
-
-
 def numbered(model: nn.Module) -> dict[str, Tensor]:
     """Give every element a value of its own; what a state dict has to hold then."""
     at = 0
@@ -59,7 +53,12 @@ def saved_by_pytorch(folder: str) -> None:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     warnings.simplefilter("ignore")
-    rank = dist.get_rank()
+
+    def put(name: str, content: dict[str, Any]) -> None:
+        where = Path(folder) / name
+        where.mkdir(exist_ok=True)
+        torch.save(content, where / f"rank{dist.get_rank()}.pt")
+
     for originals in (False, True):
         model = Model().bfloat16()
         numbered(model)
@@ -72,15 +71,11 @@ def saved_by_pytorch(folder: str) -> None:
         for kind in ("LOCAL", "SHARDED", "FULL"):
             FSDP.set_state_dict_type(wrapped, StateDictType[f"{kind}_STATE_DICT"])
             content: dict[str, Any] = {"model": wrapped.state_dict(), "epoch": 2}
-            if kind != "LOCAL":
-                content["optimizer"] = FSDP.optim_state_dict(wrapped, optimizer)
-            where = Path(folder) / f"{kind}-{originals}"
-            where.mkdir(exist_ok=True)
-            torch.save(content, where / f"rank{rank}.pt")
             if kind == "LOCAL":
-                where = Path(folder) / f"{kind}-{originals}-optimizer"
-                where.mkdir(exist_ok=True)
-                torch.save({**content, "optimizer": optimizer.state_dict()}, where / f"rank{rank}.pt")
+                put(f"{kind}-{originals}-optimizer", {**content, "optimizer": optimizer.state_dict()})
+            else:
+                content["optimizer"] = FSDP.optim_state_dict(wrapped, optimizer)
+            put(f"{kind}-{originals}", content)
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +104,16 @@ def test_every_kind_becomes_a_plain_file(folder: Path, tmp_path: Path, kind: str
 
 
 def test_local_state_needs_the_model_and_the_right_one(folder: Path) -> None:
+    def other() -> nn.Module:
+        model = Model()
+        model.more = nn.Parameter(torch.zeros(2))
+        return model
+
     with pytest.raises(ConfigError, match="--model"):
         PerRankSource(folder / "LOCAL-False")
     for originals in (False, True):
         with pytest.raises(CheckpointError, match="other parameters"):
-            PerRankSource(folder / f"LOCAL-{originals}", Other)
+            PerRankSource(folder / f"LOCAL-{originals}", other)
 
 
 def test_local_optimizer_state_is_refused_by_name(folder: Path) -> None:

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fullshard
+from files import same
 from fullshard import CheckpointError, PhaseError
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.runtime import runners_in
 from models import EXAMPLES
 from test_tensor_parallel import Model, parallel_model
-from ways import error_of, named_error, shard
+from ways import error_of, named_error, on_ranks, shard
 
 
 def memory_of(model: Any) -> list[Any]:
     """Where shards and what is gathered lie, and what it is."""
-    from fullshard.runtime import runners_in
-
     found = []
     for runner in runners_in(model):
         for bucket in runner.unit.buckets:
@@ -46,8 +46,7 @@ def all_of(way: str, name: str) -> None:
             assert list(got) == list(want)
             for key, tensor in got.items():
                 assert type(tensor) is Tensor and not tensor.requires_grad
-                assert tensor.dtype == (dtype or want[key].dtype) and tensor.shape == want[key].shape
-                assert torch.equal(tensor, want[key].detach().to(tensor.dtype)), (key, keep, bucket_bytes)
+                assert same(tensor, want[key].detach().to(dtype or want[key].dtype)), (key, keep, bucket_bytes)
                 tensor.zero_()  # is the caller's
         assert memory_of(model) == before, keep
 
@@ -59,7 +58,9 @@ def test_whole_values_in_the_models_order(run_ranks, way, name):
     run_ranks(all_of, way, name)
 
 
-def of_parallel() -> None:
+@on_ranks(world=4)
+def test_other_meshes_and_compiled_models():
+    """Tensor parallelism, replicas, and names without what `torch.compile` puts in."""
     example = EXAMPLES["odd_mlp"]
     for model, plain in (
         (parallel_model(fullshard, (2, 2), hidden=9), Model(hidden=9)),
@@ -70,25 +71,16 @@ def of_parallel() -> None:
         assert list(got) == list(want) and all(torch.equal(got[key], want[key]) for key in want)
 
 
-def test_other_meshes_and_compiled_models(run_ranks):
-    """Tensor parallelism, replicas, and names without what `torch.compile` puts in."""
-    run_ranks(of_parallel, world=4)
-
-
-def buffers_and_integers() -> None:
+@on_ranks
+def test_buffers_and_what_no_unit_holds():
     """Persistent buffers on request; what is no floating-point number keeps its dtype; a part that no unit holds."""
     model = torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(3), "free": torch.nn.Linear(3, 2)})
     model["norm"].register_buffer("scratch", torch.zeros(2), persistent=False)
     fullshard.fully_shard(model["norm"])
     got = {name: t.dtype for name, t in fullshard.full_parameters(model, dtype=torch.float16, buffers=True)}
-    half, names = torch.float16, ["norm.weight", "norm.bias", "free.weight", "free.bias"]
-    want = dict.fromkeys(names, half) | {"norm.running_mean": half, "norm.running_var": half}
-    assert got == want | {"norm.num_batches_tracked": torch.int64}
-    assert list(got)[:4] == names
-
-
-def test_buffers_and_what_no_unit_holds(run_ranks):
-    run_ranks(buffers_and_integers)
+    names = ["norm.weight", "norm.bias", "free.weight", "free.bias", "norm.running_mean", "norm.running_var"]
+    assert got == {**dict.fromkeys(names, torch.float16), "norm.num_batches_tracked": torch.int64}
+    assert list(got)[:4] == names[:4]
 
 
 def held_at_once(way: str, bucket_bytes: int) -> tuple[int, int]:
@@ -115,7 +107,8 @@ def test_two_buckets_are_alive_at_most(run_ranks, way):
 
 def left_early(way: str, stops: list[int], error: Exception | None) -> str:
     """What a rank meets when those in `stops` leave the loop after two of many buckets."""
-    model = shard(EXAMPLES["odd_mlp"].make(), way, EXAMPLES["odd_mlp"].units)
+    example = EXAMPLES["odd_mlp"]
+    model = shard(example.make(), way, example.units)
 
     def consume() -> None:
         for number, _ in enumerate(fullshard.full_parameters(model, bucket_bytes=1)):
@@ -125,8 +118,7 @@ def left_early(way: str, stops: list[int], error: Exception | None) -> str:
                 raise error
 
     said = error_of(consume)
-    # No collective is left over: what follows is right.
-    want = dict(EXAMPLES["odd_mlp"].make().named_parameters())
+    want = dict(example.make().named_parameters())  # no collective is left over: what follows is right
     assert all(torch.equal(t, want[name]) for name, t in fullshard.full_parameters(model))
     return f"{type(said).__name__}: {said}"
 
@@ -141,27 +133,20 @@ def test_a_rank_that_stops_alone_is_told_to_the_others(run_ranks):
     assert run_ranks(left_early, "flat", [0, 1], None) == ["NoneType: None"] * 2  # together
 
 
-def refused() -> list[str]:
+@on_ranks
+def test_what_cannot_be_is_refused_by_name():
     example = EXAMPLES["odd_mlp"]
-    model, problems = shard(example.make(), "originals", example.units), []
-
-    def expect(kind: Any, fragment: str, model: Any, **given: Any) -> None:
-        error = error_of(lambda: list(fullshard.full_parameters(model, **given)))
-        problems.extend(named_error(error, fragment, kinds=kind))
-
+    model = shard(example.make(), "originals", example.units)
     with FSDP.summon_full_params(model):
-        expect(PhaseError, "summon_full_params", model)
+        inside = error_of(lambda: list(fullshard.full_parameters(model)))
     with torch.device("meta"):
         empty = torch.nn.Linear(3, 3)
     fullshard.fully_shard(empty)
-    expect(CheckpointError, "meta", empty)
+    error = error_of(lambda: list(fullshard.full_parameters(empty)))
     empty.to_empty(device="cpu")
     with torch.no_grad():
         for p in empty.parameters():
             p.fill_(2.0)
     assert all(bool((t == 2).all()) for _, t in fullshard.full_parameters(empty)), "storage that was replaced"
-    return problems
-
-
-def test_what_cannot_be_is_refused_by_name(run_ranks):
-    assert run_ranks(refused) == [[], []]
+    problems = named_error(inside, "summon_full_params", kinds=PhaseError)
+    return problems + named_error(error, "meta", kinds=CheckpointError)

@@ -28,6 +28,9 @@ SPLIT = [(WEIGHTS, {"lr": 0.1, "weight_decay": 0.3}), (BIASES, {"lr": 0.1, "weig
 ONE = [(WEIGHTS + BIASES, {"lr": 0.7})]
 
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A group of one rank that moves objects, as torch 2.11's fake one does not."""
@@ -36,17 +39,18 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trained(groups: list[tuple[list[str], dict[str, Any]]], shard: bool = False) -> tuple[Any, torch.optim.AdamW]:
+def trained(groups: list[tuple[list[str], dict[str, Any]]]) -> tuple[Any, torch.optim.AdamW]:
     """A model and its optimizer of these groups, after one step."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    if shard:
-        fullshard.fully_shard(model)
+    model: Any = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [named[name] for name in names], **own} for names, own in groups])
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     return model, optimizer
+
+
+FLAT, FULL = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)
 
 
 def through_a_folder(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
@@ -56,24 +60,18 @@ def through_a_folder(folder: Path, model: Any, optimizer: Any, into: tuple[Any, 
 
 def through_a_flat_folder(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
     """A program's that saves with DCP, and flattens."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.save(state, checkpoint_id=folder)
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": get_model_state_dict(model), "optimizer": state}, checkpoint_id=folder)
     fullshard.load(folder, *into)
 
 
-def through_a_state_dict(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    set_optimizer_state_dict(*into, optim_state_dict=state, options=StateDictOptions(full_state_dict=True))
+def through_a_state_dict(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any], options: Any = FULL) -> None:
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(*into, optim_state_dict=state, options=options)
 
 
 def through_a_flat_state_dict(folder: Path, model: Any, optimizer: Any, into: tuple[Any, Any]) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    set_optimizer_state_dict(*into, optim_state_dict=state, options=options)
+    through_a_state_dict(folder, model, optimizer, into, FLAT)
 
 
 THROUGH = (through_a_folder, through_a_flat_folder, through_a_state_dict, through_a_flat_state_dict)
@@ -83,35 +81,33 @@ def settings(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
     return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
 
-def test_every_parameter_keeps_its_settings(tmp_path: Path, one_rank: None) -> None:
+def test_every_parameter_keeps_its_settings(tmp_path: Path) -> None:
     """By other groups, in another order: each way that state takes."""
     alone = [([name], {"lr": 0.9}) for name in (*BIASES, *WEIGHTS)]
     for number, through in enumerate(THROUGH):
         for groups, want in ((SPLIT[::-1], [(0.1, 0.0), (0.1, 0.3)]), (alone, [(0.1, 0.0)] * 2 + [(0.1, 0.3)] * 2)):
-            model, optimizer = trained(groups, shard=True)
+            model, optimizer = trained(groups)
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="Groups")
-                through(tmp_path / f"{number}-{len(groups)}", *trained(SPLIT, shard=True), (model, optimizer))
+                through(tmp_path / f"{number}-{len(groups)}", *trained(SPLIT), (model, optimizer))
             assert settings(optimizer) == want, through
 
 
-def test_one_group_cannot_have_two_values(tmp_path: Path, one_rank: None) -> None:
+def test_one_group_cannot_have_two_values(tmp_path: Path) -> None:
+    """An error that changes nothing; groups that were one are told of."""
     for number, through in enumerate(THROUGH):
-        model, optimizer = trained(ONE, shard=True)
+        model, optimizer = trained(ONE)
         before = [p.clone() for p in optimizer.state[next(iter(optimizer.state))].values()]
         with pytest.raises(CheckpointError, match=r"group 0 .*'weight_decay'") as caught:
-            through(tmp_path / str(number), *trained(SPLIT, shard=True), (model, optimizer))
+            through(tmp_path / str(number), *trained(SPLIT), (model, optimizer))
         assert "weight_decay=0.3, as 0.weight" in str(caught.value) and "weight_decay=0.0" in str(caught.value)
         assert settings(optimizer) == [(0.7, 0.01)]
         after = optimizer.state[next(iter(optimizer.state))].values()
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-
-
-def test_groups_that_were_one_are_told_of(tmp_path: Path, one_rank: None) -> None:
-    for number, through in enumerate((through_a_folder, through_a_state_dict)):
-        model, optimizer = trained(SPLIT, shard=True)
+    for through in (through_a_folder, through_a_state_dict):
+        model, optimizer = trained(SPLIT)
         with pytest.warns(UserWarning, match=r"Groups 0 and 1 .*'weight_decay'"):
-            through(tmp_path / str(number), *trained(ONE, shard=True), (model, optimizer))
+            through(tmp_path / "one", *trained(ONE), (model, optimizer))
         assert settings(optimizer) == [(0.7, 0.01)] * 2
 
 
@@ -135,15 +131,15 @@ def test_settings_of_other_types_that_mean_the_same(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["foreach"] is None
 
 
-def sgd(model: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def test_an_optimizer_that_keeps_no_state(tmp_path: Path, one_rank: None) -> None:
+def test_an_optimizer_that_keeps_no_state(tmp_path: Path) -> None:
     """Its settings load, by each way; state that another optimizer would need is missed, as before."""
+
+    def sgd(model: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
     for number, through in enumerate(THROUGH):
-        model, _ = trained(ONE, shard=True)
-        into, _ = trained(ONE, shard=True)
+        model, _ = trained(ONE)
+        into, _ = trained(ONE)
         optimizer = sgd(into, 0.9)
         through(tmp_path / str(number), model, sgd(model, 0.25), (into, optimizer))
         assert optimizer.param_groups[0]["lr"] == 0.25 and not optimizer.state

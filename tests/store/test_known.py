@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import fullshard
 from fullshard import CheckpointError
 from fullshard.store import known, metadata, telling
 from fullshard.store.plan import Told
+from ways import on_ranks
 
 pytestmark = pytest.mark.gloo("counts what a process knows of its last save")
 
@@ -112,77 +112,30 @@ def test_a_save_is_what_it_would_be_with_nothing_known(run_ranks: Any, tmp_path:
         assert again["one rank forgets"] == [rank == 1, True]
 
 
-def on_two_groups(folder: Path) -> list[int]:
+@on_ranks
+def test_groups_are_told_apart(tmp_path: Path) -> None:
     """One model saved over all ranks and by each alone, in turn: nobody goes by what is known of another group."""
+    own = f"rank {dist.get_rank()}"
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    steps = []
-    model = nn.Linear(3, 3)
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     for number in range(1, 4):
-        with torch.no_grad():
-            model.weight.fill_(number)
-        fullshard.save(folder / "all", model, step=number)
-        fullshard.save(folder / f"rank {dist.get_rank()}", model, step=number, process_group=alone)
-        for where in ("all", f"rank {dist.get_rank()}"):
-            other = nn.Linear(3, 3)
-            steps.append(fullshard.load(folder / where, other, process_group=alone, rng=False).step)
+        nn.init.constant_(model.weight, number)
+        fullshard.save(tmp_path / "all", model, step=number)
+        fullshard.save(tmp_path / own, model, step=number, process_group=alone)
+        for where in ("all", own):
+            assert fullshard.load(tmp_path / where, other, process_group=alone, rng=False).step == number
             assert torch.equal(other.weight, model.weight)
-    return steps
 
 
-def test_groups_are_told_apart(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(on_two_groups, tmp_path) == [[1, 1, 2, 2, 3, 3]] * 2
-
-
-def test_a_model_that_is_gone_is_forgotten(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(gone, tmp_path) == [0, 0]
-
-
-def gone(folder: Path) -> int:
+@on_ranks
+def test_a_model_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     before = len(known._known)
     model, optimizer = made()
-    fullshard.save(folder, model, optimizer)
+    fullshard.save(tmp_path, model, optimizer)
     assert len(known._known) == before + 1
     del model, optimizer
     gc.collect()
-    return len(known._known) - before
-
-
-def at_random(folder: Path, seed: int) -> None:
-    """Saves at random moments, in the background or not, with changes in between; all load as what was saved."""
-    chosen = random.Random(seed)
-    model, optimizer = made()
-    step(model, optimizer)
-    for number in range(1, 9):
-        change = chosen.choice([*CHANGES, "nothing", "nothing"])
-        if hasattr(model, "seen") or change not in ("another name", "a buffer less"):
-            CHANGES[change](model, optimizer)
-        given = [optimizer] if chosen.random() < 0.8 else []
-        state = {"numbers": torch.arange(chosen.randint(1, 3)), "plain": number}
-        fullshard.save(folder, model, given, step=number, state=state, asynchronous=chosen.random() < 0.5).wait()
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        if given:
-            tensors |= {f"{i}.{k}": v for i, own in enumerate(optimizer.state.values()) for k, v in own.items()}
-        want = {name: whole(tensor) for name, tensor in tensors.items()}
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor.zero_()
-        loaded = fullshard.load(folder, model, given, rng=False)
-        assert (loaded.step, loaded.state["plain"]) == (number, number)
-        assert torch.equal(loaded.state["numbers"], state["numbers"])
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            assert torch.equal(whole(tensor), want[name]), (seed, number, change, name)
-        for i, own in enumerate(optimizer.state.values() if given else ()):
-            assert all(torch.equal(whole(own[key]), want[f"{i}.{key}"]) for key in own), (seed, number, change)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_saves_at_random_load_as_what_was_saved(run_ranks: Any, tmp_path: Path, seed: int) -> None:
-    run_ranks(at_random, tmp_path, seed, timeout=120)
+    assert len(known._known) == before
 
 
 class Noting:

@@ -19,8 +19,7 @@ from models import blocks_of
 from ways import shard
 
 STEPS, SAVED = 8, 4
-ROWS = 24  # of the data set; a batch of all ranks together has 12
-BATCH = 12
+ROWS, BATCH = 24, 12  # of the data set, and of a batch of all ranks together
 
 
 class Net(nn.Module):
@@ -65,23 +64,20 @@ class Run:
         torch.manual_seed(seed)
         self.model = shard(Net(), way, blocks_of)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
-        self.scaler = ShardedGradScaler(device="cpu", init_scale=64.0, growth_interval=3)
-        self.loader = Shuffled()
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
+        scaler = ShardedGradScaler(device="cpu", init_scale=64.0, growth_interval=3)
+        self.state = {"scheduler": scheduler, "scaler": scaler, "loader": Shuffled()}
         torch.manual_seed(10 + seed + dist.get_rank())  # another dropout on each rank
         random.seed(seed + dist.get_rank())
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler, "scaler": self.scaler, "loader": self.loader}
-
     def step(self) -> float:
-        batch = self.loader.next()
+        scheduler, scaler, loader = self.state.values()
+        batch = loader.next()
         loss = F.mse_loss(self.model(batch), batch.roll(1, dims=1))
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scheduler.step()
+        scaler.scale(loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+        scheduler.step()
         self.optimizer.zero_grad()
         total = loss.detach() * len(batch)
         dist.all_reduce(total)
@@ -89,15 +85,13 @@ class Run:
 
 
 def uninterrupted(way: str, folder: Path, asynchronous: bool) -> list[float]:
-    run = Run(way, seed=0)
-    losses = []
+    run, losses = Run(way, seed=0), []
     with threads():
         for step in range(1, STEPS + 1):
             losses.append(run.step())
             if step == SAVED:
-                saving = fullshard.save(
-                    folder, run.model, run.optimizer, step=step, state=run.state, asynchronous=asynchronous
-                )
+                given = {"state": run.state, "asynchronous": asynchronous}
+                saving = fullshard.save(folder, run.model, run.optimizer, step=step, **given)
         saving.wait()
     return losses
 
@@ -106,7 +100,7 @@ def resumed(way: str, folder: Path) -> tuple[int, list[float], float, float]:
     run = Run(way, seed=5)
     found = fullshard.load(folder, run.model, run.optimizer, state=run.state)
     losses = [run.step() for _ in range(found.step, STEPS)]
-    return found.step, losses, run.scaler.get_scale(), run.optimizer.param_groups[0]["lr"]
+    return found.step, losses, run.state["scaler"].get_scale(), run.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from awkward import (
-    STEPS,
-    Awkward,
-    differences,
-    load_and_compare,
-    make,
-    parts,
-    train,
-    train_and_save,
-    whole,
-)
+from awkward import STEPS, Awkward, differences, load_and_compare, make, parts, train, train_and_save, whole
 from torch import Tensor, nn
 
 import fullshard
 from fullshard.store.remote import RemoteFolder
-from ways import shard
+from ways import on_ranks, shard
 
 PAIRS = [  # saved in one way, loaded in another, on so many ranks
     ("rows", "flat", 3),
@@ -31,23 +21,17 @@ PAIRS = [  # saved in one way, loaded in another, on so many ranks
     ("flat", "originals", 3),
     ("blocks", "wrapper", 1),
     ("owner", "plain", 1),
+    ("flat", "flat", 2),  # the same: training goes on bit for bit
 ]
 
 
 @pytest.mark.parametrize(("saved", "loaded", "world"), PAIRS)
 def test_what_two_ranks_save_others_load(run_ranks: Any, tmp_path: Path, saved: str, loaded: str, world: int) -> None:
     uses = {"uses": loaded == "wrapper"}
-    (want, _), _ = run_ranks(train_and_save, saved, tmp_path, uses)
-    for problems, _ in run_ranks(load_and_compare, loaded, tmp_path, want, uses, rng=False, world=world):
-        assert not problems
-
-
-@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
-def test_on_as_many_ranks_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, way: str) -> None:
-    results = run_ranks(train_and_save, way, tmp_path)
-    again = run_ranks(load_and_compare, way, tmp_path, results[0][0])
-    for (_, losses), (problems, resumed) in zip(results, again, strict=True):
-        assert not problems and resumed == losses
+    before = run_ranks(train_and_save, saved, tmp_path, uses)
+    after = run_ranks(load_and_compare, loaded, tmp_path, before[0][0], uses, rng=saved == loaded, world=world)
+    assert not any(problems for problems, _ in after)
+    assert saved != loaded or [losses for _, losses in after] == [losses for _, losses in before]
 
 
 def test_replicas_share_the_writing_and_other_meshes_load(run_ranks: Any, tmp_path: Path) -> None:
@@ -96,35 +80,28 @@ def test_an_address_of_fsspec_serves_as_a_folder(run_ranks: Any, tmp_path: Path)
         fullshard.save(url, model, optimizer, asynchronous=True)
 
 
-def load_onto_meta(way: str, folder: Path, want: dict[str, Tensor]) -> list[str]:
-    """The first thing that happens to a model that was made without memory is that a checkpoint is loaded into it."""
+def load_elsewhere(way: str, folder: Path, want: dict[str, Tensor]) -> list[str]:
+    """Into a model that was made without memory; and into one that was compiled, whose names are the model's."""
     with torch.device("meta"):
-        model = Awkward(False)
+        model: Any = Awkward(False)
     model = shard(model, way, parts)
     model.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     fullshard.load(folder, model, optimizer, rng=False)
-    return differences(whole(model, optimizer), want)
-
-
-def compiled(folder: Path, want: dict[str, Tensor]) -> list[str]:
-    """Names in a checkpoint are those of the model that was compiled."""
-    model, optimizer = make("rows", seed=1)
-    fullshard.load(folder, torch.compile(model, backend="eager"), optimizer, rng=False)
-    return differences(whole(model, optimizer), want)
+    other, its = make(way, seed=1)
+    fullshard.load(folder, torch.compile(other, backend="eager"), its, rng=False)
+    return differences(whole(model, optimizer), want) + differences(whole(other, its), want)
 
 
 def test_models_on_the_meta_device_and_compiled_ones_load(run_ranks: Any, tmp_path: Path) -> None:
     (want, _), _ = run_ranks(train_and_save, "rows", tmp_path)
     for way in ("rows", "flat"):
-        for problems in run_ranks(load_onto_meta, way, tmp_path, want, world=3):
-            assert not problems
-    for problems in run_ranks(compiled, tmp_path, want):
-        assert not problems
+        assert run_ranks(load_elsewhere, way, tmp_path, want, world=3) == [[]] * 3
 
 
-def updated_since(folder: Path) -> list[str]:
-    """Of what an optimizer holds state after it loaded what was saved before it had updated the bias."""
+@on_ranks
+def test_state_that_was_made_since_the_save_is_dropped(tmp_path: Path) -> None:
+    """Loaded is what was saved before the optimizer had updated the bias."""
     model = fullshard.fully_shard(nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in (model.weight, model.bias):
@@ -132,22 +109,15 @@ def updated_since(folder: Path) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         if parameter is model.weight:
-            fullshard.save(folder, model, optimizer)
-    fullshard.load(folder, model, optimizer, rng=False)
-    return [name for name, parameter in model.named_parameters() if parameter in optimizer.state]
+            fullshard.save(tmp_path, model, optimizer)
+    fullshard.load(tmp_path, model, optimizer, rng=False)
+    assert [name for name, parameter in model.named_parameters() if parameter in optimizer.state] == ["weight"]
 
 
-def test_state_that_was_made_since_the_save_is_dropped(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(updated_since, tmp_path) == [["weight"]] * 2
-
-
-def save_in_a_step(folder: Path) -> None:
+@on_ranks
+def test_in_the_middle_of_a_step_a_save_is_refused(tmp_path: Path) -> None:
     model, _ = make("rows")
-    model.blocks[1].register_forward_hook(lambda *args: fullshard.save(folder, model))
+    model.blocks[1].register_forward_hook(lambda *args: fullshard.save(tmp_path, model))
     with pytest.raises(fullshard.FullshardError, match="in the middle of a step"):
         model(torch.arange(6))
-
-
-def test_in_the_middle_of_a_step_a_save_is_refused(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(save_in_a_step, tmp_path)
     assert not fullshard.Folder(tmp_path).names()

@@ -3,69 +3,50 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ways import layers, loss_of, mine, shard
+from ways import differences, layers, loss_of, mine, shard
 
 STEPS = 12
 
 
-class Reader(threading.Thread):
-    """Reads a model's state dict over and over, with the shapes and kinds of what it got."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.over, self.reads = model, threading.Event(), 0
-        self.kinds: set[tuple[str, str, tuple[int, ...], int]] = set()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            while not self.over.is_set():
-                for name, value in self.model.state_dict().items():
-                    local = value.to_local() if hasattr(value, "to_local") else value
-                    self.kinds.add((name, type(value).__name__, tuple(value.shape), local.numel()))
-                    local.sum()
-                self.reads += 1
-        except BaseException as error:
-            self.error = error
+Kinds = set[tuple[str, str, tuple[int, ...], int]]
 
 
-def train(way: str, reading: bool) -> tuple[list[float], dict[str, Tensor], int, set[Any], set[Any]]:
+def read(model: nn.Module, over: threading.Event) -> Kinds:
+    """The state dict over and over: shapes and kinds of what it got."""
+    kinds: Kinds = set()
+    while True:
+        for name, value in model.state_dict().items():
+            kinds.add((name, type(value).__name__, tuple(value.shape), value.to_local().clone().numel()))
+        if over.is_set():
+            return kinds
+
+
+def train(way: str, reading: bool) -> tuple[list[float], dict[str, Tensor], Kinds, Kinds]:
     torch.manual_seed(0)
     model = shard(layers(), way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    reader, losses = Reader(model), []
-    if reading:
-        reader.start()
-    for step in range(STEPS):
-        loss = loss_of(model, mine(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    reader.over.set()
-    if reading:
-        reader.join()
-        if reader.error is not None:
-            raise reader.error
-    once = Reader(model)
-    threading.Timer(0.05, once.over.set).start()
-    once.run()
-    if once.error is not None:
-        raise once.error
-    local = {n: (v.to_local() if hasattr(v, "to_local") else v).clone() for n, v in model.state_dict().items()}
-    return losses, local, reader.reads, reader.kinds, once.kinds
+    over, losses = threading.Event(), []
+    with ThreadPoolExecutor(1) as reader:
+        kinds = reader.submit(read, model, over) if reading else None
+        for step in range(STEPS):
+            loss = loss_of(model, mine(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        over.set()
+    local = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    return losses, local, kinds.result() if kinds else set(), read(model, over)
 
 
 def test_reading_beside_a_step_changes_nothing(run_ranks: Any) -> None:
-    alone = run_ranks(train, "rows", False)
-    for (losses, values, _, _, _), (again, read, reads, kinds, once) in zip(
-        alone, run_ranks(train, "rows", True), strict=True
-    ):
-        assert again == losses and reads > 0
-        assert all(torch.equal(values[name], read[name]) for name in values)
+    alone, beside = run_ranks(train, "rows", False), run_ranks(train, "rows", True)
+    for (losses, values, _, _), (again, read, kinds, once) in zip(alone, beside, strict=True):
+        assert again == losses and not differences("values", read, values, 0.0)
         assert kinds == once  # whatever was gathered then: always the same sharded values
