@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fullshard
+from ways import on_ranks
 
 
 def accelerator_of(version: int, state: str = "SHARDED_STATE_DICT", **more: Any) -> Any:
@@ -62,11 +63,8 @@ def is_ours(version: int, model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_trains_as_one_process(run_adopted, version):
-    assert all(run_adopted(trained, version))
-
-
-def trained(version: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_trains_as_one_process(version):
     from accelerate.utils import DistributedType
 
     losses, plain = reference()
@@ -81,28 +79,24 @@ def trained(version: int) -> bool:
     close(dict(state), {name: value for name, value in weights.items() if name in state})
     inner = accelerator.unwrap_model(model)
     assert type(inner).__name__.endswith("Net") and not isinstance(inner, fullshard.FullyShardedDataParallel)
-    return True
 
 
 @pytest.mark.parametrize("state", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_saves_and_loads(run_adopted, tmp_path, version, state):
+@on_ranks(by="run_adopted")
+def test_saves_and_loads(tmp_path, version, state):
     """Half of the steps, save_state; another model and optimizer, load_state, the other half."""
-    assert all(run_adopted(saved_and_loaded, version, state, str(tmp_path)))
-
-
-def saved_and_loaded(version: int, state: str, folder: str) -> bool:
     from accelerate.state import AcceleratorState
 
     losses, _ = reference()
     accelerator = accelerator_of(version, state)
     model, optimizer, loader = prepared(accelerator)
     train(accelerator, model, optimizer, loader, 0, STEPS // 2)
-    accelerator.save_state(folder)
-    assert any(Path(folder).iterdir())
+    accelerator.save_state(tmp_path)
+    assert any(Path(tmp_path).iterdir())
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerator_of(version, state, **({"sync_module_states": True} if version == 1 else {}))
-    return goes_on(accelerator, *prepared(accelerator), folder, losses)
+    assert goes_on(accelerator, *prepared(accelerator), tmp_path, losses)
 
 
 def goes_on(accelerator: Any, model: Any, optimizer: Any, loader: Any, folder: str, losses: list[float]) -> bool:
@@ -115,24 +109,20 @@ def goes_on(accelerator: Any, model: Any, optimizer: Any, loader: Any, folder: s
     return True
 
 
-def test_resumes_from_a_model_on_meta(run_adopted, tmp_path):
+@on_ranks(by="run_adopted")
+def test_resumes_from_a_model_on_meta(tmp_path):
     """As TRL's fsdp2.yaml has it: only rank 0 has weights, and they are loaded before the model has run."""
-    assert all(run_adopted(resumed_from_meta, str(tmp_path)))
-
-
-def resumed_from_meta(folder: str) -> bool:
     from accelerate.state import AcceleratorState
 
     losses, _ = reference()
     accelerator = accelerator_of(2, "FULL_STATE_DICT")
     model, optimizer, loader = prepared(accelerator)
     train(accelerator, model, optimizer, loader, 0, STEPS // 2)
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerator_of(2, "FULL_STATE_DICT", cpu_ram_efficient_loading=True)
     model, optimizer, loader = prepared(accelerator)
     whole = accelerator.get_state_dict(model)
     close(dict(whole), {name: value for name, value in net().state_dict().items() if name in whole})
-    accelerator.load_state(folder)
+    accelerator.load_state(tmp_path)
     close(train(accelerator, model, optimizer, loader, STEPS // 2, STEPS), losses[STEPS // 2 :])
-    return True

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import fullshard
 from fullshard.integrations import hf
 from fullshard.integrations.accelerate import FullshardAccelerator, take_over
+from ways import on_ranks
 
 UNITS = {"units": ["Block"]}
 
@@ -44,11 +45,8 @@ def is_ours(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_trains_as_one_process_and_as_ddp(run_clients, layout):
-    assert all(run_clients(trained, layout))
-
-
-def trained(layout: str) -> bool:
+@on_ranks(by="run_clients")
+def test_trains_as_one_process_and_as_ddp(layout):
     from accelerate import Accelerator
 
     losses, alone = reference()
@@ -64,14 +62,10 @@ def trained(layout: str) -> bool:
     state = accelerator.get_state_dict(model)
     assert state.keys() == (weights.keys() if dist.get_rank() == 0 else set())
     close(dict(state), {name: value for name, value in weights.items() if name in state})
-    return True
 
 
-def test_micro_batches_are_not_reduced(run_clients):
-    assert all(run_clients(accumulated))
-
-
-def accumulated() -> bool:
+@on_ranks(by="run_clients")
+def test_micro_batches_are_not_reduced():
     accelerator = accelerator_of()
     model, _, loader = prepared(accelerator)
     counts = []
@@ -80,14 +74,10 @@ def accumulated() -> bool:
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             counts.append(sum(event.verb == "reduce" for event in events))
     assert counts == [0, 4], counts
-    return True
 
 
-def test_bf16(run_clients):
-    assert all(run_clients(in_bf16))
-
-
-def in_bf16() -> bool:
+@on_ranks(by="run_clients")
+def test_bf16():
     from accelerate import Accelerator
 
     found = []
@@ -97,7 +87,6 @@ def in_bf16() -> bool:
         found.append(train(accelerator, model, optimizer, loader))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
-    return True
 
 
 def test_saves_and_loads_on_other_numbers_of_ranks(run_clients, tmp_path):
@@ -138,28 +127,21 @@ def loaded(folder: str) -> bool:
     return goes_on(accelerator, *accelerator.prepare(model, optimizer, loader), folder, losses)
 
 
-def test_an_optimizer_of_plain_tensors_is_saved_too(run_clients, tmp_path):
-    assert all(run_clients(saved_views, str(tmp_path)))
-
-
-def saved_views(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_an_optimizer_of_plain_tensors_is_saved_too(tmp_path):
     """Built from `optimizer_view`: its momentum is in the state that is loaded."""
     accelerator = accelerator_of()
     model, loader = accelerator.prepare(net(), DataLoader(rows(ROWS), batch_size=BATCH))
     optimizer = accelerator.prepare(torch.optim.AdamW(fullshard.optimizer_view(model), lr=1e-2))
     train(accelerator, model, optimizer, loader, 0, 2)
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     expected = train(accelerator, model, optimizer, loader, 2, STEPS)
-    accelerator.load_state(folder)
+    accelerator.load_state(tmp_path)
     close(train(accelerator, model, optimizer, loader, 2, STEPS), expected)
-    return True
 
 
-def test_two_models(run_clients, tmp_path):
-    assert all(run_clients(two_models, str(tmp_path)))
-
-
-def two_models(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_two_models(tmp_path):
     """Each with its optimizer, prepared apart; saved and loaded together."""
     accelerator = accelerator_of()
     pairs = []
@@ -182,20 +164,20 @@ def two_models(folder: str) -> bool:
         return losses
 
     step()
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     expected = step()
-    accelerator.load_state(folder)
+    accelerator.load_state(tmp_path)
     close(step(), expected)
     before = [parameter.to_local().clone() for model, _ in pairs for parameter in model.parameters()]
     first, second = (model for model, _ in pairs)
-    for models, where in (([first], folder), ([second, first], f"{folder}/one")):
+    for models, where in (([first], tmp_path), ([second, first], f"{tmp_path}/one")):
         accelerator._models = [first]
-        accelerator.save_state(f"{folder}/one")
+        accelerator.save_state(f"{tmp_path}/one")
         accelerator._models = models
         with pytest.raises(fullshard.CheckpointError, match="another number of models"):
             accelerator.load_state(where)
     assert all(torch.equal(old, new) for old, new in zip(before, weights_of(pairs), strict=True))
-    return (Path(folder) / "fullshard_1").is_dir()
+    assert (Path(tmp_path) / "fullshard_1").is_dir()
 
 
 def weights_of(pairs: list[Any]) -> list[torch.Tensor]:
@@ -217,11 +199,8 @@ class Factored(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("layout", ["rows", "owner"])
-def test_an_optimizer_that_cannot_step_shards_is_named(run_clients, layout):
-    assert all(run_clients(not_for_shards, layout))
-
-
-def not_for_shards(layout: str) -> bool:
+@on_ranks(by="run_clients")
+def test_an_optimizer_that_cannot_step_shards_is_named(layout):
     accelerator = accelerator_of(sharding={"layout": layout})
     model = net()
     model, optimizer, loader = accelerator.prepare(
@@ -230,14 +209,10 @@ def not_for_shards(layout: str) -> bool:
     with pytest.raises(fullshard.ConfigError, match=r"Factored cannot step(.|\n)*optimizer_view") as caught:
         train(accelerator, model, optimizer, loader)
     assert caught.value.code == "C274" and caught.value.parameter in dict(net().named_parameters())
-    return True
 
 
-def test_bad_inputs_are_named(run_clients):
-    assert all(run_clients(refused))
-
-
-def refused() -> bool:
+@on_ranks(by="run_clients")
+def test_bad_inputs_are_named():
     from accelerate import Accelerator
 
     accelerator = accelerator_of()
@@ -277,4 +252,3 @@ def refused() -> bool:
             take_over(one)
     fresh()
     assert type(take_over(Accelerator())) is FullshardAccelerator
-    return True

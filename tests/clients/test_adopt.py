@@ -17,6 +17,7 @@ import fullshard
 import fullshard.state_dict
 from fullshard.cli.adopt import run as command
 from fullshard.integrations.adopt import OURS, PUBLIC
+from ways import on_ranks
 
 FACES = (fullshard, fullshard.wrap, fullshard.state_dict)
 INSIDE = ("FlatParamHandle", "HandleTrainingState", "StateDictOptions")  # PyTorch's secrets; and what both share
@@ -36,11 +37,8 @@ def script(*arguments: str, code: int = 0, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_public_name_is_ours(run_adopted):
-    assert run_adopted(left_over) == [[], []]
-
-
-def left_over() -> list[str]:
+@on_ranks(by="run_adopted")
+def test_every_public_name_is_ours():
     """PyTorch's public names that still are PyTorch's, or not what Fullshard exports."""
     found = []
     for module_name in PUBLIC:
@@ -193,12 +191,9 @@ class Stage(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_a_pipeline_reduces_once_for_all_micro_batches(run_adopted, kind):
+@on_ranks(by="run_adopted")
+def test_a_pipeline_reduces_once_for_all_micro_batches(kind):
     """Each rank is a pipeline by itself, of one stage or of two that take turns; data parallel over both ranks."""
-    assert all(run_adopted(pipelined, kind))
-
-
-def pipelined(kind: str) -> bool:
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -246,14 +241,10 @@ def pipelined(kind: str) -> bool:
             optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
-    return True
 
 
-def test_activation_checkpoints_are_applied_by_our_policies(run_adopted):
-    assert all(run_adopted(checkpointed))
-
-
-def checkpointed() -> bool:
+@on_ranks(by="run_adopted")
+def test_activation_checkpoints_are_applied_by_our_policies():
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -261,14 +252,10 @@ def checkpointed() -> bool:
         model = Stage()
         checkpoint_wrapper.apply_activation_checkpointing(model, auto_wrap_policy=policy)
         assert all(isinstance(layer, checkpoint_wrapper.CheckpointWrapper) for layer in model.layers), policy
-    return True
 
 
-def test_marks_are_there_and_true(run_adopted):
-    assert all(run_adopted(marked))
-
-
-def marked() -> bool:
+@on_ranks(by="run_adopted")
+def test_marks_are_there_and_true():
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
     from torch.distributed.fsdp.fully_sharded_data_parallel import TrainingState
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -297,7 +284,6 @@ def marked() -> bool:
     state = unit._get_fsdp_state()
     state._lazy_init()
     assert state._is_root is True and fully_shard.state(nn.Linear(1, 1)) is None
-    return True
 
 
 def test_trackers_of_private_methods_are_refused(run_adopted):

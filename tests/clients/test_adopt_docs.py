@@ -15,6 +15,7 @@ from test_trl import tokenizer
 from tiny import Sentences, llama
 
 import fullshard
+from ways import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "adopt.md"
 SECTIONS = ("Accelerate", "Transformers", "PEFT", "Lightning", "TRL")
@@ -35,17 +36,14 @@ def test_all_clients_have_a_program():
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_programs_run(run_adopted, tmp_path, title):
-    assert all(run_adopted(program, title, str(tmp_path)))
-
-
-def program(title: str, folder: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_programs_run(tmp_path, title):
     names: dict[str, Any] = {
         "__name__": "__main__",
         "Block": Block,
         "Model": Net,
         "data": rows(4 * BATCH),
-        "folder": folder,
+        "folder": tmp_path,
         "language_model": llama,
         "sentences": Sentences(16),
         "tokenizer": tokenizer,
@@ -53,7 +51,6 @@ def program(title: str, folder: str) -> bool:
     exec(compile(programs()[title], title, "exec"), names)
     modules = [module for module in names["model"].modules() if isinstance(module, nn_units())]
     assert len(modules) >= 3, modules
-    return True
 
 
 def nn_units() -> tuple[type, ...]:

@@ -15,6 +15,7 @@ from tiny import Sentences, llama
 
 import fullshard
 from fullshard.integrations import hf
+from ways import on_ranks
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -47,19 +48,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loads_what_was_saved(run_clients, tmp_path, case):
+@on_ranks(by="run_clients")
+def test_loads_what_was_saved(tmp_path, case):
     """An index and its files; rotary buffers, which are in no file; ties; the dtype that the configuration says."""
-    assert all(run_clients(loaded, case, str(tmp_path)))
-
-
-def loaded(case: str, folder: str) -> bool:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-    plain = written(folder, **CASES[case])
-    assert (Path(folder) / "model.safetensors.index.json").exists()
+    plain = written(tmp_path, **CASES[case])
+    assert (Path(tmp_path) / "model.safetensors.index.json").exists()
     assert plain.config.architectures == ["LlamaForCausalLM"]
     for source in (LlamaForCausalLM, AutoModelForCausalLM, plain.config):
-        model = hf.from_pretrained(source, folder)
+        model = hf.from_pretrained(source, tmp_path)
         assert isinstance(model, fullshard.FSDPModule) and isinstance(model.model.layers[1], fullshard.FSDPModule)
         assert not model.training and {p.dtype for p in model.parameters()} == {plain.dtype}
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == (case == "tied")
@@ -67,21 +65,17 @@ def loaded(case: str, folder: str) -> bool:
         whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=0, atol=0)
         close(loss_of(model), loss_of(plain))
-    return True
 
 
-def test_other_dtypes_and_settings(run_clients, tmp_path):
-    assert all(run_clients(settings, str(tmp_path)))
-
-
-def settings(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_other_dtypes_and_settings(tmp_path):
     from transformers import LlamaForCausalLM
 
-    plain = written(folder)
-    model = hf.from_pretrained(LlamaForCausalLM, folder, dtype=torch.bfloat16)
+    plain = written(tmp_path)
+    model = hf.from_pretrained(LlamaForCausalLM, tmp_path, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16 and model.model.rotary_emb.inv_freq.dtype == torch.float32
     torch.testing.assert_close(loss_of(model).float(), loss_of(plain), rtol=2e-2, atol=2e-2)
-    model = hf.from_pretrained(LlamaForCausalLM, folder, dtype=torch.bfloat16, mixed_precision="bf16", layout="flat")
+    model = hf.from_pretrained(LlamaForCausalLM, tmp_path, dtype=torch.bfloat16, mixed_precision="bf16", layout="flat")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     owned = fullshard.owner_of(model, model.model.layers[0])
     assert owned.buckets[0].compute_dtype == torch.bfloat16 and "flat" in owned.buckets[0].layout
@@ -89,21 +83,17 @@ def settings(folder: str) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(**batch()).loss.backward()
     optimizer.step()
-    return True
 
 
-def test_adapters_around_a_base_that_is_read(run_clients, tmp_path):
-    assert all(run_clients(adapted, str(tmp_path)))
-
-
-def adapted(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_adapters_around_a_base_that_is_read(tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
-    plain = written(folder)
+    plain = written(tmp_path)
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     torch.manual_seed(dist.get_rank())  # the first rank's adapters are all ranks'
-    model = hf.from_pretrained(LlamaForCausalLM, folder, prepare=lambda base: get_peft_model(base, config))
+    model = hf.from_pretrained(LlamaForCausalLM, tmp_path, prepare=lambda base: get_peft_model(base, config))
     close(loss_of(model), loss_of(plain))  # the second factor is zero
     first = [value.full_tensor() for name, value in model.named_parameters() if "lora_A" in name]
     assert len(first) == 2 and all(0 < value.abs().max() < 1 for value in first)
@@ -115,7 +105,7 @@ def adapted(folder: str) -> bool:
     assert all(value.abs().max() <= bound and value.std() > bound / 4 for value in first)
     with pytest.raises(fullshard.ConfigError, match="pissa"):
         settings = LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"])
-        hf.from_pretrained(LlamaForCausalLM, folder, prepare=lambda base: get_peft_model(base, settings))
+        hf.from_pretrained(LlamaForCausalLM, tmp_path, prepare=lambda base: get_peft_model(base, settings))
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     before = loss_of(model)
@@ -124,24 +114,20 @@ def adapted(folder: str) -> bool:
         optimizer.step()
         optimizer.zero_grad()
     assert loss_of(model) < before
-    return True
 
 
-def test_names_that_differ(run_clients, tmp_path):
-    assert all(run_clients(differing, str(tmp_path)))
-
-
-def differing(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_names_that_differ(tmp_path):
     """Refused by name; or what is missing starts as the model starts it, alike on all ranks."""
     from transformers import GPT2Config, LlamaForCausalLM, LlamaForSequenceClassification
 
-    plain = written(folder)
+    plain = written(tmp_path)
     with pytest.raises(fullshard.CheckpointError, match=r"score.weight(.|\n)*lm_head.weight"):
-        hf.from_pretrained(LlamaForSequenceClassification, folder)
+        hf.from_pretrained(LlamaForSequenceClassification, tmp_path)
     torch.manual_seed(dist.get_rank())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        model = hf.from_pretrained(LlamaForSequenceClassification, folder, strict=False)
+        model = hf.from_pretrained(LlamaForSequenceClassification, tmp_path, strict=False)
     assert any("score.weight" in str(one.message) and "lm_head.weight" in str(one.message) for one in told)
     score = model.score.weight.full_tensor()
     assert 0 < score.abs().max() < 1
@@ -149,7 +135,7 @@ def differing(folder: str) -> bool:
     dist.all_gather(everyone, score)
     assert torch.equal(*everyone)
     torch.testing.assert_close(model.model.norm.weight.full_tensor(), plain.model.norm.weight.detach())
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((Path(tmp_path) / "config.json").read_text())
     for change, error, word in (
         ({"hidden_size": 32}, fullshard.CheckpointError, "shape"),
         ({"num_hidden_layers": 1}, fullshard.CheckpointError, "layers.1"),
@@ -157,27 +143,26 @@ def differing(folder: str) -> bool:
     ):
         dist.barrier()
         if dist.get_rank() == 0:
-            (Path(folder) / "config.json").write_text(json.dumps({**config, **change}))
+            (Path(tmp_path) / "config.json").write_text(json.dumps({**config, **change}))
         dist.barrier()
         with pytest.raises(error, match=word):
-            hf.from_pretrained(LlamaForCausalLM, folder)
-    for source, where, more in ((torch.nn.Linear, folder, {}), (LlamaForCausalLM, "no/such", {}), (3, folder, {})):
+            hf.from_pretrained(LlamaForCausalLM, tmp_path)
+    for source, where, more in ((torch.nn.Linear, tmp_path, {}), (LlamaForCausalLM, "no/such", {}), (3, tmp_path, {})):
         with pytest.raises(fullshard.ConfigError):
             hf.from_pretrained(source, where, **more)
     for dtype in ("bfloat61", torch.int8):
         with pytest.raises(fullshard.ConfigError, match="dtype"):
-            hf.from_pretrained(LlamaForCausalLM, folder, dtype=dtype)
+            hf.from_pretrained(LlamaForCausalLM, tmp_path, dtype=dtype)
     dist.barrier()
     if dist.get_rank() == 0:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(tmp_path) / "config.json").write_text(json.dumps(config))
     dist.barrier()
     other = GPT2Config(architectures=["GPT2Model"], n_layer=1, n_embd=8, n_head=1)
     for strict in (True, False):
         with pytest.raises(fullshard.CheckpointError, match="no parameter of the model"):
-            hf.from_pretrained(other, folder, strict=strict)
-    model = hf.from_pretrained(LlamaForCausalLM, folder, dtype="bfloat16")
+            hf.from_pretrained(other, tmp_path, strict=strict)
+    model = hf.from_pretrained(LlamaForCausalLM, tmp_path, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    return True
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -15,6 +15,7 @@ from tiny import LENGTH, Sentences, llama
 import fullshard
 from fullshard.integrations import hf
 from fullshard.integrations.hf.saving import converted
+from ways import on_ranks
 
 
 def sharded_class(base: Any = None) -> Any:
@@ -51,16 +52,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_trains_and_evaluates_as_ddp(run_clients, tmp_path, variant):
-    assert all(run_clients(trained, variant, str(tmp_path)))
-
-
-def trained(variant: str, folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_trains_and_evaluates_as_ddp(tmp_path, variant):
     more = dict(VARIANTS[variant])
     ties = {"tie_word_embeddings": more.pop("tie_word_embeddings", False)}
-    plain = trainer_of("ddp", folder, llama(**ties), **more)
+    plain = trainer_of("ddp", tmp_path, llama(**ties), **more)
     plain.train()
-    sharded = sharded_trainer(folder, llama(**ties), **more)
+    sharded = sharded_trainer(tmp_path, llama(**ties), **more)
     sharded.train()
     assert is_ours(sharded) and type(plain.model_wrapped).__name__ == "DistributedDataParallel"
     close(losses(sharded), losses(plain))
@@ -68,33 +66,25 @@ def trained(variant: str, folder: str) -> bool:
     close(sharded.evaluate()["eval_loss"], plain.evaluate()["eval_loss"])
     if ties["tie_word_embeddings"]:
         assert sharded.model.lm_head.weight is sharded.model.model.embed_tokens.weight
-    return True
 
 
-def test_bf16_computes_in_16_bits_and_holds_32(run_clients, tmp_path):
-    assert all(run_clients(in_bf16, str(tmp_path)))
-
-
-def in_bf16(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_bf16_computes_in_16_bits_and_holds_32(tmp_path):
     """Also a model that was loaded in bfloat16: what trains is held in float32."""
-    plain = trainer_of("ddp", folder, bf16=True)
+    plain = trainer_of("ddp", tmp_path, bf16=True)
     plain.train()
     for dtype in (torch.float32, torch.bfloat16):
-        sharded = sharded_trainer(folder, llama(dtype=dtype), bf16=True)
+        sharded = sharded_trainer(tmp_path, llama(dtype=dtype), bf16=True)
         sharded.train()
         assert {p.dtype for p in sharded.model.parameters()} == {torch.float32}
         assert (
             fullshard.owner_of(sharded.model, sharded.model.model.layers[0]).buckets[0].compute_dtype == torch.bfloat16
         )
         torch.testing.assert_close(losses(sharded), losses(plain), rtol=2e-2, atol=2e-2)
-    return True
 
 
-def test_optimizer_that_was_given_is_pointed_at_the_shards(run_clients, tmp_path):
-    assert all(run_clients(given_optimizer, str(tmp_path)))
-
-
-def given_optimizer(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_optimizer_that_was_given_is_pointed_at_the_shards(tmp_path):
     found = []
     for cls in (None, sharded_class()):
         model = llama()
@@ -104,13 +94,13 @@ def given_optimizer(folder: str) -> bool:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         arguments = TrainingArguments(
-            folder, max_steps=2, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True
+            tmp_path, max_steps=2, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True
         )
         trainer = (cls or Trainer)(model, arguments, train_dataset=Sentences(32), optimizers=(optimizer, None))
         trainer.train()
         found.append(losses(trainer))
     close(found[1], found[0])
-    return is_ours(trainer)
+    assert is_ours(trainer)
 
 
 # Evaluation.
@@ -177,16 +167,13 @@ def resumed(folder: str, expected: list[float]) -> bool:
     return True
 
 
-def test_best_model_is_loaded_at_the_end(run_clients, tmp_path):
-    assert all(run_clients(best_model, str(tmp_path)))
-
-
-def best_model(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_best_model_is_loaded_at_the_end(tmp_path):
     """A learning rate that spoils the model after the first step: the best is not the last."""
     for name, more in {"sharded": {}, "whole": {"save_only_model": True}}.items():
         settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
         trainer = sharded_trainer(
-            f"{folder}/{name}",
+            f"{tmp_path}/{name}",
             learning_rate=2.0,
             load_best_model_at_end=True,
             lr_scheduler_type="constant",
@@ -200,57 +187,44 @@ def best_model(folder: str) -> bool:
         close(trainer.evaluate()["eval_loss"], min(evaluated))
         checkpoint = Path(trainer.state.best_model_checkpoint)
         assert (checkpoint / "fullshard").is_dir() != (checkpoint / "model.safetensors").exists()
-    return True
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_saved_model_is_what_from_pretrained_loads(run_clients, tmp_path, tied):
-    assert all(run_clients(saved_model, tied, str(tmp_path)))
-
-
-def saved_model(tied: bool, folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_saved_model_is_what_from_pretrained_loads(tmp_path, tied):
     """By the trainer, into a folder in use; by `hf.save_pretrained`; and by the model's own method."""
     from transformers import LlamaForCausalLM
 
-    trainer = sharded_trainer(folder, llama(tie_word_embeddings=tied))
+    trainer = sharded_trainer(tmp_path, llama(tie_word_embeddings=tied))
     trainer.train()
     with torch.no_grad():
         expected = trainer.model(**batch()).loss
     for _ in range(2):
         trainer.save_model()
-    hf.save_pretrained(trainer.model, f"{folder}/ours", max_shard_size="4KB")
-    trainer.model.save_pretrained(f"{folder}/own", max_shard_size="4KB")
+    hf.save_pretrained(trainer.model, f"{tmp_path}/ours", max_shard_size="4KB")
+    trainer.model.save_pretrained(f"{tmp_path}/own", max_shard_size="4KB")
     dist.barrier()
-    assert (
-        len(list(Path(folder, "ours").glob("*.safetensors"))) > 2 < len(list(Path(folder, "own").glob("*.safetensors")))
-    )
+    assert all(len(list((tmp_path / one).glob("*.safetensors"))) > 2 for one in ("ours", "own"))
     for one in ("", "ours", "own"):
-        found = LlamaForCausalLM.from_pretrained(f"{folder}/{one}")
+        found = LlamaForCausalLM.from_pretrained(f"{tmp_path}/{one}")
         with torch.no_grad():
             close(found(**batch()).loss, expected)
         assert found.config.architectures == ["LlamaForCausalLM"]
-    assert not list(Path(folder).glob(".fullshard*"))
-    return True
+    assert not list(Path(tmp_path).glob(".fullshard*"))
 
 
-def test_no_rank_returns_before_all_files_are_there(run_clients, tmp_path):
-    assert all(run_clients(saved_slowly, str(tmp_path)))
-
-
-def saved_slowly(folder: str) -> bool:
-    trainer = sharded_trainer(folder, max_steps=1)
+@on_ranks(by="run_clients")
+def test_no_rank_returns_before_all_files_are_there(tmp_path):
+    trainer = sharded_trainer(tmp_path, max_steps=1)
     trainer.train()
     write = trainer._save_beside
     trainer._save_beside = lambda where: (time.sleep(1), write(where))
-    trainer.save_model(f"{folder}/out")
-    return (Path(folder) / "out" / "training_args.bin").exists()
+    trainer.save_model(f"{tmp_path}/out")
+    assert (Path(tmp_path) / "out" / "training_args.bin").exists()
 
 
-def test_models_whose_files_have_other_names(run_clients, tmp_path):
-    assert all(run_clients(other_names, str(tmp_path)))
-
-
-def other_names(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_models_whose_files_have_other_names(tmp_path):
     """Transformers stacks experts while it loads: files are as its own, and loading them into shards is refused."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -268,102 +242,90 @@ def other_names(folder: str) -> bool:
     with torch.no_grad():
         expected = model(**batch()).logits
     assert converted(model) and not converted(llama())
-    hf.save_pretrained(model, f"{folder}/experts")
+    hf.save_pretrained(model, f"{tmp_path}/experts")
     from safetensors import safe_open
 
-    with safe_open(f"{folder}/experts/model.safetensors", "pt") as files:
+    with safe_open(f"{tmp_path}/experts/model.safetensors", "pt") as files:
         assert any("experts.1." in name for name in files.keys())  # noqa: SIM118 - no dict
     with torch.no_grad():
-        close(MixtralForCausalLM.from_pretrained(f"{folder}/experts")(**batch()).logits, expected)
+        close(MixtralForCausalLM.from_pretrained(f"{tmp_path}/experts")(**batch()).logits, expected)
     with pytest.raises(fullshard.CheckpointError, match="experts"):
-        hf.from_pretrained(MixtralForCausalLM, f"{folder}/experts")
-    fullshard.save_safetensors(model, f"{folder}/stacked")
-    again = hf.from_pretrained(MixtralForCausalLM, f"{folder}/stacked")
+        hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/experts")
+    fullshard.save_safetensors(model, f"{tmp_path}/stacked")
+    again = hf.from_pretrained(MixtralForCausalLM, f"{tmp_path}/stacked")
     with torch.no_grad():
         close(again(**batch()).logits, expected)
-    return True
 
 
 # PEFT.
 
 
-def test_adapters_train_resume_and_are_saved(run_clients, tmp_path):
-    assert all(run_clients(adapters, str(tmp_path)))
-
-
-def adapters(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_adapters_train_resume_and_are_saved(tmp_path):
     from peft import PeftModel
     from test_peft import lora
 
-    plain = trainer_of("ddp", folder, lora(torch.float32), ddp_find_unused_parameters=False)
+    plain = trainer_of("ddp", tmp_path, lora(torch.float32), ddp_find_unused_parameters=False)
     plain.train()
     saves = {"save_strategy": "steps", "save_steps": STEPS // 2}
-    sharded = sharded_trainer(folder, lora(torch.float32), **saves)
+    sharded = sharded_trainer(tmp_path, lora(torch.float32), **saves)
     sharded.train()
     assert is_ours(sharded)
     close(losses(sharded), losses(plain))
     prompt = Sentences(1).tokens[:, :4]
     ours = sharded.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
     torch.testing.assert_close(ours, plain.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False))
-    again = sharded_trainer(folder, lora(torch.float32))
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
+    again = sharded_trainer(tmp_path, lora(torch.float32))
+    again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{STEPS // 2}")
     close(losses(again), losses(plain))
-    sharded.save_model(f"{folder}/adapters")
-    sharded.model.save_pretrained(f"{folder}/own")
-    plain.save_model(f"{folder}/plain")
+    sharded.save_model(f"{tmp_path}/adapters")
+    sharded.model.save_pretrained(f"{tmp_path}/own")
+    plain.save_model(f"{tmp_path}/plain")
     dist.barrier()
-    files = {where: {path.name for path in Path(folder, where).iterdir()} for where in ("adapters", "plain")}
+    files = {where: {path.name for path in Path(tmp_path, where).iterdir()} for where in ("adapters", "plain")}
     assert files["adapters"] <= files["plain"], files  # from_pretrained takes a config.json for a whole model's
-    assert not Path(folder, f"checkpoint-{STEPS}", "config.json").exists()
+    assert not Path(tmp_path, f"checkpoint-{STEPS}", "config.json").exists()
     with torch.no_grad():
         expected = sharded.model(**batch()).loss
         for one in ("adapters", "own"):
-            assert not (Path(folder) / one / "model.safetensors").exists()
-            close(PeftModel.from_pretrained(llama(), f"{folder}/{one}")(**batch()).loss, expected)
-    return True
+            assert not (Path(tmp_path) / one / "model.safetensors").exists()
+            close(PeftModel.from_pretrained(llama(), f"{tmp_path}/{one}")(**batch()).loss, expected)
 
 
-def test_an_optimizer_that_cannot_step_shards_is_named(run_clients, tmp_path):
-    assert all(run_clients(not_for_shards, str(tmp_path)))
-
-
-def not_for_shards(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_an_optimizer_that_cannot_step_shards_is_named(tmp_path):
     """Transformers' own Adafactor; and what the error recommends for others: plain tensors of a sharded model."""
-    trainer = sharded_trainer(folder, optim="adafactor")
+    trainer = sharded_trainer(tmp_path, optim="adafactor")
     with pytest.raises(fullshard.ConfigError, match=r"Adafactor cannot step(.|\n)*torch.optim") as caught:
         trainer.train()
     assert caught.value.parameter in dict(llama().named_parameters()), caught.value
     found = []
     for cls in (None, sharded_class()):
         model = llama() if cls is None else hf.shard(llama())
-        trainer = trainer_of("ddp", folder, model, cls)
+        trainer = trainer_of("ddp", tmp_path, model, cls)
         parameters = model.parameters() if cls is None else fullshard.optimizer_view(model)
         trainer.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         trainer.train()
         found.append(losses(trainer))
     close(found[1], found[0])
-    return is_ours(trainer)
+    assert is_ours(trainer)
 
 
 # What is refused.
 
 
-def test_bad_inputs_are_named(run_clients, tmp_path):
-    assert all(run_clients(refused, str(tmp_path)))
-
-
-def refused(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_bad_inputs_are_named(tmp_path):
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2}}
     for make, word in (
-        (lambda: sharded_trainer(folder, **fsdp), "python -m fullshard adopt"),
+        (lambda: sharded_trainer(tmp_path, **fsdp), "python -m fullshard adopt"),
         (lambda: hf.shard(llama(), units=["LlamaDecoder"]), "LlamaDecoderLayer"),
         (lambda: hf.shard(llama(), mixed_precision="bfloat16"), "'bf16'"),
         (lambda: hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy()), "two ways"),
-        (lambda: hf.save_pretrained(hf.shard(llama()), f"{folder}/x", max_shard_size="5 apples"), "1GiB"),
+        (lambda: hf.save_pretrained(hf.shard(llama()), f"{tmp_path}/x", max_shard_size="5 apples"), "1GiB"),
     ):
         with pytest.raises(fullshard.ConfigError, match=word):
             make()
-    return True
 
 
 def test_units_are_the_models_own():

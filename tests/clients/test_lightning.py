@@ -12,6 +12,7 @@ from small import BATCH, STEPS, Block, Net, close, joined, loader, net, referenc
 from torch import nn
 
 import fullshard
+from ways import on_ranks
 
 pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
 
@@ -52,11 +53,8 @@ def fabric_of(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "functional"])
-def test_fabric(run_adopted, tmp_path, kind):
-    assert all(run_adopted(with_fabric, kind, str(tmp_path)))
-
-
-def with_fabric(kind: str, folder: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_fabric(tmp_path, kind):
     losses = alone()
     fabric = fabric_of(kind)
     model, optimizer = made(fabric, kind)
@@ -73,10 +71,10 @@ def with_fabric(kind: str, folder: str) -> bool:
         optimizer.zero_grad()
         found.append(joined(loss))
         if step == 1:
-            fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer})
+            fabric.save(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
     close(found, losses)
     model, optimizer = made(fabric, kind)
-    fabric.load(f"{folder}/half", {"model": model, "optimizer": optimizer})
+    fabric.load(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
     again = []
     for step, batch in enumerate(data):
         if step > 1:
@@ -86,7 +84,6 @@ def with_fabric(kind: str, folder: str) -> bool:
             optimizer.zero_grad()
             again.append(joined(loss))
     close(again, losses[2:])
-    return True
 
 
 def made(fabric: Any, kind: str) -> tuple[Any, Any]:
@@ -100,11 +97,8 @@ def made(fabric: Any, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "functional"])
-def test_no_backward_sync_skips_communication(run_adopted, kind):
-    assert all(run_adopted(without_sync, kind))
-
-
-def without_sync(kind: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_no_backward_sync_skips_communication(kind):
     fabric = fabric_of(kind)
     model, _ = made(fabric, kind)
     for step, batch in enumerate(loader(**DATA)):
@@ -112,7 +106,6 @@ def without_sync(kind: str) -> bool:
             fabric.backward(loss_of(model, batch))
         reduced = [event for event in recorded if "reduce" in event.verb]
         assert bool(reduced) is (step % 2 == 1), reduced
-    return True
 
 
 def task(lightning: Any, strategy: str) -> Any:
@@ -140,21 +133,17 @@ def task(lightning: Any, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "functional"])
-def test_trainer(run_adopted, tmp_path, kind):
-    assert all(run_adopted(with_trainer, kind, str(tmp_path)))
-
-
-def with_trainer(kind: str, folder: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_trainer(tmp_path, kind):
     losses = alone()
-    trainer, model = trained(kind, folder, STEPS)
+    trainer, model = trained(kind, tmp_path, STEPS)
     close(model.losses, losses)
     sharded = trainer.model if kind == "wrapper" else model.net
     assert isinstance(sharded, (fullshard.FullyShardedDataParallel, fullshard.FSDPModule))
-    trained(kind, folder, STEPS // 2)[0].save_checkpoint(f"{folder}/half.ckpt")
-    assert Path(f"{folder}/half.ckpt").exists()
-    _, model = trained(kind, folder, STEPS, f"{folder}/half.ckpt")
+    trained(kind, tmp_path, STEPS // 2)[0].save_checkpoint(f"{tmp_path}/half.ckpt")
+    assert Path(f"{tmp_path}/half.ckpt").exists()
+    _, model = trained(kind, tmp_path, STEPS, f"{tmp_path}/half.ckpt")
     close(model.losses, alone([0, 1, 0, 1])[2:])  # resumed within an epoch, Lightning begins with its first batches
-    return True
 
 
 def trained(kind: str, folder: str, steps: int, checkpoint: str | None = None) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from small import ACCUMULATE, BATCH, MAX_NORM, ROWS, STEPS, Net, close, joined, 
 from torch import nn
 
 import fullshard
+from ways import on_ranks
 
 pytest.importorskip("lightning", reason="needs the extra lightning: pip install -e '.[lightning]'")
 
@@ -84,14 +85,11 @@ def trainer_of(folder: str, steps: int = STEPS, strategy: Any = None, **more: An
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["found", "by hand"])
-def test_trains_accumulates_and_clips_as_one_process(run_clients, tmp_path, by_hand):
-    assert all(run_clients(trained, str(tmp_path), by_hand))
-
-
-def trained(folder: str, by_hand: bool) -> bool:
+@on_ranks(by="run_clients")
+def test_trains_accumulates_and_clips_as_one_process(tmp_path, by_hand):
     """The reductions are counted: one of each unit a step, none for micro-batches but the last."""
     losses, plain = reference()
-    trainer, model = trainer_of(folder), task(by_hand)
+    trainer, model = trainer_of(tmp_path), task(by_hand)
     with fullshard.record_events() as events:
         trainer.fit(model, loader())
     assert isinstance(model, fullshard.FSDPModule) and isinstance(model.net.blocks[0], fullshard.FSDPModule)
@@ -103,14 +101,10 @@ def trained(folder: str, by_hand: bool) -> bool:
     close(
         {n.removeprefix("net."): p.full_tensor() for n, p in model.named_parameters()}, dict(plain.named_parameters())
     )
-    return True
 
 
-def test_other_layouts_and_precision(run_clients, tmp_path):
-    assert all(run_clients(flat, str(tmp_path)))
-
-
-def flat(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_other_layouts_and_precision(tmp_path):
     """Flat shards, clipped by a norm that torch's function does not know; bfloat16 by policy and by the Trainer."""
     from fullshard.integrations.lightning import FullshardStrategy
     from fullshard.wrap import ModuleWrapPolicy
@@ -120,18 +114,17 @@ def flat(folder: str) -> bool:
 
     strategy = FullshardStrategy(ModuleWrapPolicy({Block}), layout="flat")
     model = task()
-    trainer_of(folder, strategy=strategy).fit(model, loader())
+    trainer_of(tmp_path, strategy=strategy).fit(model, loader())
     close(torch.tensor(model.losses).view(STEPS, ACCUMULATE).mean(1).tolist(), losses)
     for precision, seen in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
         model = task()
         dtypes: set[torch.dtype] = set()
         model.net.head.register_forward_hook(lambda m, i, o, to=dtypes: to.update({m.weight.dtype, o.dtype}))
-        trainer_of(folder, precision=precision).fit(model, loader())
+        trainer_of(tmp_path, precision=precision).fit(model, loader())
         assert dtypes == {seen, torch.bfloat16} and all(p.dtype == seen for p in model.parameters()), dtypes
         torch.testing.assert_close(
             torch.tensor(model.losses).view(STEPS, ACCUMULATE).mean(1).tolist(), losses, rtol=0.05, atol=0.05
         )
-    return True
 
 
 def test_resumes_on_another_number_of_ranks(run_clients, tmp_path):
@@ -162,16 +155,13 @@ def resumed(folder: str) -> bool:
     return True
 
 
-def test_validates_tests_predicts_and_keeps_the_best(run_clients, tmp_path):
-    assert all(run_clients(evaluated, str(tmp_path)))
-
-
-def evaluated(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_validates_tests_predicts_and_keeps_the_best(tmp_path):
     """And files of its own checkpoint callback, of which the oldest are removed, are loaded for a test."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    best = ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=1, every_n_epochs=1)
-    trainer = trainer_of(folder, 2 * STEPS, enable_checkpointing=True, use_distributed_sampler=True, callbacks=[best])
+    best = ModelCheckpoint(f"{tmp_path}/best", monitor="val_loss", save_top_k=1, every_n_epochs=1)
+    trainer = trainer_of(tmp_path, 2 * STEPS, enable_checkpointing=True, use_distributed_sampler=True, callbacks=[best])
     model = task()
     trainer.fit(model, loader(sampled=False), loader(sampled=False))
     first = trainer.validate(model, loader(sampled=False), verbose=False)[0]["val_loss"]
@@ -181,33 +171,25 @@ def evaluated(folder: str) -> bool:
     with torch.no_grad():
         close(first, nn.functional.cross_entropy(plain(x), y).item())
         close(torch.cat(trainer.predict(model, loader(sampled=False))), plain(x[dist.get_rank() :: 2]))
-    assert len(list(Path(f"{folder}/best").iterdir())) == 1
+    assert len(list(Path(f"{tmp_path}/best").iterdir())) == 1
     other = task()
-    again = trainer_of(folder, use_distributed_sampler=True).test(
+    again = trainer_of(tmp_path, use_distributed_sampler=True).test(
         other, loader(sampled=False), ckpt_path=best.best_model_path, verbose=False
     )[0]["val_loss"]
     close(again, best.best_model_score.item())
-    return True
 
 
-def test_a_model_on_meta_gets_values_that_differ_between_ranks(run_clients, tmp_path):
-    assert all(run_clients(on_meta, str(tmp_path)))
-
-
-def on_meta(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_a_model_on_meta_gets_values_that_differ_between_ranks(tmp_path):
     model = task(meta=True)
-    trainer_of(folder).fit(model, loader())
+    trainer_of(tmp_path).fit(model, loader())
     up = model.net.blocks[0].up.weight.full_tensor()
     assert not any(p.is_meta for p in model.parameters()) and not torch.equal(up[: len(up) // 2], up[len(up) // 2 :])
     assert all(torch.isfinite(torch.tensor(model.losses)))
-    return True
 
 
-def test_fabric_by_name(run_clients, tmp_path):
-    assert all(run_clients(with_fabric, str(tmp_path)))
-
-
-def with_fabric(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_fabric_by_name(tmp_path):
     from lightning.fabric import Fabric
 
     from fullshard.integrations.lightning import NAME  # which registers it
@@ -236,30 +218,31 @@ def with_fabric(folder: str) -> bool:
                 optimizer.step()
                 optimizer.zero_grad()
                 if number == 2 * ACCUMULATE - 1:
-                    fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 2, "more": [1, "a"]})
+                    fabric.save(
+                        f"{tmp_path}/half", {"model": model, "optimizer": optimizer, "step": 2, "more": [1, "a"]}
+                    )
         return torch.tensor(micro).view(-1, ACCUMULATE).mean(1).tolist()
 
     close(train(*made(), 0), losses)
     model, optimizer = made()
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    assert fabric.load(f"{folder}/half", state) == {"more": [1, "a"]} and state["step"] == 2
+    assert fabric.load(f"{tmp_path}/half", state) == {"more": [1, "a"]} and state["step"] == 2
     close(train(model, optimizer, 2), losses[2:])
     close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
     full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
     with full, pytest.raises(fullshard.CheckpointError, match="the disk is full"):
-        fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 4, "more": []})
+        fabric.save(f"{tmp_path}/half", {"model": model, "optimizer": optimizer, "step": 4, "more": []})
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    assert fabric.load(f"{folder}/half", state)["more"] == [1, "a"] and state["step"] == 2  # what was there is whole
-    fabric.save(f"{folder}/half", {"model": model, "optimizer": optimizer, "step": 3, "more": []})
-    assert fabric.load(f"{folder}/half", state) == {"more": []} and state["step"] == 3
-    assert sorted(os.listdir(folder)) == ["half"]
+    assert fabric.load(f"{tmp_path}/half", state)["more"] == [1, "a"] and state["step"] == 2  # what was there is whole
+    fabric.save(f"{tmp_path}/half", {"model": model, "optimizer": optimizer, "step": 3, "more": []})
+    assert fabric.load(f"{tmp_path}/half", state) == {"more": []} and state["step"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["half"]
     close(train(model, optimizer, 2), losses[2:])
     with pytest.raises(fullshard.CheckpointError, match="lacking"):
-        fabric.load(f"{folder}/half", {"model": model, "lacking": 1})
+        fabric.load(f"{tmp_path}/half", {"model": model, "lacking": 1})
     with pytest.raises(fullshard.ConfigError, match="0 models"):
-        fabric.save(f"{folder}/none", {"step": 1})
+        fabric.save(f"{tmp_path}/none", {"step": 1})
     close({n: p.full_tensor() for n, p in model.module.named_parameters()}, dict(plain.named_parameters()))
-    return True
 
 
 def test_arguments_that_there_are_not():

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from test_transformers import WAYS, close, losses, trainer_of
 from tiny import Sentences, llama
 
+from ways import on_ranks
+
 BASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCES = {"float32": 2e-4, "bfloat16": 2e-2}
 
@@ -34,16 +36,13 @@ def adapters(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("way", ["v1", "v2"])
-def test_trains_as_ddp(run_adopted, tmp_path, way, base):
-    assert all(run_adopted(trained, way, base, str(tmp_path)))
-
-
-def trained(way: str, base: str, folder: str) -> bool:
-    plain = trainer_of("ddp", folder, lora(BASES[base]), ddp_find_unused_parameters=False)
+@on_ranks(by="run_adopted")
+def test_trains_as_ddp(tmp_path, way, base):
+    plain = trainer_of("ddp", tmp_path, lora(BASES[base]), ddp_find_unused_parameters=False)
     plain.train()
     state = "FULL_STATE_DICT"
     sharded = trainer_of(
-        way, folder, lora(BASES[base]), fsdp_config={**WAYS[way]["fsdp_config"], "state_dict_type": state}
+        way, tmp_path, lora(BASES[base]), fsdp_config={**WAYS[way]["fsdp_config"], "state_dict_type": state}
     )
     sharded.train()
     torch.testing.assert_close(losses(sharded), losses(plain), rtol=TOLERANCES[base], atol=1e-4)
@@ -55,41 +54,36 @@ def trained(way: str, base: str, folder: str) -> bool:
         found = adapters(whole)
         assert found.keys() == expected.keys() and len(found) == 8
         torch.testing.assert_close(found, expected, rtol=TOLERANCES[base], atol=2e-3)
-    sharded.save_model(f"{folder}/adapters")
+    sharded.save_model(f"{tmp_path}/adapters")
     dist.barrier()
     if dist.get_rank() == 0:
         from safetensors.torch import load_file
 
-        saved = load_file(Path(folder) / "adapters" / "adapter_model.safetensors")
+        saved = load_file(Path(tmp_path) / "adapters" / "adapter_model.safetensors")
         torch.testing.assert_close({name: value.float() for name, value in saved.items()}, adapters(whole))
-    return True
 
 
 @pytest.mark.parametrize("way", ["v1", "v2"])
-def test_adapters_are_loaded_into_a_sharded_base(run_adopted, tmp_path, way):
+@on_ranks(by="run_adopted")
+def test_adapters_are_loaded_into_a_sharded_base(tmp_path, way):
     """Saved by the model's own `save_pretrained` on every rank; read by PEFT, before sharding."""
-    assert all(run_adopted(loaded, way, str(tmp_path)))
-
-
-def loaded(way: str, folder: str) -> bool:
     from peft import PeftModel
 
-    sharded = trainer_of(way, folder, lora(torch.float32))
+    sharded = trainer_of(way, tmp_path, lora(torch.float32))
     sharded.train()
     batch = {name: value[None] for name, value in Sentences(1)[0].items()}
     with torch.no_grad():
         expected = sharded.model(**batch).loss
-    sharded.accelerator.unwrap_model(sharded.model_wrapped).save_pretrained(f"{folder}/adapters")
+    sharded.accelerator.unwrap_model(sharded.model_wrapped).save_pretrained(f"{tmp_path}/adapters")
     dist.barrier()
-    plain = PeftModel.from_pretrained(llama(), f"{folder}/adapters")
+    plain = PeftModel.from_pretrained(llama(), f"{tmp_path}/adapters")
     with torch.no_grad():
         close(plain(**batch).loss, expected)
-    model = PeftModel.from_pretrained(llama(), f"{folder}/adapters", is_trainable=True)
-    again = trainer_of(way, folder, model, learning_rate=0.0)
+    model = PeftModel.from_pretrained(llama(), f"{tmp_path}/adapters", is_trainable=True)
+    again = trainer_of(way, tmp_path, model, learning_rate=0.0)
     again.train()
     with torch.no_grad():
         close(again.model(**batch).loss, expected)
-    return True
 
 
 def adapter_of(kind: str) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 import fullshard
 from fullshard.integrations import hf
 from fullshard.integrations.quantised import QuantisedRows, by_rows
+from ways import on_ranks
 
 pytest.importorskip("torchao", reason="needs the extra torchao: pip install --no-deps torchao (it asks for no torch)")
 pytest.importorskip("peft", reason="needs the extra hf: pip install -e '.[hf]'")
@@ -99,26 +100,19 @@ def inner_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_trains_as_the_unsharded_model(run_clients, kind, dtype):
-    assert all(run_clients(trained, kind, dtype))
-
-
-def trained(kind: str, dtype: torch.dtype) -> bool:
+@on_ranks(by="run_clients")
+def test_trains_as_the_unsharded_model(kind, dtype):
     plain, sharded = lora(kind, dtype), hf.shard(lora(kind, dtype))
     local = [p.to_local() for p in sharded.parameters() if isinstance(getattr(p, "_local_tensor", None), QuantisedRows)]
     assert len(local) >= 12
     tolerance = {"rtol": 2e-4, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(train(sharded, dist.get_rank()), train(plain, None), **tolerance)
     torch.testing.assert_close(adapters(sharded), adapters(plain), **tolerance)
-    return True
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gathers_and_holds_quantised_bytes(run_clients, kind):
-    assert all(run_clients(counted, kind))
-
-
-def counted(kind: str) -> bool:
+@on_ranks(by="run_clients")
+def test_gathers_and_holds_quantised_bytes(kind):
     """Of one block: what travels is its quantised tensors and its adapters; a rank holds half."""
     plain, sharded = lora(kind), hf.shard(lora(kind))
     block, ours = plain.get_base_model().model.layers[0], sharded.get_base_model().model.layers[0]
@@ -133,7 +127,6 @@ def counted(kind: str) -> bool:
         sharded(input_ids=tokens, labels=tokens)
     sent = sum(event.nbytes for event in events if event.verb == "gather" and event.unit.endswith("layers.0"))
     assert whole - kept <= sent - others <= (whole - kept) * 1.15 + 512, (sent, others, whole, kept)  # and padding
-    return True
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -182,18 +175,15 @@ def loaded(kind: str, folder: str, expected: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_files_are_quantised_block_by_block(run_clients, tmp_path, kind):
-    assert all(run_clients(by_blocks, kind, str(tmp_path)))
-
-
-def by_blocks(kind: str, folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_files_are_quantised_block_by_block(tmp_path, kind):
     """One block at a time is whole; what comes out is what quantising the whole model gives."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
     plain = llama(tie_word_embeddings=kind == "nf4")
     if dist.get_rank() == 0:
-        plain.save_pretrained(folder, max_shard_size="4KB")
+        plain.save_pretrained(tmp_path, max_shard_size="4KB")
     dist.barrier()
     seen: list[int] = []
 
@@ -206,7 +196,7 @@ def by_blocks(kind: str, folder: str) -> bool:
 
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = hf.from_pretrained(
-        LlamaForCausalLM, folder, prepare=lambda base: get_peft_model(base, config), quantise=quantise_block
+        LlamaForCausalLM, tmp_path, prepare=lambda base: get_peft_model(base, config), quantise=quantise_block
     )
     assert len(seen) == 2
     quantise(plain, kind)
@@ -215,7 +205,7 @@ def by_blocks(kind: str, folder: str) -> bool:
     assert len(rows) == 14
     model.train()
     before = train(model, dist.get_rank())
-    return before[-1] == before[-1]
+    assert before[-1] == before[-1]
 
 
 def test_trainers_take_it_adopted_or_not(run_adopted, run_clients, tmp_path):
@@ -245,48 +235,24 @@ def by_trainer(way: str, folder: str) -> list[float]:
     return losses(trainer)
 
 
-def test_adapters_are_merged_into_another_base(run_clients, tmp_path):
-    assert all(run_clients(merged, str(tmp_path)))
-
-
-def merged(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_adapters_are_merged_into_another_base(tmp_path):
     """Into the quantised one: refused, with the way, which is taken."""
     from peft import PeftModel
 
     model = hf.shard(lora("nf4"))
-    for merge in (model.merge_adapter, lambda: fullshard.save_safetensors(model, f"{folder}/no", merge_lora=True)):
+    for merge in (model.merge_adapter, lambda: fullshard.save_safetensors(model, f"{tmp_path}/no", merge_lora=True)):
         with pytest.raises(fullshard.FullshardError, match=r"QuantisedRows(.|\n)*merge them on one process") as caught:
             merge()
         assert caught.value.code in ("C246", "K113")
-    hf.save_pretrained(model, folder)
+    hf.save_pretrained(model, tmp_path)
     dist.barrier()
-    whole = PeftModel.from_pretrained(llama(intermediate_size=24), folder).merge_and_unload()
-    return differ(logits(whole), logits(model)) < 0.2  # NF4's error
+    whole = PeftModel.from_pretrained(llama(intermediate_size=24), tmp_path).merge_and_unload()
+    assert differ(logits(whole), logits(model)) < 0.2  # NF4's error
 
 
-def test_what_cannot_be_split_is_refused_by_name(run_clients):
-    assert all(run_clients(refused))
-
-
-class Odd(torch.Tensor):
-    """A weight [4, 6] whose numbers cannot be cut into 4 pieces; of more beside them, some can."""
-
-    @staticmethod
-    def __new__(cls, numbers: torch.Tensor, more: torch.Tensor | None = None) -> Odd:
-        return torch.Tensor._make_wrapper_subclass(cls, (4, 6), dtype=torch.float32)
-
-    def __init__(self, numbers: torch.Tensor, more: torch.Tensor | None = None) -> None:
-        self.numbers, self.more = numbers, more
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["numbers"] + ([] if self.more is None else ["more"]), None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
-
-
-def refused() -> bool:
+@on_ranks(by="run_clients")
+def test_what_cannot_be_split_is_refused_by_name():
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
     model[0].weight = nn.Parameter(Odd(torch.zeros(9999)), requires_grad=False)
     with pytest.raises(fullshard.ConfigError, match=r"0.weight(.|\n)*9999(.|\n)*ignored_params"):
@@ -306,4 +272,22 @@ def refused() -> bool:
     with pytest.raises(NotImplementedError, match="computed with where their unit"):
         int8(input_ids=Sentences(1).tokens)
     fullshard.fully_shard(int8, auto_wrap_policy="auto")
-    return int8(input_ids=Sentences(1).tokens).logits.isfinite().all().item()
+    assert int8(input_ids=Sentences(1).tokens).logits.isfinite().all().item()
+
+
+class Odd(torch.Tensor):
+    """A weight [4, 6] whose numbers cannot be cut into 4 pieces; of more beside them, some can."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, more: torch.Tensor | None = None) -> Odd:
+        return torch.Tensor._make_wrapper_subclass(cls, (4, 6), dtype=torch.float32)
+
+    def __init__(self, numbers: torch.Tensor, more: torch.Tensor | None = None) -> None:
+        self.numbers, self.more = numbers, more
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["numbers"] + ([] if self.more is None else ["more"]), None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented

@@ -11,6 +11,7 @@ from small import Block, net, rows
 from torch import nn
 
 import fullshard
+from ways import on_ranks
 
 pytest.importorskip("torchmetrics", reason="needs torchmetrics, of the extra lightning: pip install -e '.[lightning]'")
 
@@ -33,11 +34,8 @@ class Scored(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["functional", "wrapper", "auto"])
-def test_metrics_of_a_sharded_model_are_those_of_one_process(run_adopted, way):
-    assert all(run_adopted(scored, way))
-
-
-def scored(way: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_metrics_of_a_sharded_model_are_those_of_one_process(way):
     data = rows(24)
     x, y = (torch.stack(column) for column in zip(*data, strict=True))
     plain, model = Scored(), sharded(Scored(), way)
@@ -60,7 +58,6 @@ def scored(way: str) -> bool:
         model.eval()
         model(x[mine], y[mine])
     assert int(inner.scores.compute()["MulticlassConfusionMatrix"].sum()) == len(data)
-    return True
 
 
 def alone(scores: Any) -> dict[str, Any]:

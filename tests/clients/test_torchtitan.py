@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 import fullshard
+from ways import on_ranks
 
 STEPS, MICRO, MAX_NORM = 3, 2, 0.5
 
@@ -235,11 +236,8 @@ def backward_of_all(plain: Any, step: int, loss: Callable[[Any, Tensor], Tensor]
         ("default", "none", True),
     ],
 )
-def test_trains_as_one_process(run_adopted, policy, ac, compiled):
-    assert all(run_adopted(trained, policy, ac, compiled))
-
-
-def trained(policy: str, ac: str, compiled: bool) -> bool:
+@on_ranks(by="run_adopted")
+def test_trains_as_one_process(policy, ac, compiled):
     """Made on meta; gradients added up in shards over micro-batches, each reduced; clipped by the whole norm."""
     with torch.device("meta"):
         model: Any = Decoder()
@@ -261,14 +259,10 @@ def trained(policy: str, ac: str, compiled: bool) -> bool:
             optimizer.step()
             optimizer.zero_grad()
     same(model, plain)
-    return True
 
 
-def test_bfloat16_is_gathered_and_float32_reduced(run_adopted):
-    assert all(run_adopted(in_bfloat16))
-
-
-def in_bfloat16() -> bool:
+@on_ranks(by="run_adopted")
+def test_bfloat16_is_gathered_and_float32_reduced():
     """To the bit: bfloat16 gradients of two ranks, of the same computation, added in float32."""
     model, plain = sharded(plain_decoder(), param_dtype=torch.bfloat16), plain_decoder()
     loss_of(model, tokens_of(0, dist.get_rank())).backward()
@@ -280,15 +274,12 @@ def in_bfloat16() -> bool:
             added = other.grad.float() / 2
             parameter.grad = added if parameter.grad is None else parameter.grad + added
     same(model, plain, gradient, rtol=0, atol=0)
-    return True
 
 
-def test_norms_stay_in_float32(run_adopted):
+@on_ranks(by="run_adopted")
+def test_norms_stay_in_float32():
     """`param_dtype_override_fn`; and a request for symmetric memory, of which a CPU has none, changes nothing."""
-    assert all(run_adopted(in_two_dtypes))
 
-
-def in_two_dtypes() -> bool:
     def override(parameter: nn.Parameter) -> torch.dtype | None:
         return parameter.dtype if parameter.dim() == 1 else None
 
@@ -306,7 +297,6 @@ def in_two_dtypes() -> bool:
             added = other.grad.float() / 2
             parameter.grad = added if parameter.grad is None else parameter.grad + added
     same(model, plain, gradient, rtol=0, atol=0)
-    return True
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -369,11 +359,8 @@ def over_ranks(moe: Any, mesh: Any) -> None:
     moe.around = around
 
 
-def test_losses_by_tokens_with_gradients_that_are_not_divided(run_adopted):
-    assert all(run_adopted(by_tokens))
-
-
-def by_tokens() -> bool:
+@on_ranks(by="run_adopted")
+def test_losses_by_tokens_with_gradients_that_are_not_divided():
     """`disable_fsdp_gradient_division`: sums over tokens, divided by how many all ranks have."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -389,15 +376,11 @@ def by_tokens() -> bool:
         (loss_of(plain, torch.cat(parts), "sum") / count).backward()
         same(model, plain, gradient)
         model.zero_grad(), plain.zero_grad()
-    return True
 
 
 @pytest.mark.parametrize("detached", [False, True], ids=["one graph", "cut before the head"])
-def test_a_loss_in_chunks_gathers_the_head_once(run_adopted, detached):
-    assert all(run_adopted(in_chunks, detached))
-
-
-def in_chunks(detached: bool) -> bool:
+@on_ranks(by="run_adopted")
+def test_a_loss_in_chunks_gathers_the_head_once(detached):
     """The head gathered once and reduced once; with the graph cut, what is before it gets the summed gradient."""
     model, plain = parallelized(plain_decoder(), apart=True), plain_decoder()
     model.skip_output = True
@@ -433,14 +416,10 @@ def in_chunks(detached: bool) -> bool:
         for one in (model, plain):
             torch.optim.SGD(one.parameters(), lr=0.1).step()
             one.zero_grad()
-    return True
 
 
-def test_micro_batches_without_sync(run_adopted):
-    assert all(run_adopted(accumulated))
-
-
-def accumulated() -> bool:
+@on_ranks(by="run_adopted")
+def test_micro_batches_without_sync():
     """Nothing is reduced before the last micro-batch, of which the engine is told; gathered weights may stay."""
     for keep in (False, True):
         model, plain = parallelized(plain_decoder()), plain_decoder()
@@ -455,7 +434,6 @@ def accumulated() -> bool:
             assert ("reduce" in [event.verb for event in events]) == last
             backward_of_all(plain, micro)
         same(model, plain, gradient)
-    return True
 
 
 @pytest.mark.parametrize("mode", ["save", "async_save"])
@@ -508,11 +486,8 @@ def resumed(folder: str, expected: list[float]) -> bool:
     return True
 
 
-def test_export_with_the_names_of_hugging_face(run_adopted, tmp_path):
-    assert all(run_adopted(exported, str(tmp_path)))
-
-
-def exported(folder: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_export_with_the_names_of_hugging_face(tmp_path):
     """Renamed DTensors, in another dtype: by the DCP writer for safetensors, and whole by `full_tensor()`."""
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
@@ -528,34 +503,26 @@ def exported(folder: str) -> bool:
     cast = {name: value.to(torch.bfloat16) for name, value in state.items()}
     index = dict.fromkeys(cast, 1)
     writer = HuggingFaceStorageWriter(
-        path=f"{folder}/hf", save_distributed=True, fqn_to_index_mapping=index, enable_consolidation=False
+        path=f"{tmp_path}/hf", save_distributed=True, fqn_to_index_mapping=index, enable_consolidation=False
     )
-    dcp.save(cast, storage_writer=writer, checkpoint_id=f"{folder}/hf")
+    dcp.save(cast, storage_writer=writer, checkpoint_id=f"{tmp_path}/hf")
     wanted = renamed(plain.state_dict())
     loaded = {name: torch.zeros_like(value) for name, value in cast.items()}
-    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(f"{folder}/hf"), checkpoint_id=f"{folder}/hf")
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(f"{tmp_path}/hf"), checkpoint_id=f"{tmp_path}/hf")
     for name, value in wanted.items():
         assert torch.equal(loaded[name].full_tensor(), value.to(torch.bfloat16)), name
     whole = {name: value.full_tensor() for name, value in state.items()}
     if dist.get_rank() == 0:
         from safetensors.torch import save_file
 
-        save_file(whole, f"{folder}/whole.safetensors")
-        found = load_file(f"{folder}/whole.safetensors")
+        save_file(whole, f"{tmp_path}/whole.safetensors")
+        found = load_file(f"{tmp_path}/whole.safetensors")
         assert all(torch.equal(found[name], value) for name, value in wanted.items()) and len(found) == len(wanted)
-        assert any(Path(f"{folder}/hf").glob("**/*.safetensors"))
-    return True
+        assert any(Path(f"{tmp_path}/hf").glob("**/*.safetensors"))
 
 
-def test_a_step_that_was_broken_off_is_forgotten(run_adopted):
-    assert all(run_adopted(broken_off))
-
-
-class Broken(Exception):
-    """What the data loader, or a kernel, may raise."""
-
-
-def broken_off() -> bool:
+@on_ranks(by="run_adopted")
+def test_a_step_that_was_broken_off_is_forgotten():
     """In a block's forward, and in its backward, in the second of two micro-batches; the step is run again."""
     model, plain = parallelized(plain_decoder(), ac="full"), plain_decoder()
     prefetched(model)
@@ -579,4 +546,7 @@ def broken_off() -> bool:
         same(model, plain, gradient)
         clipped(list(model.parameters()))
         assert fullshard.memory_use(model).gathered == 0
-    return True
+
+
+class Broken(Exception):
+    """What the data loader, or a kernel, may raise."""

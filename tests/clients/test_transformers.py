@@ -11,6 +11,7 @@ import torch
 from tiny import LENGTH, Sentences, llama
 
 import fullshard
+from ways import on_ranks
 
 STEPS = 4
 LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -75,21 +76,17 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["words", "v1", "v2"])
-def test_trains_and_evaluates_as_ddp(run_adopted, tmp_path, way):
-    assert all(run_adopted(trained, way, str(tmp_path)))
-
-
-def trained(way: str, folder: str) -> bool:
-    plain = trainer_of("ddp", folder)
+@on_ranks(by="run_adopted")
+def test_trains_and_evaluates_as_ddp(tmp_path, way):
+    plain = trainer_of("ddp", tmp_path)
     plain.train()
     expected = plain.evaluate()["eval_loss"]
-    sharded = trainer_of(way, folder)
+    sharded = trainer_of(way, tmp_path)
     sharded.train()
     assert is_ours(sharded)
     close(losses(sharded), losses(plain))
     close(norms(sharded), norms(plain))
     close(sharded.evaluate()["eval_loss"], expected)
-    return True
 
 
 @pytest.mark.parametrize("way", ["v1", "v2", "v2 full"])
@@ -120,20 +117,16 @@ def resumed(way: str, folder: str, expected: list[float]) -> bool:
 
 @pytest.mark.parametrize("kind", ["Trainer's", "FSDP's"])
 @pytest.mark.parametrize("way", ["v1", "v2"])
-def test_gradient_checkpointing(run_adopted, tmp_path, way, kind):
-    assert all(run_adopted(recomputed, way, kind, str(tmp_path)))
-
-
-def recomputed(way: str, kind: str, folder: str) -> bool:
-    plain = trainer_of("ddp", folder)
+@on_ranks(by="run_adopted")
+def test_gradient_checkpointing(tmp_path, way, kind):
+    plain = trainer_of("ddp", tmp_path)
     plain.train()
     config = {**WAYS[way]["fsdp_config"], **({"activation_checkpointing": True} if kind == "FSDP's" else {})}
     more = {"gradient_checkpointing": True} if kind == "Trainer's" else {}
-    sharded = trainer_of(way, folder, fsdp_config=config, **more)
+    sharded = trainer_of(way, tmp_path, fsdp_config=config, **more)
     sharded.train()
     assert is_ours(sharded)
     close(losses(sharded), losses(plain))
-    return True
 
 
 @pytest.mark.parametrize("way", ["words", "v2 full"])
@@ -198,46 +191,38 @@ def generated(way: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", ["v1", "v2"])
-def test_from_pretrained_for_sharding_loads_once(run_adopted, tmp_path, way):
+@on_ranks(by="run_adopted")
+def test_from_pretrained_for_sharding_loads_once(tmp_path, way):
     """With efficient loading, and weights of the first rank sent to the others; rotary buffers are right on all."""
-    assert all(run_adopted(pretrained_once, way, str(tmp_path)))
-
-
-def pretrained_once(way: str, folder: str) -> bool:
     import os
 
     import torch.distributed as dist
     from transformers import LlamaForCausalLM
 
-    plain = trainer_of("ddp", folder, train_sampling_strategy="sequential")
+    plain = trainer_of("ddp", tmp_path, train_sampling_strategy="sequential")
     if dist.get_rank() == 0:
-        llama().save_pretrained(f"{folder}/base", max_shard_size="4KB")
+        llama().save_pretrained(f"{tmp_path}/base", max_shard_size="4KB")
     dist.barrier()
     plain.train()
     config = {**WAYS[way]["fsdp_config"], "cpu_ram_efficient_loading": True, "sync_module_states": True}
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")  # as its launcher does
-    model = LlamaForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
-    sharded = trainer_of(way, folder, model, fsdp_config=config, train_sampling_strategy="sequential")
+    model = LlamaForCausalLM.from_pretrained(f"{tmp_path}/base", dtype=torch.float32)
+    sharded = trainer_of(way, tmp_path, model, fsdp_config=config, train_sampling_strategy="sequential")
     sharded.train()
     assert is_ours(sharded)
     close(losses(sharded), losses(plain))
     expected = dict(plain.accelerator.unwrap_model(plain.model_wrapped).named_buffers())
     found = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in sharded.model.named_buffers()}
     close(found, expected)
-    return True
 
 
-def test_label_smoothing(run_adopted, tmp_path):
+@on_ranks(by="run_adopted")
+def test_label_smoothing(tmp_path):
     """Trainer shifts labels of a causal model, which it knows by the name of its class."""
-    assert all(run_adopted(smoothed, str(tmp_path)))
-
-
-def smoothed(folder: str) -> bool:
     found = {}
     for way in ("ddp", "v1", "v2"):
-        trainer = trainer_of(way, folder, label_smoothing_factor=0.1)
+        trainer = trainer_of(way, tmp_path, label_smoothing_factor=0.1)
         trainer.train()
         found[way] = losses(trainer)
     close(found["v1"], found["ddp"])
     close(found["v2"], found["ddp"])
-    return True

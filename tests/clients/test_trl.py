@@ -11,6 +11,7 @@ from test_transformers import STEPS, WAYS, close, is_ours, losses
 from tiny import VOCABULARY, Sentences, llama
 
 import fullshard
+from ways import on_ranks
 
 pytest.importorskip("trl", reason="needs the extra trl: pip install -e '.[trl]'")
 
@@ -50,14 +51,11 @@ def sft(way: str, folder: str, cls: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("way", ["v1", "v2"])
-def test_fine_tunes_as_ddp(run_adopted, tmp_path, way):
-    assert all(run_adopted(tuned, way, str(tmp_path)))
-
-
-def tuned(way: str, folder: str) -> bool:
-    plain = sft("ddp", folder)
+@on_ranks(by="run_adopted")
+def test_fine_tunes_as_ddp(tmp_path, way):
+    plain = sft("ddp", tmp_path)
     plain.train()
-    sharded = sft(way, folder)
+    sharded = sft(way, tmp_path)
     sharded.train()
     assert is_ours(sharded)
     close(losses(sharded), losses(plain))
@@ -65,7 +63,6 @@ def tuned(way: str, folder: str) -> bool:
     found = exported(sharded.model)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, dict(expected), rtol=1e-3, atol=1e-4)
-    return True
 
 
 def exported(model: Any) -> dict[str, torch.Tensor]:

@@ -11,24 +11,22 @@ from tiny import llama
 
 import fullshard
 from fullshard.integrations import hf
+from ways import on_ranks
 
 pytest.importorskip("trl", reason="needs the extra trl: pip install -e '.[trl]'")
 
 
-def test_fine_tunes_as_ddp(run_clients, tmp_path):
-    assert all(run_clients(tuned, str(tmp_path)))
-
-
-def tuned(folder: str) -> bool:
+@on_ranks(by="run_clients")
+def test_fine_tunes_as_ddp(tmp_path):
     from test_trl import sft
     from trl import SFTTrainer
 
     class ShardedSFTTrainer(hf.ShardedTrainerMixin, SFTTrainer):
         """What users write."""
 
-    plain: Any = sft("ddp", folder)
+    plain: Any = sft("ddp", tmp_path)
     plain.train()
-    sharded = sft("ddp", folder, ShardedSFTTrainer)
+    sharded = sft("ddp", tmp_path, ShardedSFTTrainer)
     sharded.train()
     assert isinstance(sharded.model, fullshard.FSDPModule) and sharded.model_wrapped is sharded.model
     close(losses(sharded), losses(plain))
@@ -38,4 +36,3 @@ def tuned(folder: str) -> bool:
     streamed = dict(fullshard.full_parameters(sharded.model, dtype=torch.bfloat16))
     assert streamed.keys() == dict(llama().named_parameters()).keys()
     torch.testing.assert_close(streamed["lm_head.weight"], expected["lm_head.weight"].bfloat16(), rtol=1e-2, atol=1e-2)
-    return True

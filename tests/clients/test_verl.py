@@ -18,6 +18,7 @@ from tiny import LENGTH, Sentences, llama
 from torch import Tensor, nn
 
 import fullshard
+from ways import on_ranks
 
 STEPS, MAX_NORM = 3, 0.5
 SENTENCES = Sentences(4 * STEPS)
@@ -260,11 +261,8 @@ def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> tuple[fl
 
 @pytest.mark.parametrize("tied", [False, True])
 @every_version
-def test_values_of_the_first_rank_reach_all(run_adopted, version, tied):
-    assert all(run_adopted(loaded, version, tied))
-
-
-def loaded(version: int, tied: bool) -> bool:
+@on_ranks(by="run_adopted")
+def test_values_of_the_first_rank_reach_all(version, tied):
     """Of tied weights, too; then it trains as one process, clipped."""
     losses, norms, plain = reference(tie_word_embeddings=tied)
     model = made(version, tie_word_embeddings=tied)
@@ -275,7 +273,6 @@ def loaded(version: int, tied: bool) -> bool:
     state = full_state_dict(model)
     assert bool(state) == (dist.get_rank() == 0)
     close({name: state[name] for name in state}, {n: v for n, v in plain.state_dict().items() if n in state})
-    return True
 
 
 def full_state_dict(model: Any, offload_to_cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
@@ -292,21 +289,14 @@ def full_state_dict(model: Any, offload_to_cpu: bool = True, rank0_only: bool = 
 
 
 @every_version
-def test_the_whole_state_on_every_rank(run_adopted, version):
-    assert all(run_adopted(whole_everywhere, version))
-
-
-def whole_everywhere(version: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_the_whole_state_on_every_rank(version):
     close(dict(full_state_dict(made(version), offload_to_cpu=False, rank0_only=False)), dict(llama().state_dict()))
-    return True
 
 
 @pytest.mark.parametrize(("version", "way"), [(1, "flat"), (2, "to"), (2, "data"), (1, "park"), (2, "park")])
-def test_a_model_and_its_optimizer_on_the_cpu_and_back(run_adopted, version, way):
-    assert all(run_adopted(parked, version, way))
-
-
-def parked(version: int, way: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_a_model_and_its_optimizer_on_the_cpu_and_back(version, way):
     """Between steps, and between a backward and its step; before the first forward, as workers do once built."""
     losses, norms, plain = reference()
     model = made(version)
@@ -336,15 +326,11 @@ def parked(version: int, way: str) -> bool:
         optimizer.zero_grad()
         away_and_back()
     close(dict(full_state_dict(model)), dict(plain.state_dict()) if dist.get_rank() == 0 else {})
-    return True
 
 
 @every_version
-def test_weights_for_an_engine_that_generates(run_adopted, version):
-    assert all(run_adopted(synced, version))
-
-
-def synced(version: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_weights_for_an_engine_that_generates(version):
     """DTensors of the sharded state dict, made whole one by one, between steps that go on."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
     from torch.distributed.tensor import DTensor
@@ -361,22 +347,11 @@ def synced(version: int) -> bool:
         found = {n: v.to("cpu").full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
         close(found, dict(reference(step)[2].state_dict()))
         close(step_of(model, optimizer, step)[0], losses[step])
-    return True
 
 
 @every_version
-def test_adapters_layer_by_layer(run_adopted, version):
-    assert all(run_adopted(adapters_synced, version))
-
-
-def lora() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(6)
-    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-
-
-def adapters_synced(version: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_adapters_layer_by_layer(version):
     """Those of one layer at a time, after a step that trained them as one process does."""
     plain = lora()
     model = sharded(lora(), version, is_lora=True, use_orig_params=False) if version == 1 else sharded(lora(), version)
@@ -390,7 +365,13 @@ def adapters_synced(version: int) -> bool:
 
     close(found, {n: v.detach() for n, v in get_peft_model_state_dict(plain).items()})
     loss_of(model, rows_of(1, dist.get_rank())).backward()  # what was summoned is usable again
-    return True
+
+
+def lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(6)
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 def summon_lora_params(model: Any) -> dict[str, Tensor]:
@@ -420,11 +401,8 @@ def summon_lora_params(model: Any) -> dict[str, Tensor]:
 
 
 @every_version
-def test_each_rank_saves_what_it_has(run_adopted, tmp_path, version):
-    assert all(run_adopted(saved_by_rank, version, str(tmp_path)))
-
-
-def saved_by_rank(version: int, folder: str) -> bool:
+@on_ranks(by="run_adopted")
+def test_each_rank_saves_what_it_has(tmp_path, version):
     """The checkpoint manager: sharded states, one file a rank; another model goes on from them."""
     from torch.distributed.fsdp import (
         FullyShardedDataParallel,
@@ -448,7 +426,7 @@ def saved_by_rank(version: int, folder: str) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     step_of(model, optimizer, 0)
-    path = Path(folder) / f"rank_{dist.get_rank()}.pt"
+    path = Path(tmp_path) / f"rank_{dist.get_rank()}.pt"
     with states(model):
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     dist.barrier()
@@ -464,7 +442,6 @@ def saved_by_rank(version: int, folder: str) -> bool:
     for step in range(1, STEPS):
         close(step_of(other, again, step), (losses[step], norms[step]))
     scheduler.step()
-    return True
 
 
 def safe() -> list[Any]:
@@ -481,11 +458,8 @@ class Broken(Exception):
 
 
 @every_version
-def test_goes_on_after_an_exception_in_an_update(run_adopted, version):
-    assert all(run_adopted(broken_off, version))
-
-
-def broken_off(version: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_goes_on_after_an_exception_in_an_update(version):
     """In the second micro-batch of a step; parked, brought back and run again, it is one process's step."""
     losses, norms, _ = reference()
     model = made(version)
@@ -509,4 +483,3 @@ def broken_off(version: int) -> bool:
             fullshard.resume(model, optimizer)
         assert rows_of(step).shape == (4, LENGTH)
         close(step_of(model, optimizer, step), (losses[step], norms[step]))
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import CheckpointError, ConfigError
-from ways import error_of, named_error, shard
+from ways import error_of, named_error, on_ranks, shard
 
 some_ways = pytest.mark.parametrize("way", ["rows", "originals"])  # one FlatParameter cannot be partly frozen
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import, on every rank
@@ -68,7 +67,9 @@ def expect(problems: list[str], what: str, got: Tensor, want: Tensor, tolerance:
 # transformers
 
 
-def through_transformers(way: str, folder: Path) -> list[str]:
+@some_ways
+@on_ranks(timeout=IMPORTS)
+def test_transformers_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     warnings.simplefilter("ignore")
     from transformers import LlamaForCausalLM
 
@@ -76,16 +77,16 @@ def through_transformers(way: str, folder: Path) -> list[str]:
     want = logits(llama(tied=True))
     model = shard(llama(tied=True), way, layers)
     for saved, settings in (("one", {}), ("many", {"max_file_bytes": 5000}), ("half", {"dtype": torch.bfloat16})):
-        fullshard.save_safetensors(model, folder / saved, **settings)
-        loaded = LlamaForCausalLM.from_pretrained(folder / saved).eval()
+        fullshard.save_safetensors(model, tmp_path / saved, **settings)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / saved).eval()
         if loaded.dtype != settings.get("dtype", torch.float32) or loaded.config.architectures != ["LlamaForCausalLM"]:
             problems.append(f"{saved}: {loaded.dtype}, {loaded.config.architectures}")
         expect(problems, saved, logits(loaded.float()), want, 0.02 if saved == "half" else 0.0)
-    if len(list((folder / "many").glob("model-*.safetensors"))) < 3:
+    if len(list((tmp_path / "many").glob("model-*.safetensors"))) < 3:
         problems.append("not in several files")
 
     other = shard(llama(seed=1, tied=True), way, layers)
-    theirs = folder / "theirs"
+    theirs = tmp_path / "theirs"
     llama(tied=True).save_pretrained(theirs, max_shard_size="5KB")  # on the first rank
     dist.barrier()
     fullshard.load_safetensors(other, theirs)
@@ -93,15 +94,12 @@ def through_transformers(way: str, folder: Path) -> list[str]:
     return problems
 
 
-@some_ways
-def test_transformers_loads_what_we_save_and_we_what_it_saves(run_ranks, tmp_path, way):
-    assert run_ranks(through_transformers, way, tmp_path, timeout=IMPORTS) == [[], []]
-
-
 # PEFT
 
 
-def through_peft(way: str, folder: Path) -> list[str]:
+@some_ways
+@on_ranks(timeout=IMPORTS)
+def test_peft_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     warnings.simplefilter("ignore")
     from peft import PeftModel
 
@@ -110,26 +108,26 @@ def through_peft(way: str, folder: Path) -> list[str]:
     want = logits(reference)
     model = shard(adapted(), way, layers)
     expect(problems, "sharded", logits(model), want, 1e-6)
-    fullshard.save_safetensors(model, folder / "adapter", adapter=True)
-    theirs = folder / f"theirs{dist.get_rank()}"
+    fullshard.save_safetensors(model, tmp_path / "adapter", adapter=True)
+    theirs = tmp_path / f"theirs{dist.get_rank()}"
     reference.save_pretrained(theirs)
-    mine, other = (load_file(path / "adapter_model.safetensors") for path in (folder / "adapter", theirs))
+    mine, other = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", theirs))
     if mine.keys() != other.keys() or not all(torch.equal(mine[key], other[key]) for key in other):
         problems.append(f"PEFT's files hold {set(other) ^ set(mine)} otherwise")
-    ours, told = (json.loads((path / "adapter_config.json").read_text()) for path in (folder / "adapter", theirs))
+    ours, told = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path / "adapter", theirs))
     for one in (ours, told):
         one["target_modules"].sort()
     if ours != told:
         problems.append(f"configs differ: {[key for key in told if told[key] != ours.get(key)]}")
-    expect(problems, "loaded by PEFT", logits(PeftModel.from_pretrained(llama(), folder / "adapter").eval()), want)
+    expect(problems, "loaded by PEFT", logits(PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()), want)
 
     # A base model from its files, then the adapter, each straight into shards; the adapter is not touched by the base.
-    llama().save_pretrained(folder / "base")  # on the first rank
+    llama().save_pretrained(tmp_path / "base")  # on the first rank
     dist.barrier()
     second = shard(adapted(seed=1), way, layers)
     fullshard.load_safetensors(second, theirs, adapter="default")
     trained = {n: t for n, t in fullshard.full_parameters(second) if "lora_" in n}
-    fullshard.load_safetensors(second, folder / "base", base=True)
+    fullshard.load_safetensors(second, tmp_path / "base", base=True)
     if any(not torch.equal(t, trained[n]) for n, t in fullshard.full_parameters(second) if "lora_" in n):
         problems.append("base=True changed the adapter")
     fullshard.load_safetensors(second, theirs, adapter=True)  # its head, which the base's files hold too
@@ -138,22 +136,19 @@ def through_peft(way: str, folder: Path) -> list[str]:
     odd = shard(adapted(lora_alpha=6), way, layers)
     error = error_of(lambda: fullshard.load_safetensors(odd, theirs, adapter=True))
     problems += named_error(error, "lora_alpha", "6", "5", kinds=CheckpointError, where="another scaling")
-    error = error_of(lambda: fullshard.save_safetensors(model, folder / "x", adapter="nobody"))
+    error = error_of(lambda: fullshard.save_safetensors(model, tmp_path / "x", adapter="nobody"))
     problems += named_error(error, "nobody", kinds=ConfigError, where="no such adapter")
-    error = error_of(lambda: fullshard.save_safetensors(shard(llama(), way, layers), folder / "x", adapter=True))
+    error = error_of(lambda: fullshard.save_safetensors(shard(llama(), way, layers), tmp_path / "x", adapter=True))
     problems += named_error(error, "no adapter", kinds=ConfigError, where="no adapter at all")
     return problems
-
-
-@some_ways
-def test_peft_loads_what_we_save_and_we_what_it_saves(run_ranks, tmp_path, way):
-    assert run_ranks(through_peft, way, tmp_path, timeout=IMPORTS) == [[], []]
 
 
 # Merging
 
 
-def merged(way: str, folder: Path) -> list[str]:
+@some_ways
+@on_ranks(timeout=IMPORTS)
+def test_merging_is_pefts(tmp_path, way):
     """Names and values as PEFT's own merge leaves them; the sharded model is as it was."""
     warnings.simplefilter("ignore")
     from transformers import LlamaForCausalLM
@@ -169,8 +164,8 @@ def merged(way: str, folder: Path) -> list[str]:
             problems.append(f"names: {set(got) ^ set(want)}")
         for name, tensor in got.items():
             expect(problems, name, tensor, want[name], 1e-6)
-    fullshard.save_safetensors(model, folder / "merged", merge_lora=True, dtype=torch.float64)
-    loaded = LlamaForCausalLM.from_pretrained(folder / "merged").eval().float()
+    fullshard.save_safetensors(model, tmp_path / "merged", merge_lora=True, dtype=torch.float64)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged").eval().float()
     expect(problems, "loaded", logits(loaded), logits(reference.float()), 1e-5)
     expect(problems, "untouched", logits(model), before)
 
@@ -194,11 +189,6 @@ def merged(way: str, folder: Path) -> list[str]:
     return problems + named_error(error, "use_dora", kinds=ConfigError, where="DoRA")
 
 
-@some_ways
-def test_merging_is_pefts(run_ranks, tmp_path, way):
-    assert run_ranks(merged, way, tmp_path, timeout=IMPORTS) == [[], []]
-
-
 class Kinds(nn.Module):
     """Layers of every kind that LoRA adapts."""
 
@@ -214,7 +204,9 @@ class Kinds(nn.Module):
         return self.image(self.turned(self.line(self.table(x))).view(-1, 2, 2, 5))
 
 
-def every_kind(dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(timeout=IMPORTS)
+def test_every_kind_of_layer_is_merged(dtype):
     """Weights in `dtype`, adapters in float32."""
     warnings.simplefilter("ignore")
     from peft import LoraConfig, get_peft_model
@@ -241,8 +233,3 @@ def every_kind(dtype: torch.dtype) -> list[str]:
             problems.append(f"{name}: {tensor.dtype}")
         expect(problems, name, tensor.float(), want[name].float(), 1e-6 if dtype == torch.float32 else 0.2)
     return problems
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_of_layer_is_merged(run_ranks, dtype):
-    assert run_ranks(every_kind, dtype, timeout=IMPORTS) == [[], []]

@@ -31,7 +31,11 @@ def memory_of(model: Any) -> list[Any]:
     return found
 
 
-def all_of(way: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "name"), [("rows", "odd_mlp"), ("flat", "tied_across"), ("owner", "odd_mlp"), ("wrapper", "tied_across")]
+)
+@on_ranks
+def test_whole_values_in_the_models_order(way, name):
     """Sharded and gathered, in small buckets and large ones: names, order, values, and nothing is touched."""
     example = EXAMPLES[name]
     want = dict(example.make().named_parameters())
@@ -49,13 +53,6 @@ def all_of(way: str, name: str) -> None:
                 assert same(tensor, want[key].detach().to(dtype or want[key].dtype)), (key, keep, bucket_bytes)
                 tensor.zero_()  # is the caller's
         assert memory_of(model) == before, keep
-
-
-@pytest.mark.parametrize(
-    ("way", "name"), [("rows", "odd_mlp"), ("flat", "tied_across"), ("owner", "odd_mlp"), ("wrapper", "tied_across")]
-)
-def test_whole_values_in_the_models_order(run_ranks, way, name):
-    run_ranks(all_of, way, name)
 
 
 @on_ranks(world=4)

@@ -20,7 +20,7 @@ from fullshard.store.tree import from_json, to_json
 from quantised import StoredInt8, quantise
 from test_tensor_parallel import Model, parallel_model
 from training import full
-from ways import children, shard
+from ways import children, shard, whole_parameters
 
 MESHES = {"two by two": (2, 2), "one by two": (1, 2)}
 
@@ -90,8 +90,9 @@ def run(program: str, way: str, folder: Path, save: bool) -> list[dict[str, Tens
         if step == 2:
             (fullshard.save if save else fullshard.load)(folder, model, optimizers, rng=False)
         if step >= 2:
-            trained = {name: full(p) for name, p in model.named_parameters() if p.requires_grad}
-            found.append({**trained, "output": model(x).detach().clone()})
+            wrapped, trained = way == "originals", ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+            values = whole_parameters(model) if wrapped else {name: full(p) for name, p in trained}
+            found.append({**values, "output": model(x).detach().clone()})
         model(x).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step() if save or step >= 2 else None

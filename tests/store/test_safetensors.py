@@ -55,24 +55,26 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 # There and back.
 
 
-def there_and_back(way: str, name: str, folder: Path) -> None:
+@pytest.mark.parametrize(("way", "name"), [("rows", "odd_mlp"), ("flat", "tied_across"), ("wrapper", "tied_across")])
+@on_ranks
+def test_there_and_back(tmp_path, way, name):
     """Saved, read by the library, and loaded into a model with other numbers, which then is the same."""
     example = EXAMPLES[name]
     model = shard(example.make(), way, example.units, keep=True)
     inputs = example.batch(0, dist.get_rank())[0]
     with torch.no_grad():
         model(inputs)  # units stay gathered
-    fullshard.save_safetensors(model, folder / "one")
-    fullshard.save_safetensors(model, folder / "many", max_file_bytes=2000, dtype=torch.bfloat16)
+    fullshard.save_safetensors(model, tmp_path / "one")
+    fullshard.save_safetensors(model, tmp_path / "many", max_file_bytes=2000, dtype=torch.bfloat16)
     want = state_of(name)
-    assert os.listdir(folder / "one") == ["model.safetensors"] and same(files_in(folder / "one"), want)
+    assert os.listdir(tmp_path / "one") == ["model.safetensors"] and same(files_in(tmp_path / "one"), want)
     narrow = {key: t.bfloat16() if t.is_floating_point() else t for key, t in want.items()}
-    assert same(files_in(folder / "many"), narrow)
-    index = json.loads((folder / "many" / "model.safetensors.index.json").read_text())
+    assert same(files_in(tmp_path / "many"), narrow)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in narrow.values())
     held = {file: [narrow[n].nbytes for n, f in index["weight_map"].items() if f == file]
             for file in set(index["weight_map"].values())}  # fmt: skip
-    assert set(os.listdir(folder / "many")) == {*held, "model.safetensors.index.json"} and len(held) > 1
+    assert set(os.listdir(tmp_path / "many")) == {*held, "model.safetensors.index.json"} and len(held) > 1
     assert all(sum(sizes) <= 2000 or len(sizes) == 1 for sizes in held.values())
 
     for saved, expected in (("one", want), ("many", narrow)):
@@ -80,18 +82,13 @@ def there_and_back(way: str, name: str, folder: Path) -> None:
             for p in model.parameters():
                 p.fill_(0.5)
             model(inputs)  # gathered, of the wrong numbers
-        assert fullshard.load_safetensors(model, folder / saved) == ([], [])
+        assert fullshard.load_safetensors(model, tmp_path / saved) == ([], [])
         got = dict(fullshard.full_parameters(model, buffers=True))
         assert same(got, {key: t.to(want[key].dtype) for key, t in expected.items()})
         reference = example.make()
         reference.load_state_dict(got, strict=False)
         model.eval(), reference.eval()
         assert torch.equal(model(inputs), reference(inputs)), "what was gathered before is computed with"
-
-
-@pytest.mark.parametrize(("way", "name"), [("rows", "odd_mlp"), ("flat", "tied_across"), ("wrapper", "tied_across")])
-def test_there_and_back(run_ranks, tmp_path, way, name):
-    run_ranks(there_and_back, way, name, tmp_path)
 
 
 @on_ranks
@@ -172,8 +169,10 @@ def test_without_ranks(tmp_path):
         assert files.same(read[f"b{i}"], value) and files.same(model.state_dict()[f"b{i}"], value), value.dtype
 
 
-def of_a_class_of_its_own(folder: Path) -> list[str]:
+@on_ranks
+def test_tensor_subclasses_are_refused(tmp_path):
     """Written: refused by name. Read into: as well, and nothing is changed."""
+    folder = tmp_path / "saved"
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(GatheredInt8(torch.ones(4, 4)))
     fullshard.fully_shard(model)
@@ -190,10 +189,6 @@ def of_a_class_of_its_own(folder: Path) -> list[str]:
     error = error_of(lambda: fullshard.load_safetensors(model, folder / "plain"))
     assert torch.equal(model.weight._local_tensor.quantised, before)
     return problems + named_error(error, "nothing was loaded", "weight", "StoredInt8", kinds=CheckpointError)
-
-
-def test_tensor_subclasses_are_refused(run_ranks, tmp_path):
-    assert run_ranks(of_a_class_of_its_own, tmp_path / "saved") == [[], []]
 
 
 # What does not fit is refused on every rank, and nothing is changed.
