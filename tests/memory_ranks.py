@@ -220,21 +220,24 @@ class Meeting:
 
     def __init__(self, name: str, world: int) -> None:
         self.name, self.world = name, world
-        self.brought: dict[int, tuple[str, list[Tensor]]] = {}
+        self.brought: dict[int, tuple[str, str, list[Tensor]]] = {}
         self.results: list[list[Tensor]] = []  # by rank
         self.error = ""
 
     @unseen
     def bring(self, rank: int, kind: str, inputs: list[Tensor], option: Any) -> None:
-        self.brought[rank] = (kind, inputs)
+        dtypes = " ".join(str(given.dtype) for given in inputs)
+        self.brought[rank] = (f"{kind} {option}", dtypes, inputs)
         if len(self.brought) < self.world:
             return
-        if len({kind for kind, _ in self.brought.values()}) > 1:
-            self.error = f"ranks of {self.name} meet in " + ", ".join(f"{r}: {b[0]}" for r, b in self.brought.items())
+        kinds = {kind for kind, *_ in self.brought.values()}
+        if len(kinds) > 1 or len({dtypes for _, dtypes, _ in self.brought.values()} - {""}) > 1:  # a receiver brings none
+            said = (f"{rank}: {kind} {dtypes}" for rank, (kind, dtypes, _) in self.brought.items())
+            self.error = f"ranks of {self.name} meet in " + ", ".join(said)
             return
         try:
             with torch.no_grad():
-                self.results = COMPUTE[kind]([self.brought[rank][1] for rank in range(self.world)], option)
+                self.results = COMPUTE[kind]([self.brought[rank][2] for rank in range(self.world)], option)
         except RuntimeError as error:  # of other sizes
             self.error = f"{kind} of {self.name}: {error}"
         self.brought.clear()

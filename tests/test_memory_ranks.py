@@ -80,6 +80,18 @@ def other_collectives() -> None:
     dist.barrier() if dist.get_rank() else dist.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
 
 
+def other_operations() -> None:
+    dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+
+
+def other_roots() -> None:
+    dist.broadcast(torch.ones(1), dist.get_rank())
+
+
+def other_dtypes() -> None:
+    dist.all_reduce(torch.ones(1, dtype=torch.int32 if dist.get_rank() else torch.float32))
+
+
 def one_not_waited_for() -> None:
     if dist.get_rank() == 0:
         gather_begun()
@@ -89,7 +101,10 @@ def one_not_waited_for() -> None:
     ("fn", "words"),
     [
         (one_gathers_more, r"all ranks wait: rank 0: all_reduce .*, rank 1: ended"),
-        (other_collectives, r"meet in 0: all_gather, 1: all_reduce"),
+        (other_collectives, r"meet in 0: all_gather .*, 1: all_reduce"),
+        (other_operations, r"meet in 0: all_reduce .*SUM.*, 1: all_reduce .*MAX"),
+        (other_roots, r"meet in 0: broadcast 0.*, 1: broadcast 1"),
+        (other_dtypes, r"meet in 0: .*float32, 1: .*int32"),
         (one_not_waited_for, "a collective is left unmatched"),
     ],
 )
