@@ -230,10 +230,11 @@ class Meeting:
         self.brought[rank] = (f"{kind} {option}", dtypes, inputs)
         if len(self.brought) < self.world:
             return
-        kinds = {kind for kind, *_ in self.brought.values()}
-        if len(kinds) > 1 or len({dtypes for _, dtypes, _ in self.brought.values()} - {""}) > 1:  # a receiver brings none
-            said = (f"{rank}: {kind} {dtypes}" for rank, (kind, dtypes, _) in self.brought.items())
-            self.error = f"ranks of {self.name} meet in " + ", ".join(said)
+        kinds = {what for what, *_ in self.brought.values()}
+        several = {dtypes for _, dtypes, _ in self.brought.values() if dtypes}  # one that only receives brings none
+        if len(kinds) > 1 or len(several) > 1:
+            said = [f"{rank}: {what} {dtypes}" for rank, (what, dtypes, _) in self.brought.items()]
+            self.error = f"ranks of {self.name} meet in {', '.join(said)}"
             return
         try:
             with torch.no_grad():
