@@ -112,24 +112,24 @@ def unowned(way: str) -> list[str]:
     left = plain[1][2].bias
     ignored = {"ignored_params": {left}} if way in LAYOUTS else {"ignored_states": [left]}
     model = shard(plain, way, lambda model: list(model)[:2], **ignored)
-    other = sharded(way)
-    problems = named_error(error_of(lambda: owner_of(model, left)), "left alone", "1.2.bias", where="ignored")
-    foreign = next(other.parameters())
-    problems += named_error(error_of(lambda: owner_of(model, foreign)), "another model", where="foreign")
-    stray = nn.Parameter(torch.zeros(2))
-    problems += named_error(error_of(lambda: owner_of(model, stray)), "no parameter of the model", where="stray")
-    problems += named_error(error_of(lambda: owner_of(model, nn.Tanh())), "no module of the model", where="module")
     inner(model)[2].extra = nn.Parameter(torch.zeros(2))
-    late = inner(model)[2].extra
-    problems += named_error(error_of(lambda: owner_of(model, late)), "added later", "2.extra", where="late")
-    problems += named_error(error_of(lambda: owner_of(layers(), stray)), "no units", where="plain")
-    problems += named_error(error_of(lambda: owner_of(model, "0.0")), "get_submodule", where="a name")
-    outside = nn.Sequential(model, nn.Linear(2, 2))
-    problems += named_error(error_of(lambda: owner_of(outside, outside[1])), "No unit runs", where="outside")
-    problems += named_error(
-        error_of(lambda: owner_of(outside, outside[1].weight)), "No unit owns", "1.weight", where="outside"
-    )
-    return problems
+    other, outside = sharded(way), nn.Sequential(model, nn.Linear(2, 2))
+    cases: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
+        (model, left, ("left alone", "1.2.bias")),
+        (model, next(other.parameters()), ("another model",)),
+        (model, nn.Parameter(torch.zeros(2)), ("no parameter of the model",)),
+        (model, nn.Tanh(), ("no module of the model",)),
+        (model, inner(model)[2].extra, ("added later", "2.extra")),
+        (layers(), left, ("no units",)),
+        (model, "0.0", ("get_submodule",)),
+        (outside, outside[1], ("No unit runs",)),
+        (outside, outside[1].weight, ("No unit owns", "1.weight")),
+    ]
+    return [
+        problem
+        for within, what, words in cases
+        for problem in named_error(error_of(lambda w=within, x=what: owner_of(w, x)), *words, where=words[0])
+    ]
 
 
 # Units that stay.
@@ -301,8 +301,7 @@ def test_wrong_times_and_modules_are_named(run_ranks) -> None:
 
 def wrong_uses() -> list[str]:
     model = sharded("flat")
-    problems = named_error(error_of(lambda: enter(layers())), "no unit", "owner_of", where="plain")
-    problems += named_error(error_of(lambda: enter(model[0][0])), "no unit", "owner_of", where="part")
+    problems = named_error(error_of(lambda: enter(model[0][0])), "no unit", "owner_of", where="part")
     problems += named_error(error_of(lambda: free(model[0][0])), "no unit", where="free a part")
     found: list[Any] = []
     handle = model[0].register_forward_hook(lambda *_: found.append(error_of(lambda: enter(model[0]))))
@@ -351,33 +350,27 @@ def enter(module: nn.Module) -> None:
 
 
 def test_ranks_that_keep_other_units_are_told(run_ranks) -> None:
-    for said in run_ranks(kept_apart):
-        assert "keep_gathered of 1 units from unit '0' on" in said and "'1'" in said, said
+    """In a step that is known, and from the first forward on."""
+    for known, first in run_ranks(kept_apart):
+        assert "keep_gathered of 1 units from unit '0' on" in known and "'1'" in known, known
+        assert "in keep_gathered" in first, first
 
 
-def kept_apart() -> str:
-    model = sharded("rows")
-    loss_of(model, mine(0)).backward()
-    error = error_of(lambda: enter(model[dist.get_rank()]))
-    assert isinstance(error, fullshard.DivergenceError), error
-    return str(error)
+def kept_apart() -> list[str]:
+    told = []
+    for trained in (True, False):
+        model = sharded("rows")
+        if trained:
+            loss_of(model, mine(0)).backward()
 
+        def keep(model: Any = model) -> None:
+            with keep_gathered(model[dist.get_rank()]):
+                model(mine(0))
 
-def test_ranks_that_keep_other_units_from_the_first_forward_are_told(run_ranks) -> None:
-    for said in run_ranks(kept_apart_at_first):
-        assert "in keep_gathered" in said, said
-
-
-def kept_apart_at_first() -> str:
-    model = sharded("rows")
-
-    def first() -> None:
-        with keep_gathered(model[dist.get_rank()]):
-            model(mine(0))
-
-    error = error_of(first)
-    assert isinstance(error, fullshard.DivergenceError), error
-    return str(error)
+        error = error_of(keep)
+        assert isinstance(error, fullshard.DivergenceError), error
+        told.append(str(error))
+    return told
 
 
 # Freeing the root.
@@ -408,33 +401,29 @@ class Meta(abc.ABCMeta):
 
 
 class Abstract(nn.Module, metaclass=Meta):
+    @abc.abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Block(Abstract):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 5)
 
-    @abc.abstractmethod
-    def act(self, x: Tensor) -> Tensor:
-        """What comes after the layer."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.linear(x))
-
-
-class Concrete(Abstract):
-    def act(self, x: Tensor) -> Tensor:
-        return x.tanh()
+        return self.linear(x).tanh()
 
 
 class AbstractModel(Abstract):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Concrete(), Concrete()])
+        self.blocks, self.linear = nn.ModuleList([Block(), Block()]), nn.Linear(5, 5)
 
-    def act(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return x
+        return self.linear(x)
 
 
 @two_ways
@@ -445,8 +434,7 @@ def test_modules_whose_metaclass_is_abcmeta(run_ranks, way: str) -> None:
 def abstract(way: str) -> list[str]:
     model = shard(AbstractModel().double(), way, lambda model: list(model.blocks))
     plain = AbstractModel().double()
-    block = inner(model).blocks[0]
-    problems = [] if isinstance(inner(block), Abstract) else ["a block is no instance of its class"]
+    problems = [] if isinstance(inner(inner(model).blocks[0]), Abstract) else ["a block is no instance of its class"]
     plain.load_state_dict(whole_parameters(model))
     for step in range(2):
         model.zero_grad(), plain.zero_grad()

@@ -1,8 +1,7 @@
-"""What users do with gradients and dtypes: optimizers inside backward, hooks, anomaly detection, casts of the model."""
+"""What users do with gradients and dtypes: anomaly detection, casts of the model, penalties, parameters frozen late."""
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -28,27 +27,6 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
     return True
-
-
-def optimizer_in_backward() -> bool:
-    """An optimizer for each parameter, stepped by its post-accumulate hook: as one optimizer after backward."""
-    example = EXAMPLES["tied_across"]
-    plain, hooked = (shard(fullshard, example.make(), example, Options()) for _ in range(2))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    each = {p: torch.optim.AdamW([p], lr=1e-2) for p in hooked.parameters()}
-    calls = []
-
-    def now(parameter: Tensor) -> None:
-        calls.append(parameter)
-        each[parameter].step()
-        each[parameter].zero_grad()
-
-    for parameter in each:
-        parameter.register_post_accumulate_grad_hook(now)
-    want = steps(plain, example, lambda: (optimizer.step(), optimizer.zero_grad()))
-    got = steps(hooked, example, lambda: None)
-    assert len(calls) == 3 * len(each) and all(p.grad is None for p in hooked.parameters())
-    return same(got, want)
 
 
 def anomaly() -> bool:
@@ -95,36 +73,25 @@ def without_gradients() -> bool:
     return True
 
 
-CASTS = {
-    "double": (lambda m: m.double(), torch.float64),
-    "half_and_back": (lambda m: m.half().float(), torch.float32),
-    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
-}
-
-
-def casts(cast: str) -> bool:
-    """As the same cast of the model before it was sharded, which takes values through the same dtypes."""
-    function, dtype = CASTS[cast]
-    example, worlds = EXAMPLES["odd_mlp"], []
-    for layout, when in product(LAYOUTS, ("before the first step", "after it")):
+def casts_of_gradients() -> bool:
+    """Those that were there are cast with the parameters; training after casts: tests/corners/test_casts.py."""
+    example = EXAMPLES["odd_mlp"]
+    for layout, cast in product(LAYOUTS, (nn.Module.double, lambda m: m.half().float(), nn.Module.bfloat16)):
         model = shard(fullshard, example.make(), example, Options(layout=layout))
-        if when == "after it":
-            example.loss(model, example.batch(0, dist.get_rank())).backward()
-            kept = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        assert function(model) is model
-        if when == "after it":
-            for parameter, grad in zip(model.parameters(), kept, strict=True):
-                assert parameter.grad.dtype == dtype and torch.equal(parameter.grad.full_tensor(), function(grad))
-            model.zero_grad()
-        other = shard(fullshard, function(example.make()), example, Options(layout=layout))
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        for each in (model, other):
-            optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-            inputs, targets = example.batch(1, dist.get_rank(), dtype)
-            example.loss_of(each(inputs), targets).backward()
-            optimizer.step()
-            worlds.append(full_parameters(each))
-    return all(same(left, right) for left, right in zip(worlds[::2], worlds[1::2], strict=True))
+        example.loss(model, example.batch(0, dist.get_rank())).backward()
+        kept = [cast(Held(parameter.grad.full_tensor())).value for parameter in model.parameters()]
+        assert cast(model) is model
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            assert parameter.grad.dtype == value.dtype and torch.equal(parameter.grad.full_tensor(), value)
+    return True
+
+
+class Held(nn.Module):
+    """A tensor that is cast as modules are."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value)
 
 
 def test_moving_to_another_device_than_the_mesh_is_refused(fake_world):
@@ -133,25 +100,6 @@ def test_moving_to_another_device_than_the_mesh_is_refused(fake_world):
     model.to("meta")
     with pytest.raises(fullshard.FullshardError, match="meta"):
         model(torch.ones(1, 4))
-
-
-def offloaded() -> bool:
-    example = EXAMPLES["gpt"]
-    results = []
-    for policy in (fullshard.OffloadPolicy(), fullshard.CPUOffloadPolicy(pin_memory=False)):
-        model = example.make()
-        for unit in [*example.units(model), model]:
-            fully_shard(unit, offload_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def after(model=model, optimizer=optimizer) -> None:
-            fullshard.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        results.append(steps(model, example, after))
-        assert {p.device.type for p in model.parameters()} == {"cpu"}
-    return same(*results)
 
 
 # Parameters that are frozen and trained again, and inputs that need a gradient in some steps only.
@@ -236,15 +184,12 @@ def frozen_while_seen() -> bool:
 @pytest.mark.parametrize(
     "rule",
     [
-        optimizer_in_backward,
         anomaly,
         without_gradients,
-        offloaded,
+        casts_of_gradients,
         pytest.param(second_backward, marks=pytest.mark.gloo("gloo sums: the mean is made by the engine")),
         frozen_while_seen,
-        *(partial(casts, cast) for cast in CASTS),
     ],
-    ids=lambda rule: getattr(rule, "__name__", "") or rule.args[0],
 )
 def test_on_two_ranks(run_ranks, rule):
     assert all(run_ranks(rule))

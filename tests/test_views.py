@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,11 @@ from torch import nn
 import fullshard
 from fullshard import DivergenceError, fully_shard, optimizer_view
 from fullshard.runtime import runner_of
+from ways import whole_parameters
 
 LAYOUTS = ["rows", "flat", "owner"]
+Change = Callable[[nn.Module, list], object]
+"""Of the gradients of a model and of its views, before the optimizer's step."""
 
 
 def three() -> nn.Sequential:
@@ -90,21 +95,6 @@ def test_other_settings_on_one_rank_are_named(run_ranks):
         assert "optimizers did not step alike" in told and "lr=0.1," in told and "lr=0.2," in told
 
 
-def parked() -> bool:
-    model = sharded("rows")
-    optimizer = torch.optim.AdamW(optimizer_view(model))
-    backward(model, dist.get_rank())
-    optimizer.step()
-    before = [view.clone() for view in optimizer.param_groups[0]["params"]]
-    fullshard.park(model, optimizer)
-    fullshard.resume(model, optimizer)
-    return all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
-
-
-def test_a_model_is_parked_with_an_optimizer_over_views(run_ranks):
-    assert run_ranks(parked) == [True, True]
-
-
 def test_views_say_to_dcp_which_part_they_are(run_ranks, tmp_path):
     """`CheckpointableTensor` of torch 2.15: with it DCP saves and loads views as they are."""
     assert all(run_ranks(described, str(tmp_path)))
@@ -143,25 +133,48 @@ def with_gradients(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.grad is not None]
 
 
-def halve(model: nn.Module, views: list) -> None:
-    for parameter in with_gradients(model):
-        parameter.grad = parameter.grad * 0.5
+def assign(of: str, values: Callable[[torch.Tensor], torch.Tensor], data: bool = False) -> Change:
+    """Gradients of the "parameters", the "views" or the "first" parameter are made anew of them, or their data is."""
+
+    def change(model: nn.Module, views: list) -> None:
+        first = next(model.parameters())
+        chosen = {"parameters": with_gradients(model), "views": views, "first": [first] * (first.grad is not None)}[of]
+        for one in chosen:
+            made = values(one.grad.data if data else one.grad)
+            if data:
+                one.grad.data = made
+            else:
+                one.grad = made
+
+    return change
 
 
-def halve_data(model: nn.Module, views: list) -> None:
-    for parameter in with_gradients(model):
-        parameter.grad.data = parameter.grad.data * 0.5
+def search(views_too: bool = False) -> Change:
+    """Evolution strategies: no backward has given anything, or what it gave counts no more."""
+
+    def change(model: nn.Module, views: list) -> None:
+        for one in views if views_too else model.parameters():
+            one.grad = one.detach() * 0.1
+
+    return change
 
 
-def halve_data_of_one(model: nn.Module, views: list) -> None:
-    weight = next(model.parameters())
-    if weight.grad is not None:  # a rank that holds nothing of it
-        weight.grad.data = weight.grad.data * 0.5
+def drop(choose: Callable[[nn.Module], Iterable[nn.Parameter]]) -> Change:
+    def change(model: nn.Module, views: list) -> None:
+        for parameter in choose(model):
+            parameter.grad = None
+
+    return change
 
 
-def halve_data_of_views(model: nn.Module, views: list) -> None:
-    for view in views:
-        view.grad.data = view.grad.data * 0.5
+def then_added(first: Change) -> Change:
+    """A backward adds to what was assigned."""
+
+    def change(model: nn.Module, views: list) -> None:
+        first(model, views)
+        backward(model, *((0, 1) if views[0] is next(model.parameters()) else (dist.get_rank(),)))
+
+    return change
 
 
 def kept_and_scaled(model: nn.Module, views: list) -> None:
@@ -173,90 +186,60 @@ def kept_and_scaled(model: nn.Module, views: list) -> None:
         parameter.grad = grad  # the very objects
 
 
-def without_one_layer(model: nn.Module, views: list) -> None:
-    for parameter in model[2].parameters():
-        parameter.grad = None
-
-
-def without_any(model: nn.Module, views: list) -> None:
-    model.zero_grad()
-
-
-def without_a_weight(model: nn.Module, views: list) -> None:
-    model[0].weight.grad = None
-
-
-def by_search(model: nn.Module, views: list) -> None:
-    """Evolution strategies: no backward has given anything, or what it gave counts no more."""
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach() * 0.1
-
-
-def by_search_on_views(model: nn.Module, views: list) -> None:
-    for view in views:
-        view.grad = view.detach() * 0.1
-
-
 def moved_and_searched(model: nn.Module, views: list) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.9
-    by_search(model, views)
+    search()(model, views)
 
 
 def clipped_after_search(model: nn.Module, views: list) -> None:
-    by_search(model, views)
+    search()(model, views)
     fullshard.clip_grad_norm_(views, 0.01)
 
 
-def searched_then_added(model: nn.Module, views: list) -> None:
-    """A backward adds to what was assigned."""
-    by_search(model, views)
-    backward(model, *((0, 1) if views[0] is next(model.parameters()) else (dist.get_rank(),)))
+def half(grad: torch.Tensor) -> torch.Tensor:
+    return grad * 0.5
 
 
-def searched_on_views_then_added(model: nn.Module, views: list) -> None:
-    by_search_on_views(model, views)
-    backward(model, *((0, 1) if views[0] is next(model.parameters()) else (dist.get_rank(),)))
-
-
-def halved_then_added(model: nn.Module, views: list) -> None:
-    halve_data(model, views)
-    backward(model, *((0, 1) if views[0] is next(model.parameters()) else (dist.get_rank(),)))
-
-
-WITHOUT = [by_search, by_search_on_views, moved_and_searched, clipped_after_search, searched_then_added]
-WITHOUT.append(searched_on_views_then_added)
-WITH_A_BACKWARD = [halve, halve_data, halve_data_of_one, halve_data_of_views, halved_then_added, kept_and_scaled]
-WITH_A_BACKWARD += [without_one_layer, without_any, without_a_weight, *WITHOUT]
+halve = assign("parameters", half)
+WITHOUT: dict[str, Change] = {
+    "search": search(),
+    "search on views": search(views_too=True),
+    "moved and searched": moved_and_searched,
+    "clipped after search": clipped_after_search,
+    "searched then added": then_added(search()),
+    "searched on views then added": then_added(search(views_too=True)),
+}
+WITH_A_BACKWARD: dict[str, Change] = {
+    "halve": halve,
+    "halve data": assign("parameters", half, data=True),
+    "halve data of one": assign("first", half, data=True),
+    "halve data of views": assign("views", half, data=True),
+    "halved then added": then_added(assign("parameters", half, data=True)),
+    "kept and scaled": kept_and_scaled,
+    "without one layer": drop(lambda model: model[2].parameters()),
+    "without any": lambda model, views: model.zero_grad(),
+    "without a weight": drop(lambda model: [model[0].weight]),
+    **WITHOUT,
+}
 
 
 def originals() -> nn.Module:
-    return fullshard.FullyShardedDataParallel(
-        three(),
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear),
-        use_orig_params=True,
-    )
-
-
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, fullshard.FullyShardedDataParallel):
-        with fullshard.FullyShardedDataParallel.summon_full_params(model):
-            return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in model.named_parameters()}
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return fullshard.FullyShardedDataParallel(three(), auto_wrap_policy={nn.Linear}, use_orig_params=True)
 
 
 def changed_gradients(layout: str) -> list[str]:
     """Which changes of parameters' gradients train otherwise than in one process."""
     wrong = []
-    cases = [(change, True) for change in WITH_A_BACKWARD] + [(change, False) for change in WITHOUT]
-    for change, after in cases:
+    for name, after in [(name, True) for name in WITH_A_BACKWARD] + [(name, False) for name in WITHOUT]:
+        change = WITH_A_BACKWARD[name]
         if layout == "originals" and change is clipped_after_search:
             continue  # models of the wrapper clip themselves
         plain, model = three(), originals() if layout == "originals" else sharded(layout)
         views = optimizer_view(model)
         models = [(plain, list(plain.parameters()), (0, 1)), (model, views, (dist.get_rank(),))]
         for one, parameters, seeds in models:
-            momentum = 0.0 if change is without_a_weight else 0.9  # to a view its gradient is zero
+            momentum = 0.0 if name == "without a weight" else 0.9  # to a view its gradient is zero
             optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
             for step in range(3):
                 optimizer.zero_grad()
@@ -265,9 +248,13 @@ def changed_gradients(layout: str) -> list[str]:
                 if step or not after:
                     change(one, parameters)
                 optimizer.step()
-        ours = whole_parameters(model)
-        wrong += [f"{change.__name__} {after} {n}" for n, p in plain.named_parameters() if not ours[n].allclose(p)]
+        wrong += differing(f"{name} {after}", model, plain)
     return wrong
+
+
+def differing(where: str, model: nn.Module, plain: nn.Module) -> list[str]:
+    ours = whole_parameters(model)
+    return [f"{where} {name}" for name, parameter in plain.named_parameters() if not ours[name].allclose(parameter)]
 
 
 @pytest.mark.filterwarnings("ignore:A parameter got no gradient")
@@ -281,17 +268,13 @@ def accumulated_after_an_assignment(layout: str, over_views: bool) -> list[str]:
     plain, model = three(), originals() if layout == "originals" else sharded(layout)
     views = optimizer_view(model) if over_views else []
     for one, seeds in ((plain, (0, 1)), (model, (dist.get_rank(),))):
-        parameters = list(one.parameters())
         for _ in range(3):
             backward(one, *seeds)
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data * 0.5
+            WITH_A_BACKWARD["halve data"](one, [])
         backward(one, *seeds)
     torch.optim.SGD(views or model.parameters(), lr=0.01).step()
     torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    ours = whole_parameters(model)
-    return [f"{layout} {n}" for n, p in plain.named_parameters() if not ours[n].allclose(p)]
+    return differing(layout, model, plain)
 
 
 def all_accumulated() -> list[str]:
@@ -313,8 +296,7 @@ def unscaled(layout: str) -> list[str]:
         halve(one, parameters)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
-    ours = whole_parameters(model)
-    return [f"{layout} {n}" for n, p in plain.named_parameters() if not ours[n].allclose(p)]
+    return differing(layout, model, plain)
 
 
 def test_what_is_assigned_is_unscaled(run_ranks):
@@ -328,8 +310,8 @@ def assigned_to_both() -> str:
     optimizer = torch.optim.SGD(views, lr=0.1)
     backward(model, dist.get_rank())
     before = [parameter.grad for parameter in model.parameters()]
-    by_search(model, views)
-    by_search_on_views(model, views)
+    search()(model, views)
+    search(views_too=True)(model, views)
     with pytest.raises(fullshard.ConfigError) as error:
         optimizer.step()
     assert all(grad is not None for grad in before)

@@ -16,20 +16,22 @@ import fullshard
 from forged import Forged
 from fullshard.store import hashed
 from fullshard.store.storage import LocalStorage, RemoteStorage
-from raising import ONE, assert_raises, put, raises, two_layers, warns, wrapped
+from raising import assert_raises, put, raises, step, two_layers, warns, wrapped
 
 
 def saved(folder: Path, steps: tuple[int, ...] = (100,)) -> nn.Module:
     """A model that was saved in `folder` at these steps, with its optimizer."""
     model = two_layers()
-    optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
-    for step in steps:
-        fullshard.save(folder, model, optimizer, step=step, state={"seen": 8})
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    for number in steps:
+        fullshard.save(folder, model, optimizer, step=number, state={"seen": 8})
     return model
 
 
 def stepped(model: nn.Module, *optimizers: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    model(ONE).sum().backward()
+    step(model)
     for optimizer in optimizers:
         optimizer.step()
     return optimizers[0]

@@ -67,11 +67,11 @@ CALLS = {
     "C031": lambda: fullshard.free(nn.Linear(4, 4)),
     "P005": (sharded, lambda m: m[0].register_forward_hook(lambda *_: keep(m)), run),
     "P006": (sharded, lambda m: m[0].register_forward_hook(lambda *_: fullshard.free(m)), run),
-    "C046": lambda: fullshard.park(nn.Linear(4, 4)),
+    "C046": (lambda: fullshard.park(nn.Linear(4, 4)), "without units"),
     "C047": (sharded, lambda m: fullshard.park(m, m.parameters())),
-    "C048": lambda: fullshard.park(sharded(), sgd(two_layers())),
+    "C048": (lambda: fullshard.park(sharded(), sgd(two_layers())), "no parameter"),
     "P010": (sharded, fullshard.park, fullshard.park),
-    "P012": lambda: fullshard.resume(sharded()),
+    "P012": (lambda: fullshard.resume(sharded()), "not parked"),
     "P051": (sharded, fullshard.park, run),
     # Who owns what.
     "C107": lambda: owner_of("model", nn.Linear(4, 4)),
@@ -120,7 +120,7 @@ def test_resuming_without_the_optimizer():
 
 def test_parking_what_is_kept_gathered():
     model = sharded()
-    with keep_gathered(model), raises("P011"):
+    with keep_gathered(model), raises("P011", words=["inside keep_gathered"]):
         fullshard.park(model)
 
 
