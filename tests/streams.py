@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ class Tower(nn.Module):
 
 
 EXAMPLE = Example(Tower, blocks_of, kind="vectors", width=4)
+MIXED = Options(layout="flat", precision="bf16")
 SGD = {"lr": 1e-2, "momentum": 0.9, "foreach": False}
 
 
@@ -290,24 +292,13 @@ def accumulated_under_side(model: nn.Module, world: World) -> None:
 
 
 SCENARIOS: dict[str, Callable[[nn.Module, World], None]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        plain,
-        accumulating,
-        evaluating,
-        swapped_while_unsharded,
-        swapped_after_a_gather_in_vain,
-        swapped_after_a_failure,
-        swapped_after_a_broken_backward,
-        swapped_after_accumulation,
-        stepped_by_hooks,
-        unsharded_under_side,
-        resharded_under_side,
-        evaluated_under_side,
-        trained_under_side,
-        accumulated_under_side,
+    one.__name__: one
+    for one in (
+        plain, accumulating, evaluating, swapped_while_unsharded, swapped_after_a_gather_in_vain,
+        swapped_after_a_failure, swapped_after_a_broken_backward, swapped_after_accumulation, stepped_by_hooks,
+        unsharded_under_side, resharded_under_side, evaluated_under_side, trained_under_side, accumulated_under_side,
     )
-}
+}  # fmt: skip
 
 # Waits, taken out one at a time.
 
@@ -354,37 +345,60 @@ def no_turn(method: str, caller: str) -> AbstractContextManager[Any]:
     return without(Turns, method, lambda self: sys._getframe(2).f_code.co_name == caller)
 
 
-MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "inward waits for compute": lambda: without(Stream, "wait_stream", lambda s, o: s.name == "inward"),
-    "a gather waits for the copy in": lambda: mock.patch.object(Lanes, "gathering", lambda self, comm: comm),
-    "compute waits for the lane": lambda: without(Stream, "wait_event", lambda s, e: e.stream.name == "inward"),
-    "compute waits for a gather": lambda: without(InFlight, "order", lambda self: self.verb == "gather"),
-    "compute waits for a reduction": lambda: without(InFlight, "order", lambda self: self.verb == "reduce"),
-    "compute waits for an all-reduce": lambda: without(InFlight, "order", lambda self: self.verb == "all_reduce"),
-    "a staged shard is held": unheld_shards,
-    "outward waits for compute": lambda: without(Stream, "wait_stream", lambda s, o: s.name == "outward"),
-    "a slice is held": unheld_slices,
-    "compute waits for the third last slice": lambda: without(
-        Stream, "wait_event", lambda s, e: e.stream.name == "outward"
+def named(stream: str) -> Callable[..., bool]:
+    return lambda waiter, *given: waiter.name == stream
+
+
+def of(stream: str) -> Callable[..., bool]:
+    """Events of this stream."""
+    return lambda *given: given[-1].stream.name == stream
+
+
+def issued(verb: str) -> Callable[..., bool]:
+    return lambda collective: collective.verb == verb
+
+
+MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]] = {
+    # what takes a wait out; where it is missed, and whether with shards in the host's memory
+    "inward waits for compute": (partial(without, Stream, "wait_stream", named("inward")), "plain", True),
+    "a gather waits for the copy in": (
+        lambda: mock.patch.object(Lanes, "gathering", lambda self, comm: comm),
+        "plain",
+        True,
     ),
-    "the host waits before it adds": lambda: without(Event, "synchronize", lambda e: e.stream.name == "outward"),
-    "the host waits for gradients": lambda: without(Stream, "synchronize", lambda s: s.name == "outward"),
-    "the host waits at the end of a pass": partial(no_settle, "_settle"),
-    "the host waits at the end of a backward": lambda: without(
-        Event, "synchronize", lambda e: e.stream.name == "inward" and inside("end")
+    "compute waits for the lane": (partial(without, Stream, "wait_event", of("inward")), "plain", True),
+    "compute waits for a gather": (partial(without, InFlight, "order", issued("gather")), "plain", False),
+    "compute waits for a reduction": (partial(without, InFlight, "order", issued("reduce")), "plain", False),
+    "compute waits for an all-reduce": (partial(without, InFlight, "order", issued("all_reduce")), "plain", False),
+    "a staged shard is held": (unheld_shards, "plain", True),
+    "outward waits for compute": (partial(without, Stream, "wait_stream", named("outward")), "plain", True),
+    "a slice is held": (unheld_slices, "plain", True),
+    "compute waits for the third last slice": (partial(without, Stream, "wait_event", of("outward")), "plain", True),
+    "the host waits before it adds": (partial(without, Event, "synchronize", of("outward")), "accumulating", True),
+    "the host waits for gradients": (partial(without, Stream, "synchronize", named("outward")), "plain", True),
+    "the host waits at the end of a pass": (partial(no_settle, "_settle"), "evaluating", True),
+    "the host waits at the end of a backward": (
+        partial(without, Event, "synchronize", lambda e: e.stream.name == "inward" and inside("end")),
+        "swapped_after_accumulation",
+        True,
     ),
-    "the host waits for unshard": partial(no_settle, "wait_unshard"),
-    "the host waits in reshard": partial(no_settle, "free_for_user"),
-    "the host waits in recovery": partial(no_settle, "recover"),
-    "the host waits before hooks": partial(no_settle, "_run_hooks"),
-    "a stream waits for the one before it": lambda: without(Turns, "take"),
-    "memory goes back to who has waited": lambda: without(Turns, "give"),
-    "... when a gather is waited for": partial(no_turn, "take", "finish_gather"),
-    "... when a unit is freed": partial(no_turn, "take", "free"),
-    "... when a reduction is waited for": partial(no_turn, "take", "finish_shard_axis"),
-    "... of what was staged": partial(no_turn, "give", "finish_gather"),
-    "... of a freed unit": partial(no_turn, "give", "free"),
-    "... of collected gradients": partial(no_turn, "give", "collect"),
+    "the host waits for unshard": (partial(no_settle, "wait_unshard"), "swapped_while_unsharded", True),
+    "the host waits in reshard": (partial(no_settle, "free_for_user"), "swapped_after_a_gather_in_vain", True),
+    "the host waits in recovery": (partial(no_settle, "recover"), "swapped_after_a_broken_backward", True),
+    "the host waits before hooks": (partial(no_settle, "_run_hooks"), "stepped_by_hooks", True),
+    "a stream waits for the one before it": (partial(without, Turns, "take"), "trained_under_side", False),
+    "memory goes back to who has waited": (partial(without, Turns, "give"), "unsharded_under_side", True),
+    "... when a gather is waited for": (partial(no_turn, "take", "finish_gather"), "unsharded_under_side", False),
+    "... when a unit is freed": (partial(no_turn, "take", "free"), "resharded_under_side", False),
+    "... when a reduction is waited for": (partial(no_turn, "take", "finish_shard_axis"), "trained_under_side", False),
+    "... of what was staged": (partial(no_turn, "give", "finish_gather"), "unsharded_under_side", False),
+    "... of a freed unit": (partial(no_turn, "give", "free"), "unsharded_under_side", False),
+    "... of collected gradients": (partial(no_turn, "give", "collect"), "accumulated_under_side", False),
+}
+OTHERWISE = {  # than `MIXED`, of two ranks
+    "compute waits for the lane": (MIXED, 1),
+    "compute waits for an all-reduce": (Options(mesh="hybrid"), 4),
+    "a staged shard is held": (replace(MIXED, prefetch=3), 2),
 }
 
 
@@ -392,6 +406,6 @@ def races_in(scenario: str, options: Options, offload: bool, mutation: str | Non
     with watched(offload) as world:
         with muted(world):
             model = build(options)
-        with nullcontext() if mutation is None else MUTATIONS[mutation]():
+        with nullcontext() if mutation is None else MUTATIONS[mutation][0]():
             SCENARIOS[scenario](model, world)
     return list(dict.fromkeys(world.races))

@@ -22,41 +22,17 @@ NOW = 1_795_301_800.0
 
 
 def record(number: int, verb: str = "gather", unit: str = "blocks.2", step: int = 3) -> dict[str, Any]:
-    return {
-        "number": number,
-        "time": NOW + number,
-        "verb": verb,
-        "unit": unit,
-        "bytes": 64,
-        "step": step,
-        "turn": number,
-        "root": 1,
-    }
+    event = {"verb": verb, "unit": unit, "bytes": 64, "step": step, "turn": number, "root": 1}
+    return {"number": number, "time": NOW + number, **event}
 
 
 def status(rank: int, last: dict[str, Any] | None = None, **known: Any) -> dict[str, Any]:
     """What is known of a rank that issued `last` and waits for it."""
     last = last or record(9)
-    return {
-        "rank": rank,
-        "host": f"host{rank // 2}",
-        "pid": 100 + rank,
-        "time": NOW + 20,
-        "gone": None,
-        "state": "S",
-        "raised": None,
-        "idle": False,
-        "waited": 5.0,
-        "waits_for": last,
-        "last": last,
-        "count": last["number"],
-        "steps": last["step"],
-        "cpu": 1.0,
-        "io": 5,
-        "records": [record(8), last],
-        "stack": 'File "train.py", line 7',
-        **known,
-    }
+    process = {"rank": rank, "host": f"host{rank // 2}", "pid": 100 + rank, "gone": None, "state": "S", "raised": None}
+    waits = {"time": NOW + 20, "idle": False, "waited": 5.0, "waits_for": last, "cpu": 1.0, "io": 5}
+    did = {"last": last, "count": last["number"], "steps": last["step"], "records": [record(8), last]}
+    return {**process, **waits, **did, "stack": 'File "train.py", line 7', **known}
 
 
 def behind(rank: int, **known: Any) -> dict[str, Any]:
@@ -156,20 +132,21 @@ def entry(number: int, what: str = "gloo:all_reduce", done: bool = True, **known
     """As torch 2.13 writes it."""
     own = {"name": "main", "filename": "train.py", "line": 10 + number}
     inner = {"name": "all_reduce", "filename": "/site-packages/torch/distributed/distributed_c10d.py", "line": 1}
+    group = {"pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 0}
+    tensors = {
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+        "is_p2p": False,
+        "time_created_ns": int((NOW + number) * 1e9),
+    }
+    ends = {"retired": done, "state": "scheduled"}
     return {
         "frames": [inner, own],
         "record_id": number - 1,
-        "pg_id": 0,
-        "process_group": ["0", "default_pg"],
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
         "profiling_name": what,
-        "input_sizes": [[4]],
-        "retired": done,
-        "input_dtypes": ["Float"],
-        "state": "scheduled",
-        "is_p2p": False,
-        "time_created_ns": int((NOW + number) * 1e9),
+        **group,
+        **tensors,
+        **ends,
         **known,
     }
 

@@ -93,33 +93,14 @@ def test_describe_names_the_units_that_differ(fake_world) -> None:
 
 
 MISREAD = [
-    ("shard", "shard2"),
-    ("fsdp", "fsdp2"),
-    ("dp_shard", "dp_shard2"),
-    ("dp_shard", "cp"),
-    ("fsdp", "shard"),
-    ("FSDP", "context"),
-    ("shard", "replicate"),
-    ("fsdp", "ddp"),
-    ("dp_shard", "dp_replicate"),
-    ("dp", "replicas"),
-]
+    ("shard", "shard2"), ("fsdp", "fsdp2"), ("dp_shard", "dp_shard2"), ("dp_shard", "cp"), ("fsdp", "shard"),
+    ("FSDP", "context"), ("shard", "replicate"), ("fsdp", "ddp"), ("dp_shard", "dp_replicate"), ("dp", "replicas"),
+]  # fmt: skip
 READ = [
-    ("replicate", "shard"),
-    ("dp_replicate", "dp_shard"),
-    ("dp_replicate", "dp_shard_cp"),
-    ("ddp", "fsdp"),
-    ("fsdp", "tp"),
-    ("dp", "tp"),
-    ("ep", "edp"),
-    ("a", "b"),
-    ("nodes", "gpus"),
-    ("cp", "fsdp"),
-    ("replicate_shard", "replicate_shard_2"),
-    ("sharding_of_replicas", "x"),
-    ("zero", "zero2"),
-    ("inter", "intra"),
-]
+    ("replicate", "shard"), ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard_cp"), ("ddp", "fsdp"),
+    ("fsdp", "tp"), ("dp", "tp"), ("ep", "edp"), ("a", "b"), ("nodes", "gpus"), ("cp", "fsdp"),
+    ("replicate_shard", "replicate_shard_2"), ("sharding_of_replicas", "x"), ("zero", "zero2"), ("inter", "intra"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("names", MISREAD)

@@ -40,9 +40,7 @@ WRAPPERS = {way: given["use_orig_params"] for way, given in WAYS.items() if "use
 PER_PARAMETER = [way for way in WAYS if way != "wrapper"]  # whose parameters have a gradient each
 
 every_way = pytest.mark.parametrize("way", WAYS)
-every_layout = pytest.mark.parametrize("way", LAYOUTS)
 every_wrapper = pytest.mark.parametrize("way", WRAPPERS)
-every_parameter = pytest.mark.parametrize("way", PER_PARAMETER)
 some_ways = pytest.mark.parametrize("way", SOME_WAYS := ("rows", "flat", "wrapper", "originals"))  # "blocks": as flat
 
 EXACT = 1e-12  # of double precision, relative to a tensor's norm
