@@ -73,7 +73,8 @@ for x, y in loader:
     optimizer.step()
 kind = fullshard.FSDPModule if sys.argv[1] == "2" else fullshard.FullyShardedDataParallel
 assert isinstance(model, kind), type(model)
-print("units", sum(hasattr(module, "_fullshard_runner") for module in model.modules()), flush=True)
+units = sum(hasattr(module, "_fullshard_runner") for module in model.modules())
+sys.stdout.write(f"units {units}\\n")  # at once: ranks share the pipe
 torch.distributed.destroy_process_group()
 """
 CONFIG = """

@@ -138,13 +138,13 @@ def test_resumes_on_other_numbers_of_ranks(run_clients, tmp_path):
     names = {path.name for path in (tmp_path / f"checkpoint-{STEPS // 2}").iterdir()}
     assert {"fullshard", "config.json", "trainer_state.json", "scheduler.pt", "training_args.bin"} <= names
     assert not any(name.endswith((".safetensors", ".bin")) and name != "training_args.bin" for name in names)
-    assert all(run_clients(resumed, str(tmp_path), together[0]))
-    assert all(run_clients(resumed, str(tmp_path), together[0], world=1))
+    run_clients(resumed, str(tmp_path), together[0])
+    run_clients(resumed, str(tmp_path), together[0], world=1)
 
 
 def test_resumes_on_more_ranks(run_clients, tmp_path):
     alone = run_clients(checkpointed, str(tmp_path), world=1)
-    assert all(run_clients(resumed, str(tmp_path), alone[0]))
+    run_clients(resumed, str(tmp_path), alone[0])
 
 
 def checkpointed(folder: str) -> list[float]:
@@ -154,7 +154,7 @@ def checkpointed(folder: str) -> list[float]:
     return losses(trainer)
 
 
-def resumed(folder: str, expected: list[float]) -> bool:
+def resumed(folder: str, expected: list[float]) -> None:
     torch.manual_seed(dist.get_rank())
     model = llama()
     with torch.no_grad():
@@ -164,7 +164,6 @@ def resumed(folder: str, expected: list[float]) -> bool:
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
     assert is_ours(trainer) and trainer.state.global_step == STEPS
     close(losses(trainer), expected)
-    return True
 
 
 @on_ranks(by="run_clients")

@@ -129,22 +129,21 @@ def test_other_layouts_and_precision(tmp_path):
 
 def test_resumes_on_another_number_of_ranks(run_clients, tmp_path):
     """Two steps and a checkpoint on two ranks; the rest by two and by one, which has the whole batch."""
-    assert all(run_clients(saved, str(tmp_path)))
-    assert all(run_clients(resumed, str(tmp_path)))
-    assert all(run_clients(resumed, str(tmp_path), world=1))
+    run_clients(saved, str(tmp_path))
+    run_clients(resumed, str(tmp_path))
+    run_clients(resumed, str(tmp_path), world=1)
 
 
-def saved(folder: str) -> bool:
+def saved(folder: str) -> None:
     """Twice to one path: what was there is replaced."""
     trainer = trainer_of(folder, STEPS // 2)
     trainer.fit(task(), loader())
     for _ in range(2):
         trainer.save_checkpoint(f"{folder}/half.ckpt")
     assert Path(f"{folder}/half.ckpt/lightning.pt").exists()
-    return True
 
 
-def resumed(folder: str) -> bool:
+def resumed(folder: str) -> None:
     """Resumed within an epoch, Lightning begins with its first batches."""
     model = task()
     trainer = trainer_of(folder)
@@ -152,7 +151,6 @@ def resumed(folder: str) -> bool:
     assert trainer.global_step == STEPS
     losses, _ = reference((0, 1, 0, 1))
     close(torch.tensor(model.losses).view(-1, ACCUMULATE).mean(1).tolist(), losses[2:])
-    return True
 
 
 @on_ranks(by="run_clients")
@@ -271,15 +269,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients" / "lightning.md"
 
 @pytest.mark.parametrize("title", ["The Trainer", "Fabric"])
 def test_the_programs_of_its_page_run(run_clients, tmp_path, title):
-    assert all(run_clients(program, title, str(tmp_path)))
+    run_clients(program, title, str(tmp_path))
 
 
 @pytest.mark.parametrize("title", ["The Trainer", "Fabric"])
 def test_the_programs_of_its_page_run_adopted(run_adopted, tmp_path, title):
-    assert all(run_adopted(program, title, str(tmp_path)))
+    run_adopted(program, title, str(tmp_path))
 
 
-def program(title: str, folder: str) -> bool:
+def program(title: str, folder: str) -> None:
     """What stands in the page's section, with data of a few rows."""
     (section,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith(title)]
     code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
@@ -288,4 +286,3 @@ def program(title: str, folder: str) -> bool:
     shown = names["task"].net if title == "The Trainer" else names["model"].module
     units = [part for part in shown.modules() if isinstance(part, fullshard.FSDPModule)]
     assert len(units) >= 3 and (title == "The Trainer" or names["state"]["step"] == 2), units
-    return True

@@ -106,10 +106,10 @@ ADAPTERS = ("modules_to_save", "prompt", "prefix", "p-tuning", "p-tuning, LSTM")
 def test_save_pretrained_on_every_rank_writes_what_one_process_does(run_adopted, tmp_path):
     """Copies of modules, in instances of their own too, and prompt encoders: the file of one process."""
     for way in ("v1", "PEFT's policy", "v2"):
-        assert all(run_adopted(saved_on_every_rank, way, str(tmp_path)))
+        run_adopted(saved_on_every_rank, way, str(tmp_path))
 
 
-def saved_on_every_rank(way: str, folder: str) -> bool:
+def saved_on_every_rank(way: str, folder: str) -> None:
     from peft import PeftModel, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
     from safetensors.torch import load_file
@@ -153,4 +153,3 @@ def saved_on_every_rank(way: str, folder: str) -> bool:
                 close(again.eval()(**batch).loss, plain.eval()(**batch).loss)
         dist.barrier()
         sharded(**batch).loss.backward()  # and nothing has changed
-    return True

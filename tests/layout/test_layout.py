@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -54,8 +55,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     return plan_rows(draw(parameters(scalars=False)), world, align, draw(st.sampled_from([1, 20, 1 << 40])))
 
 
-def full_view(layout: Layout, slot: Slot, full: torch.Tensor) -> torch.Tensor:
-    return full.as_strided(slot.shape, slot.stride, slot.full_offset)
+def values_of(layout: Layout) -> dict[str, torch.Tensor]:
+    """Every element of the whole has a value of its own."""
+    count, values = 1, {}
+    for slot in layout.slots:
+        values[slot.name] = torch.arange(count, count + slot.numel, dtype=torch.float32).reshape(slot.shape)
+        count += slot.numel
+    return values
 
 
 def shards_of(layout: Layout, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -75,90 +81,65 @@ def shards_of(layout: Layout, values: dict[str, torch.Tensor]) -> list[torch.Ten
     return shards
 
 
-def gather(layout: Layout, shards: list[torch.Tensor]) -> torch.Tensor:
-    """The full bucket, as the engine makes it: one concatenation per segment, then the pieces."""
-    full = torch.full((layout.full_numel,), -2.0)
-    for index, segment in enumerate(layout.segments):
-        slices = [s[segment.shard_offset : segment.shard_offset + segment.slice_numel] for s in shards]
-        gathered = torch.cat(slices)
-        if segment.full_offset is not None:
-            full[segment.full_offset : segment.full_offset + gathered.numel()] = gathered
-            continue
-        for slot in (s for s in layout.slots if s.segment == index):
-            for piece in layout.pieces(slot):
-                to = full.as_strided(piece.sizes, piece.parameter_strides, slot.full_offset + piece.parameter_offset)
-                to.copy_(gathered.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset))
-    return full
+def right(slots: Iterable[Slot], full: torch.Tensor, values: dict[str, torch.Tensor]) -> bool:
+    """Whether the views of the full bucket are these parameters, each in its memory format."""
+    return all(torch.equal(full.as_strided(s.shape, s.stride, s.full_offset), values[s.name]) for s in slots)
 
 
 @settings(max_examples=150, deadline=None)
 @given(layouts())
 def test_round_trip_is_the_identity(layout: Layout) -> None:
-    """parameter -> shards -> gather -> views gives back every parameter, in its memory format."""
-    count, values = 0, {}
-    for slot in layout.slots:
-        values[slot.name] = torch.arange(count, count + slot.numel, dtype=torch.float32).reshape(slot.shape)
-        count += slot.numel
-    full = gather(layout, shards_of(layout, values))
-    for slot in layout.slots:
-        assert torch.equal(full_view(layout, slot, full), values[slot.name])
-
-
-@settings(max_examples=150, deadline=None)
-@given(layouts())
-def test_a_parameter_that_is_one_view_of_its_segment_is_read_right(layout: Layout) -> None:
-    values = {s.name: torch.arange(s.numel, dtype=torch.float32).reshape(s.shape) for s in layout.slots}
+    """parameter -> shards -> gather -> views gives back every parameter, by each of the engine's ways to copy."""
+    values = values_of(layout)
     shards = shards_of(layout, values)
+    gathered = [torch.cat([s[one.shard_offset :][: one.slice_numel] for s in shards]) for one in layout.segments]
+    full, home = torch.full((layout.full_numel,), -2.0), layout.in_place_numel
+    merged, staged, copied = full.clone(), [torch.empty(0)], []
+    for segment, data in zip(layout.segments, gathered, strict=True):
+        if segment.full_offset is not None:
+            full[segment.full_offset : segment.full_offset + data.numel()] = data
+        else:
+            staged.append(data)
     for slot in layout.slots:
-        strides, segment = layout.strides_in_segment(slot), layout.segments[slot.segment]
-        if strides is not None and slot.numel:
-            start, stop = segment.shard_offset, segment.shard_offset + segment.slice_numel
-            gathered = torch.cat([shard[start:stop] for shard in shards])
-            assert torch.equal(gathered.as_strided(slot.shape, strides, slot.offset), values[slot.name])
+        strides, data = layout.strides_in_segment(slot), gathered[slot.segment]
+        if strides is not None and slot.numel:  # it is one view of its segment
+            assert torch.equal(data.as_strided(slot.shape, strides, slot.offset), values[slot.name])
+        if layout.segments[slot.segment].full_offset is None:
+            copied.append(slot)
+            for piece in layout.pieces(slot):
+                to = full.as_strided(piece.sizes, piece.parameter_strides, slot.full_offset + piece.parameter_offset)
+                to.copy_(data.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset))
+    assert right(layout.slots, full, values)
+
+    staging, copies = torch.cat(staged), copies_out(layout)
+    assert staging.numel() == layout.staging_numel and len(copies) <= sum(len(layout.pieces(slot)) for slot in copied)
+    for piece in copies:  # merged or not
+        source = staging.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset)
+        merged[home:].as_strided(piece.sizes, piece.parameter_strides, piece.parameter_offset + home).copy_(source)
+    assert right(copied, merged, values)
 
 
 @settings(max_examples=150, deadline=None)
 @given(layouts())
 def test_every_element_is_owned_once(layout: Layout) -> None:
+    """In a place of its own, by the holders and nobody else; offsets are aligned."""
+    taken = [torch.zeros(layout.shard_numel) for _ in range(layout.world)]
     for slot in layout.slots:
         parts = [layout.part(slot, rank) for rank in range(layout.world)]
-        assert sum(part.numel for part in parts) == slot.numel
-        extent = slot.numel if layout.kind == "flat" else slot.shape[slot.spec.dim]
         at = 0
-        for part in parts:
-            held = part.numel if layout.kind == "flat" else part.shape[slot.spec.dim]
-            if held:
+        for rank, part in enumerate(parts):
+            if held := part.numel if layout.kind == "flat" else part.shape[slot.spec.dim]:
                 assert part.start == at
                 at += held
-        assert at == extent
-
-
-@settings(max_examples=100, deadline=None)
-@given(layouts())
-def test_parts_do_not_overlap_and_lie_in_the_shard(layout: Layout) -> None:
-    for rank in {0, layout.world // 2, layout.world - 1}:
-        owner = torch.zeros(layout.shard_numel)
-        for slot in layout.slots:
-            part = layout.part(slot, rank)
             if part.numel:
-                owner.as_strided(part.shape, part.stride, part.offset).add_(1)
-        assert owner.max() <= 1 if owner.numel() else True
-
-
-@settings(max_examples=100, deadline=None)
-@given(layouts())
-def test_holders_are_the_ranks_with_elements(layout: Layout) -> None:
-    for slot in layout.slots:
-        held = [rank for rank in range(layout.world) if layout.part(slot, rank).numel]
-        assert list(layout.holders(slot)) == held
-
-
-@settings(max_examples=100, deadline=None)
-@given(layouts())
-def test_offsets_are_aligned(layout: Layout) -> None:
-    assert all(slot.full_offset % layout.align == 0 for slot in layout.slots)
-    assert all(segment.slice_numel % layout.align == 0 for segment in layout.segments)
-    assert all(segment.shard_offset % layout.align == 0 for segment in layout.segments)
+                taken[rank].as_strided(part.shape, part.stride, part.offset).add_(1)
+        assert at == (slot.numel if layout.kind == "flat" else slot.shape[slot.spec.dim])
+        assert sum(part.numel for part in parts) == slot.numel
+        assert list(layout.holders(slot)) == [rank for rank, part in enumerate(parts) if part.numel]
+    assert all(not shard.numel() or shard.max() <= 1 for shard in taken)
+    offsets = [slot.full_offset for slot in layout.slots]
+    offsets += [offset for segment in layout.segments for offset in (segment.slice_numel, segment.shard_offset)]
+    assert all(offset % layout.align == 0 for offset in offsets)
 
 
 @settings(max_examples=100, deadline=None)
@@ -230,33 +211,6 @@ def test_large_parameters_get_their_own_segment_and_no_copy() -> None:
 def test_what_rows_cannot_do_is_refused(spec: ParameterSpec, world: int, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         plan_rows([spec], world, 4, 1)
-
-
-@settings(max_examples=200, deadline=None)
-@given(layouts())
-def test_copies_out_of_staging_are_those_of_every_piece(layout: Layout) -> None:
-    """Merged or not, they bring every parameter that is not gathered in place to where it belongs."""
-    values = {s.name: torch.arange(1.0, s.numel + 1).reshape(s.shape) for s in layout.slots}
-    shards = shards_of(layout, values)
-    staged = [
-        shard[segment.shard_offset :][: segment.slice_numel]
-        for segment in layout.segments
-        if segment.full_offset is None
-        for shard in shards
-    ]
-    staging = torch.cat(staged) if staged else torch.empty(0)
-    assert staging.numel() == layout.staging_numel
-    full = torch.full((layout.full_numel,), -2.0)
-    home, copies = full[layout.in_place_numel :], copies_out(layout)
-    for piece in copies:
-        source = staging.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset)
-        home.as_strided(piece.sizes, piece.parameter_strides, piece.parameter_offset + layout.in_place_numel).copy_(
-            source
-        )
-    copied = [slot for slot in layout.slots if layout.segments[slot.segment].full_offset is None]
-    for slot in copied:
-        assert torch.equal(full_view(layout, slot, full), values[slot.name])
-    assert len(copies) <= sum(len(layout.pieces(slot)) for slot in copied)
 
 
 def test_parameters_of_one_shape_are_copied_at_once() -> None:

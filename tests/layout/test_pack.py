@@ -66,14 +66,15 @@ def test_feasibility_is_not_monotone():
     assert least_slice(sizes, 3, 1)[0] == 8
 
 
-@st.composite
-def parameters(draw: st.DrawFn) -> list[ParameterSpec]:
-    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6))
+def specs_of(shapes: list[tuple[int, ...]]) -> list[ParameterSpec]:
     return [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
 
 
+PARAMETERS = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6).map(specs_of)
+
+
 @settings(max_examples=300, deadline=None)
-@given(parameters(), st.integers(1, 70), st.sampled_from([1, 4, 8]), st.sampled_from(["row", 3]), st.integers(1, 99))
+@given(PARAMETERS, st.integers(1, 70), st.sampled_from([1, 4, 8]), st.sampled_from(["row", 3]), st.integers(1, 99))
 def test_blocks_cut_no_granule_on_any_rank(specs, world, align, granule, segment_numel):
     blocks = Blocks(granule)
     granules = [blocks.of(spec.shape, spec.order) for spec in specs]
@@ -87,7 +88,7 @@ def test_blocks_cut_no_granule_on_any_rank(specs, world, align, granule, segment
 
 
 @settings(max_examples=300, deadline=None)
-@given(parameters(), st.integers(1, 70), st.sampled_from([1, 4, 8]))
+@given(PARAMETERS, st.integers(1, 70), st.sampled_from([1, 4, 8]))
 def test_owner_keeps_every_parameter_whole(specs, world, align):
     layout = plan_owner(specs, world, align)
     for slot in layout.slots:
@@ -99,16 +100,15 @@ def test_owner_keeps_every_parameter_whole(specs, world, align):
     assert best <= layout.shard_numel <= 4 / 3 * best + sum(rounded) / world + align  # balanced
 
 
-def layer(width: int, hidden: int, kv: int) -> list[ParameterSpec]:
-    shapes = [(width,), (width, width), (kv, width), (kv, width), (width, width), (width,)]
-    shapes += [(hidden, width), (hidden, width), (width, hidden)]
-    return [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
+WIDTH, HIDDEN, KV = 4096, 14336, 1024
+LAYER = [(WIDTH,), (WIDTH, WIDTH), (KV, WIDTH), (KV, WIDTH), (WIDTH, WIDTH), (WIDTH,), (HIDDEN, WIDTH), (HIDDEN, WIDTH),
+         (WIDTH, HIDDEN)]  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [8, 64, 256, 1024])
 @pytest.mark.parametrize("granule", ["row", 32, 128 * 128])
 def test_real_layers_are_planned_at_once(world, granule):
-    specs, blocks = layer(4096, 14336, 1024), Blocks(granule)
+    specs, blocks = specs_of(LAYER), Blocks(granule)
     start = time.process_time()
     layout = plan_blocks(specs, [blocks.of(s.shape, s.order) for s in specs], world, 8, 1 << 20, "blocks")
     assert time.process_time() - start < 0.5
@@ -117,7 +117,7 @@ def test_real_layers_are_planned_at_once(world, granule):
 
 def test_incompatible_granules_get_collectives_of_their_own():
     """Rows of 1021 and of 1019 elements: one slice length for both would be a multiple of both."""
-    specs = [ParameterSpec("a", (64, 1021), (0, 1)), ParameterSpec("b", (64, 1019), (0, 1))]
+    specs = specs_of([(64, 1021), (64, 1019)])
     alone = plan_blocks(specs, [1021, 1019], 16, 1, 100, "blocks(row)")
     assert len(alone.segments) == 2 and alone.gathered_numel == alone.parameter_numel
     assert "2 collectives with 0.0% padding in place of one" in alone.note
@@ -139,8 +139,7 @@ def test_the_table_in_the_docs_is_what_the_code_computes():
 
 def test_long_rows_on_many_ranks_fall_back_to_rows():
     """7 rows of 1023 over 64 ranks: blocks would make every slice a multiple of 1023 and of the alignment, 4092."""
-    shapes = [(7, 1023), (7,), (13, 7), (13,), (1023, 13), (1023,)]
-    specs = [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
+    specs = specs_of([(7, 1023), (7,), (13, 7), (13,), (1023, 13), (1023,)])
     granules = [Blocks().of(spec.shape, spec.order) for spec in specs]
     blocks = plan_blocks(specs, granules, 64, 4, 1 << 20, "blocks(row)")
     chosen = plan_blocks(specs, granules, 64, 4, 1 << 20, "blocks(row)", whole_rows=True)

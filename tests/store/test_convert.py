@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,11 +28,6 @@ def tensors(path: Path) -> dict[str, Tensor]:
         return found | {name: found[known] for name, known in source.ties.items()}
 
 
-def values(path: Path) -> dict[str, Any]:
-    with open_source(path) as source:
-        return {key: value for key, value in source.values.items() if key != "optimizer" or value.get("param_groups")}
-
-
 def test_a_model_from_each_kind_into_each(tmp_path: Path) -> None:
     model = Awkward().state_dict()
     here = tmp_path / "start.pt"
@@ -49,8 +43,7 @@ def test_a_model_from_each_kind_into_each(tmp_path: Path) -> None:
             loaded = torch.load(here, weights_only=True)
             assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     loaded = torch.load(here, weights_only=True)
-    assert loaded.keys() == model.keys()
-    assert all(same(loaded[name], value) for name, value in model.items())
+    assert loaded.keys() == model.keys() and all(same(loaded[name], value) for name, value in model.items())
 
 
 def test_a_whole_program_there_and_back(tmp_path: Path) -> None:
@@ -64,37 +57,32 @@ def test_a_whole_program_there_and_back(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert (loaded["step"], loaded["epoch"], loaded["settings"]) == (12, 3, saved["settings"])
     assert same(loaded["generator"]["state"], saved["generator"]["state"]) and loaded["generator"]["list"][1] == 5
-    model, _ = trained()
-    model.load_state_dict(loaded["model"])
+    trained()[0].load_state_dict(loaded["model"])
     (group,) = loaded["optimizer"]["param_groups"]
     assert same(group["lr"], torch.tensor(0.01)) and group["betas"] == (0.9, 0.999)
 
 
 def test_fullshard_loads_what_was_converted_and_converts_what_it_saved(tmp_path: Path) -> None:
+    """And folders of other programs."""
     model, optimizer = trained()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, tmp_path / "a.pt")
+    want = model.state_dict()
+    torch.save({"model": want, "optimizer": optimizer.state_dict(), "step": 7}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b")
     fresh = Awkward()
     again = torch.optim.AdamW([(n, p) for n, p in fresh.named_parameters() if p.requires_grad], lr=torch.tensor(0.5))
     assert fullshard.load(tmp_path / "b", fresh, again).step == 7
-    assert all(same(value, fresh.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(same(value, fresh.state_dict()[name]) for name, value in want.items())
     for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
         assert all(same(value, other[key]) for key, value in one.items())
     fullshard.save(tmp_path / "c", fresh, again, step=8)
     convert(tmp_path / "c", tmp_path / "d.pt")
     loaded = torch.load(tmp_path / "d.pt", weights_only=True)
-    assert loaded["step"] == 8
-    assert all(same(value, loaded["model"][name]) for name, value in model.state_dict().items())
-
-
-def test_folders_of_other_programs(tmp_path: Path) -> None:
-    model, _ = trained()
-    state = {name: value for name, value in model.state_dict().items() if value.numel()}
-    dcp.save({"model": state, "epoch": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
-    convert(tmp_path / "a", tmp_path / "b.safetensors")
-    assert all(
-        same(value, state[name.removeprefix("model.")]) for name, value in tensors(tmp_path / "b.safetensors").items()
-    )
+    assert loaded["step"] == 8 and all(same(value, loaded["model"][name]) for name, value in want.items())
+    state = {name: value for name, value in want.items() if value.numel()}
+    dcp.save({"model": state, "epoch": 5}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "e.safetensors")
+    found = tensors(tmp_path / "e.safetensors")
+    assert found and all(same(value, state[name.removeprefix("model.")]) for name, value in found.items())
 
 
 def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
@@ -104,9 +92,8 @@ def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
     assert "model.head.weight is tied to model.embedding.weight: written as a tensor of its own" in done.notes
     assert "state: epoch" in convert(tmp_path / "a.pt", tmp_path / "c.pt", model_only=True).left_out
     assert torch.load(tmp_path / "c.pt", weights_only=True).keys() == Awkward().state_dict().keys()
-    torch.save(
-        {"model": {"a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [], "own": 1}}, tmp_path / "d.pt"
-    )
+    optimizer = {"state": {}, "param_groups": [], "own": 1}
+    torch.save({"model": {"a": torch.ones(1)}, "optimizer": optimizer}, tmp_path / "d.pt")
     assert convert(tmp_path / "d.pt", tmp_path / "e").left_out == ("optimizer: own",)
 
 
@@ -147,7 +134,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, monke
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "a.pt", tmp_path / name, to=kind, progress=stop)
         assert sorted(one.name for one in tmp_path.iterdir()) == ["a.pt", "there"], kind
-    monkeypatch.setattr("shutil.disk_usage", lambda _: os.terminal_size((0, 0)) and type("U", (), {"free": 10}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(CheckpointError, match="not enough room"):
         convert(tmp_path / "a.pt", tmp_path / "b.pt")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import io
 import itertools
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest import mock
 
 import fsspec
 import pytest
@@ -60,20 +64,17 @@ def test_without_the_package_it_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, BLOCK, BLOCK + 3])
 def test_hashes_are_those_of_the_bytes(length):
     """However they are cut when they are written."""
-    data = bytes(range(251)) * (length // 251 + 1)
+    data = (bytes(range(251)) * (length // 251 + 1))[:length]
     kept = io.BytesIO()
     stream = Hashed(kept)
     for begin in range(0, length, 700_001):
-        stream.write(data[begin : min(begin + 700_001, length)])
-    facts = stream.facts()
-    assert kept.getvalue() == data[:length]
-    assert facts.nbytes == length
-    wanted = []
+        stream.write(data[begin : begin + 700_001])
+    facts, wanted = stream.facts(), []
+    assert kept.getvalue() == data and facts.nbytes == length
     for begin in range(0, length, BLOCK):
-        found = hashed.new_hash(facts.kind, "")
-        found.update(data[begin : min(begin + BLOCK, length)])
-        wanted.append(found.hexdigest())
-    assert list(facts.hashes) == wanted
+        wanted.append(hashed.new_hash(facts.kind, ""))
+        wanted[-1].update(data[begin : begin + BLOCK])
+    assert list(facts.hashes) == [found.hexdigest() for found in wanted]
 
 
 SHAPES = ((), (0,), (1,), (7,), (1, 1), (40, 30), (3, 0, 2), (64, 64))
@@ -116,16 +117,8 @@ def test_records_that_look_alike_are_still_looked_at(tmp_path):
 
 def test_other_systems_import_it(monkeypatch):
     """Where there is neither the C library under no name nor a fork."""
-    import ctypes
-    import importlib.util
-    import os
-    import sys
-
-    def no_library(name):
-        raise TypeError("no library of no name")
-
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=TypeError("no library of no name")))
     monkeypatch.delattr(os, "register_at_fork")
     for name in ("fullshard.store.hashed", "fullshard.store.background"):
         spec = importlib.util.find_spec(name)
@@ -149,8 +142,7 @@ class Counting(LocalFileSystem):
         inner = file.readinto
 
         def readinto(target: Any) -> int:
-            count = inner(target)
-            Counting.read[Path(path).name] += count
+            Counting.read[Path(path).name] += (count := inner(target))
             return count
 
         file.readinto = readinto

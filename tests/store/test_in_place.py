@@ -50,46 +50,39 @@ SIZES = list(itertools.product((10**9, 200, 170), repeat=2))
 """Bytes of a file, of the weights before and of those after: one file and several, in either order."""
 
 
-def put_before(folder: Path, nbytes: int) -> None:
-    write_weights(model_of(1.0), folder, max_shard_size=nbytes)
-    (folder / "tokenizer.json").write_text("{}")
-
-
 def test_weights_are_never_mixed(tmp_path: Path) -> None:
-    """A kill at every call."""
+    """A kill at every call; and the old ones, the new ones, or an error when the machine is switched off."""
     for before, after in SIZES:
-        put_before(tmp_path / f"{before}-{after}", before)
+        start, seen = tmp_path / f"{before}-{after}", {}
+        write_weights(model_of(1.0), start, max_shard_size=before)
+        (start / "tokenizer.json").write_text("{}")
+
+        def write(folder: Path, value: float) -> None:
+            write_weights(model_of(value), folder, max_shard_size=after)  # noqa: B023
+
         for number in itertools.count(1):
             folder = tmp_path / f"{before}-{after}-{number}"
-            shutil.copytree(tmp_path / f"{before}-{after}", folder)
-            if not killed(folder, number, lambda: write_weights(model_of(2.0), folder, max_shard_size=after)):  # noqa: B023
+            shutil.copytree(start, folder)
+            if not killed(folder, number, lambda: write(folder, 2.0)):  # noqa: B023
                 assert values_in(folder) == {2.0}
                 break
             assert len(values_in(folder)) <= 1, (before, after, number)
-            assert not killed(folder, 0, lambda: write_weights(model_of(3.0), folder, max_shard_size=after))  # noqa: B023
+            assert not killed(folder, 0, lambda: write(folder, 3.0))  # noqa: B023
             assert values_in(folder) == {3.0}
-        assert number > 10
         left = {path.name for path in folder.iterdir()}
         with SafetensorsSource(folder) as source:
             held = {source.file_of(name) for name in source.entries}
         assert left == {"tokenizer.json", *held} | ({"model.safetensors.index.json"} if len(held) > 1 else set())
 
-
-def test_weights_when_the_machine_is_switched_off(tmp_path: Path) -> None:
-    """The old ones, the new ones, or an error."""
-    for before, after in SIZES:
-        folder, seen = tmp_path / f"{before}-{after}", {}
-        put_before(folder, before)
-
         def look(disk: Disk) -> None:
             seen.update({frozenset(tree.items()): tree for tree in disk.remains()})  # noqa: B023
 
-        with Disk(folder, look) as disk, disk.acting("it"):
-            write_weights(model_of(2.0), folder, max_shard_size=after)
-        for number, tree in enumerate(seen.values()):
-            put(tree, tmp_path / f"{before}-{after}-{number}")
-            assert len(values_in(tmp_path / f"{before}-{after}-{number}")) <= 1, sorted(tree)
-        assert len(seen) > 10
+        with Disk(start, look) as disk, disk.acting("it"):
+            write(start, 2.0)
+        for at, tree in enumerate(seen.values()):
+            put(tree, tmp_path / f"off-{before}-{after}-{at}")
+            assert len(values_in(tmp_path / f"off-{before}-{after}-{at}")) <= 1, sorted(tree)
+        assert number > 10 and len(seen) > 10
 
 
 def test_a_folder_takes_anothers_place(tmp_path: Path, monkeypatch: Any) -> None:

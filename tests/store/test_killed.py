@@ -167,25 +167,25 @@ def output(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(folder.glob("[ot]*.?")))
 
 
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    exits = exits_of(start_ranks(tmp_path, killed))
-    assert exits == [1, -9] and told(tmp_path, 1) == [1], (exits, output(tmp_path))
-    step, error = told(tmp_path, 0)
-    assert step == 1 and error.startswith("DivergenceError") and "rank 1" in error, error
-    assert check(tmp_path / "run", 1) == [1]
+EXITS: dict[str, tuple[Callable[[Rank], None], list[int], int, str]] = {
+    "killed": (killed, [1, -9], 0, "rank 1"),
+    "stopped": (stopped, [1, 1], 1, "rank 0 is stopped"),
+    "slow": (slow, [0, 0], 0, ""),
+}
+"""What a run does, how its ranks end, and which of them is told whom of."""
 
 
-def test_a_stopped_rank_is_named_and_ends_when_it_goes_on(tmp_path: Path) -> None:
-    exits = exits_of(start_ranks(tmp_path, stopped))
-    assert exits == [1, 1], (exits, output(tmp_path))
-    step, error = told(tmp_path, 1)
-    assert step == 1 and error.startswith("DivergenceError") and "rank 0 is stopped" in error, error
-    assert 1 in check(tmp_path / "run", 1)
-
-
-def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
-    exits = exits_of(start_ranks(tmp_path, slow))
-    assert exits == [0, 0] and check(tmp_path / "run", 1) == [1], (exits, output(tmp_path))
+@pytest.mark.parametrize("what", EXITS)
+def test_a_rank_that_goes_wrong_is_named_and_a_slow_disk_is_waited_for(tmp_path: Path, what: str) -> None:
+    run, wanted, who, named = EXITS[what]
+    exits = exits_of(start_ranks(tmp_path, run))
+    assert exits == wanted, (exits, output(tmp_path))
+    step, *errors = told(tmp_path, who)
+    assert step == 1 and len(errors) == bool(named), errors
+    assert all(error.startswith("DivergenceError") and named in error for error in errors), errors
+    steps = check(tmp_path / "run", 1)
+    assert 1 in steps and (what == "stopped" or steps == [1])
+    assert what != "killed" or told(tmp_path, 1) == [1]
 
 
 @pytest.mark.timeout(900)  # three processes import torch, on a machine that may be busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,20 +41,18 @@ def in_safetensors(path: Path, stored: torch.dtype) -> Callable[..., object]:
 
 
 def test_every_pair_of_dtypes(tmp_path: Path) -> None:
-    for format in (in_a_folder, in_safetensors):
-        for number, stored in enumerate((*FLOATS, *EIGHT, torch.int32)):
-            load = format(tmp_path / f"{format.__name__}{number}.safetensors", stored)
-            for wanted in (*FLOATS, *EIGHT, torch.int32):
-                for cast in (False, True):
-                    fits = wanted == stored or wanted in EXACT.get(stored, ())
-                    fits = fits or (cast and {wanted, stored} <= set(FLOATS))
-                    model = model_of(wanted)
-                    if fits:
-                        load(model, cast)
-                    else:
-                        with pytest.raises(CheckpointError, match=r"round values|another dtype"):
-                            load(model, cast)
-                    assert (model.weight.float() == (1.5 if fits and wanted.is_floating_point else float(fits))).all()
+    kinds = (*FLOATS, *EIGHT, torch.int32)
+    for format, stored in itertools.product((in_a_folder, in_safetensors), kinds):
+        load = format(tmp_path / f"{format.__name__}{stored}.safetensors", stored)
+        for wanted, cast in itertools.product(kinds, (False, True)):
+            fits = wanted == stored or wanted in EXACT.get(stored, ()) or (cast and {wanted, stored} <= set(FLOATS))
+            model = model_of(wanted)
+            if fits:
+                load(model, cast)
+            else:
+                with pytest.raises(CheckpointError, match=r"round values|another dtype"):
+                    load(model, cast)
+            assert (model.weight.float() == (1.5 if fits and wanted.is_floating_point else float(fits))).all()
 
 
 def test_each_kind_of_loading_has_its_habit(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def copied(source: TorchFileSource, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_what_torch_save_writes_is_read(tmp_path: Path, protocol: int) -> None:
+def test_what_torch_save_writes_is_read_and_written_again(tmp_path: Path, protocol: int) -> None:
     saved = program()
     torch.save(saved, tmp_path / "a.pt", pickle_protocol=protocol)
     with TorchFileSource(tmp_path / "a.pt") as source:
@@ -38,15 +38,8 @@ def test_what_torch_save_writes_is_read(tmp_path: Path, protocol: int) -> None:
             for key, value in state.items():
                 assert same(source.read(f"optimizer.state.{names[number]}.{key}"), value)
         assert source.values["optimizer"]["param_groups"][0]["params"] == list(names.values())
-        assert source.values["step"] == 12
-        assert source.values["state"]["settings"] == saved["settings"]
+        assert source.values["step"] == 12 and source.values["state"]["settings"] == saved["settings"]
         assert same(source.values["state"]["generator"]["list"][0], torch.ones(2))
-
-
-def test_what_is_written_is_what_torch_save_would_have_written(tmp_path: Path) -> None:
-    saved = program()
-    torch.save(saved, tmp_path / "a.pt")
-    with TorchFileSource(tmp_path / "a.pt") as source:
         loaded = copied(source, tmp_path / "b.pt")
     assert loaded["model"].keys() == saved["model"].keys()
     assert all(same(loaded["model"][name], value) for name, value in saved["model"].items())
@@ -95,20 +88,14 @@ def test_numbered_state_that_cannot_be_named_is_kept_and_said(tmp_path: Path) ->
     optimizer.load_state_dict(loaded["optimizer"])  # the numbers are numbers again
 
 
-def test_groups_that_list_something_else_are_no_optimizer(tmp_path: Path) -> None:
-    torch.save(
-        {"model": {"a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [{"params": [{}]}]}},
-        tmp_path / "a.pt",
-    )
-    with TorchFileSource(tmp_path / "a.pt") as source:
-        assert "optimizer" in source.values["state"] and "optimizer" not in source.values
-
-
-def test_several_optimizers_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_optimizers_that_are_none_or_several_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Groups that list something else; and a list of optimizers."""
     one = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    torch.save({"model": {"a": torch.ones(1)}, "optimizer": [one, one]}, tmp_path / "a.pt")
-    with TorchFileSource(tmp_path / "a.pt") as source:
-        loaded = copied(source, tmp_path / "b.pt")
+    for name, optimizer in (("a", {"state": {}, "param_groups": [{"params": [{}]}]}), ("b", [one, one])):
+        torch.save({"model": {"a": torch.ones(1)}, "optimizer": optimizer}, tmp_path / f"{name}.pt")
+        with TorchFileSource(tmp_path / f"{name}.pt") as source:
+            assert "optimizer" in source.values["state"] and "optimizer" not in source.values
+            loaded = copied(source, tmp_path / f"{name}-again.pt")
     assert same(loaded["optimizer"][1]["state"][0]["exp_avg"], torch.ones(2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,13 @@ def test_tensors_of_one_path_keep_their_values(tmp_path: Path) -> None:
     assert found["a.b"]["c"].tolist() == [2, 2]
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
-    fullshard.save(tmp_path, small(0)[0], step=1, state={"deep": nested(60)})
-    assert fullshard.load(tmp_path, small(1)[0]).state["deep"] == nested(60)
+    deep = functools.reduce(lambda value, _: [value], range(60), 1)
+    fullshard.save(tmp_path, small(0)[0], step=1, state={"deep": deep})
+    assert fullshard.load(tmp_path, small(1)[0]).state["deep"] == deep
     within_itself: list[Any] = []
     within_itself.append(within_itself)
-    for value in (nested(61), within_itself, {"a": object()}, {"a": {1: print}}):
+    for value in ([deep], within_itself, {"a": object()}, {"a": {1: print}}):
         with pytest.raises(CheckpointError, match="cannot be kept"):
             fullshard.save(tmp_path, small(0)[0], step=2, state={"deep": value})
     assert fullshard.Folder(tmp_path).names() == ["step-000000001"]

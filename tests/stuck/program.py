@@ -103,20 +103,7 @@ def shard(front_end: str, model: Model) -> nn.Module:
     return fully_shard(model, layout=layout)
 
 
-class Clock:
-    """Since a run began, or the step in which a rank goes wrong."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        self.began = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-
-def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) -> None:
+def train(front_end: str, scenario: str, rank: int, world: int, clock: list[float]) -> None:
     wrong = rank == world - 1
     torch.manual_seed(0)
     model = Model()
@@ -128,7 +115,7 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
     for step in range(STEPS):
         here = wrong and step == wrong_step
         if step == wrong_step:
-            clock.begin()
+            clock[0] = time.monotonic()
             if not here and scenario.startswith("gathers where others reduce"):
                 dist.all_reduce(torch.ones(()))
         if here and scenario == "a batch fewer":
@@ -136,7 +123,7 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
         rows = 3 + rank if scenario == "input shapes" else 4
         batch = torch.randn(rows, 16, generator=torch.Generator().manual_seed(100 * step + rank))
         if here:
-            go_wrong(scenario, model, sharded, batch)
+            GO_WRONG.get(scenario, lambda *_: None)(model, sharded, batch)
             call_alone(scenario.removesuffix(" at first"), sharded, optimizer)
         for last in (False, True):
             if front_end == "wrapper":
@@ -163,27 +150,16 @@ def train(front_end: str, scenario: str, rank: int, world: int, clock: Clock) ->
 
 def call_alone(scenario: str, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """What a program does for which somebody wrote `if rank == ...:` around a call that needs all ranks."""
+    wrapped = isinstance(sharded, FullyShardedDataParallel)
     if scenario == "saves alone":
         fullshard.save("/nowhere", sharded, optimizer)
     elif scenario in ("gathers alone", "gathers where others reduce"):
-        whole(sharded)
+        sharded.state_dict() if wrapped else next(sharded.parameters()).full_tensor().norm()
+    elif scenario == "unshards alone" and wrapped:
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            pass
     elif scenario == "unshards alone":
-        if is_wrapped(sharded):
-            with FullyShardedDataParallel.summon_full_params(sharded):
-                pass
-        else:
-            sharded.unshard()
-
-
-def is_wrapped(sharded: nn.Module) -> bool:
-    return isinstance(sharded, FullyShardedDataParallel)
-
-
-def whole(sharded: nn.Module) -> object:
-    """One parameter, or all of them, by what each front-end has for it."""
-    if is_wrapped(sharded):
-        return sharded.state_dict()
-    return next(sharded.parameters()).full_tensor().norm()
+        sharded.unshard()
 
 
 def loss_of(sharded: nn.Module, batch: torch.Tensor, scenario: str, here: bool) -> torch.Tensor:
@@ -191,31 +167,30 @@ def loss_of(sharded: nn.Module, batch: torch.Tensor, scenario: str, here: bool) 
     return found.square().mean()
 
 
-def go_wrong(scenario: str, model: Model, sharded: nn.Module, batch: torch.Tensor) -> None:
-    """What the last rank does at the beginning of the step."""
-    if scenario == "skips a layer":
-        model.skipped = {2}
-    elif scenario == "raises in forward":
-        model.trouble = planted
-    elif scenario == "catches in forward":
-        model.trouble = planted
-        with contextlib.suppress(ValueError):
-            sharded(batch)
-        model.trouble = None
-    elif scenario == "exits":
-        os._exit(7)
-    elif scenario == "is killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif scenario == "is stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif scenario == "is stopped in an exchange":
-        dist.all_gather = stop_after(dist.all_gather)
-    elif scenario == "holds the GIL":
-        hold_the_gil()
-    elif scenario == "sleeps":
-        time.sleep(600)
-    elif scenario == "collective of its own":
-        dist.all_reduce(torch.ones(1000))
+def oversleep() -> None:
+    time.sleep(600)
+
+
+def catches(model: Model, sharded: nn.Module, batch: torch.Tensor) -> None:
+    model.trouble = planted
+    with contextlib.suppress(ValueError):
+        sharded(batch)
+    model.trouble = None
+
+
+GO_WRONG: dict[str, Callable[[Model, nn.Module, torch.Tensor], object]] = {
+    "skips a layer": lambda model, *_: model.skipped.add(2),
+    "raises in forward": lambda model, *_: setattr(model, "trouble", planted),
+    "catches in forward": catches,
+    "exits": lambda *_: os._exit(7),
+    "is killed": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+    "is stopped": lambda *_: os.kill(os.getpid(), signal.SIGSTOP),
+    "is stopped in an exchange": lambda *_: setattr(dist, "all_gather", stop_after(dist.all_gather)),
+    "holds the GIL": lambda *_: hold_the_gil(),
+    "sleeps": lambda *_: oversleep(),
+    "collective of its own": lambda *_: dist.all_reduce(torch.ones(1000)),
+}
+"""What the last rank does at the beginning of the step."""
 
 
 def main() -> None:
@@ -224,7 +199,7 @@ def main() -> None:
     store = dist.FileStore(f"{folder}/store", int(world))
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
     fullshard.watch(float(limit), grace=6, folder=f"{folder}/reports")
-    clock = Clock()
+    clock = [time.monotonic()]  # when a run began, or the step in which a rank goes wrong
     outcome = {"error": None, "text": ""}
     try:
         train(front_end, scenario, int(rank), int(world), clock)
@@ -232,7 +207,7 @@ def main() -> None:
         outcome = {"error": type(error).__name__, "text": str(error)}
         raise
     finally:
-        Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": clock.seconds()}))
+        Path(folder, f"rank{rank}.json").write_text(json.dumps({**outcome, "seconds": time.monotonic() - clock[0]}))
 
 
 if __name__ == "__main__":

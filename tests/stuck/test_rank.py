@@ -99,29 +99,22 @@ def test_a_long_order_arrives_whole() -> None:
     assert int(child.communicate()[0]) == 3_000_000
 
 
-@pytest.mark.parametrize("what", ["socket.create_server", "tempfile.TemporaryFile", "subprocess.Popen"])
+@pytest.mark.parametrize(
+    "what",
+    ["rank.socket.create_server", "rank.tempfile.TemporaryFile", "rank.subprocess.Popen", "board._shared_memory"],
+)
 def test_a_watcher_that_cannot_start_does_not_end_the_job(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(f"fullshard.watcher.rank.{what}", fails)
+    monkeypatch.setattr(f"fullshard.watcher.{what}", fails)
     monkeypatch.setattr(rank.faulthandler, "register", lambda *args, **kwargs: None)
-    short = Rank()
-    with pytest.warns(UserWarning, match="no watcher could be started"):
-        assert short.start(0, 60.0) is None
-    with short.files():
-        short.new_root(Root(), ["a"], [0])
-
-
-def test_without_descriptors_there_is_a_board_and_no_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("fullshard.watcher.board._shared_memory", fails)
     short = Rank()
     short.record(word(1, 0))
     with pytest.warns(UserWarning, match="no watcher could be started"):
         assert short.start(0, 60.0) is None
+    with short.files():
+        short.new_root(Root(), ["a"], [0])
 
 
 def test_files_are_read_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

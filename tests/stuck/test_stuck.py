@@ -76,7 +76,7 @@ FAULTS = {
     "is stopped in an exchange": Fault(("{last}", "stopped", "optimizers' state"), "", (-9,)),
     "a batch fewer": Fault(("{last}", "gone", "by itself", "while", FORWARD), "data", (0,)),
     "holds the GIL": Fault(("{last}", "elsewhere", "hold_the_gil", "while", FORWARD), "elsewhere", KILLED),
-    "sleeps": Fault(("{last}", "elsewhere", "go_wrong", "while", FORWARD), "elsewhere", KILLED, front_end="wrapper"),
+    "sleeps": Fault(("{last}", "elsewhere", "oversleep", "while", FORWARD), "elsewhere", KILLED, front_end="wrapper"),
     "collective of its own": Fault(
         ("{last}", "elsewhere", "torch.distributed.all_reduce (program.py:"), "calls", (1, *KILLED)
     ),

@@ -42,9 +42,15 @@ def elsewhere(rank: int, **known: Any) -> Status:
     return status(rank, **{"waited": None, "waits_for": None, **known})
 
 
-def looks(*ranks: Callable[[int], Status]) -> tuple[list[Status], list[Status]]:
-    """Two looks, a minute apart; each rank is a function of how many there were before."""
-    return tuple([{**rank(look), "time": 60.0 * look} for rank in ranks] for look in range(2))
+def still(rank: int, **known: Any) -> Callable[[int], Status]:
+    """The same in every look."""
+    return lambda look: elsewhere(rank, **known)
+
+
+def judged(*ranks: Callable[[int], Status]) -> list[Status] | None:
+    """The second of two looks, a minute apart, if ranks are found stuck by then."""
+    before, now = ([{**rank(look), "time": 60.0 * look} for rank in ranks] for look in range(2))
+    return now if stuck(now, before, LIMIT, HARD) else None
 
 
 HEALTHY: dict[str, Callable[[int], Status]] = {
@@ -73,19 +79,19 @@ def lost(rank: int) -> Status:
     return unreachable((rank, "a", 1, "secret"))
 
 
+def waits(look: int) -> Status:
+    return status(0, waited=5 * LIMIT, call=FORWARD)
+
+
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_rank_that_gets_on_is_waited_for(case: str) -> None:
-    waits: Callable[[int], Status] = lambda look: status(0, waited=5 * LIMIT)  # noqa: E731
-    before, now = looks(waits, HEALTHY[case])
-    assert not stuck(now, before, LIMIT, HARD), case
+    assert not judged(waits, HEALTHY[case])
 
 
 @pytest.mark.parametrize("case", STUCK)
 def test_a_rank_that_does_not_is_reported(case: str) -> None:
-    waits: Callable[[int], Status] = lambda look: status(0, waited=5 * LIMIT, call=FORWARD)  # noqa: E731
-    before, now = looks(waits, STUCK[case])
-    assert stuck(now, before, LIMIT, HARD), case
-    assert verdict(now).ranks == (1,), verdict(now)
+    now = judged(waits, STUCK[case])
+    assert now and verdict(now).ranks == (1,), now
 
 
 def test_no_answer_is_no_proof() -> None:
@@ -101,20 +107,14 @@ def test_no_answer_is_no_proof() -> None:
 
 def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
     """Eight minutes of generation, evaluation on one rank, or an upload: nothing is issued, and nothing is wrong."""
-    outside: Callable[[int], Status] = lambda look: elsewhere(look * 0, idle=True)  # noqa: E731
-    moves: Callable[[int], Status] = lambda look: elsewhere(1, idle=True, samples=[f"line {look}"])  # noqa: E731
-    in_pass: Callable[[int], Status] = lambda look: status(1, idle=True, waited=5 * HARD)  # noqa: E731
-    before, now = looks(outside, lambda look: elsewhere(1, idle=True))
-    assert not stuck(now, before, LIMIT, HARD)
-    before, now = looks(lambda look: status(0, idle=True, waited=5 * HARD), moves)  # beyond `hard`, too
-    assert not stuck(now, before, LIMIT, HARD)
-    before, now = looks(outside, in_pass)
-    assert stuck(now, before, LIMIT, HARD)
-    silent: Callable[[int], Status] = lambda look: elsewhere(0, idle=True, silent=5.0)  # noqa: E731
-    before, now = looks(silent, lambda look: elsewhere(1, gone="killed by signal 9 (SIGKILL)", state="gone"))
-    assert stuck(now, before, LIMIT, HARD)
-    before, now = looks(silent, lambda look: elsewhere(1, gone="it ended by itself (exit code 0)", state="gone"))
-    assert not stuck(now, before, LIMIT, HARD), "one rank is done, and the other uploads the model"
+    outside, silent = still(0, idle=True), still(0, idle=True, silent=5.0)
+    in_pass = still(1, idle=True, waited=5 * HARD, waits_for=POINT)
+    assert not judged(outside, still(1, idle=True))
+    assert not judged(lambda look: elsewhere(0, idle=True, samples=[f"line {look}"]), in_pass)  # beyond `hard`, too
+    assert judged(outside, in_pass)
+    assert judged(silent, still(1, gone="killed by signal 9 (SIGKILL)", state="gone"))
+    done = still(1, gone="it ended by itself (exit code 0)", state="gone")
+    assert not judged(silent, done), "one rank is done, and the other uploads the model"
 
 
 def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands() -> None:
@@ -135,19 +135,15 @@ def test_ranks_in_collectives_of_their_own_are_stuck_only_if_all_are() -> None:
     """Where one is elsewhere (asleep until a server answers, say), theirs is to end: they have a timeout."""
     reduces = {**FORWARD, "did": "called torch.distributed.all_reduce", "in_pass": False}
     gathers = {**reduces, "did": "called full_tensor", "at": "train.py:79"}
-    in_reduce: Callable[[int], Status] = lambda look: elsewhere(0, own=50.0, call=reduces)  # noqa: E731
-    in_gather: Callable[[int], Status] = lambda look: elsewhere(1, own=50.0, call=gathers)  # noqa: E731
-    also: Callable[[int], Status] = lambda look: elsewhere(2, own=50.0, call=reduces)  # noqa: E731
-    before, now = looks(in_reduce, in_gather, also)
-    assert stuck(now, before, LIMIT, HARD)
-    assert verdict(now).what == (
+    all_reduce = [still(rank, own=50.0, call=reduces) for rank in range(3)]
+    gather = still(1, own=50.0, call=gathers)
+    now = judged(all_reduce[0], gather, all_reduce[2])
+    assert now and verdict(now).what == (
         "rank 1 called full_tensor (train.py:79) while ranks 0, 2 called torch.distributed.all_reduce (train.py:80)."
     )
-    for healthy in (lambda look: elsewhere(1), lambda look: {**in_gather(look), "io": look << 20}):
-        before, now = looks(in_reduce, healthy, also)
-        assert not stuck(now, before, LIMIT, HARD)
-    before, now = looks(in_reduce, lambda look: {**in_reduce(look), "rank": 1}, also)
-    assert not stuck(now, before, LIMIT, HARD), "all are in the same call, which may be slow"
+    for healthy in (still(1), lambda look: {**gather(look), "io": look << 20}):
+        assert not judged(all_reduce[0], healthy, all_reduce[2])
+    assert not judged(*all_reduce), "all are in the same call, which may be slow"
 
 
 def test_the_innocent_are_not_blamed() -> None:
