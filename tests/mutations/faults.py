@@ -77,6 +77,7 @@ FAULTS = (
         "        self.buffer.free()\n",
         "        assert self.buffer is not None and self._slice is not None\n"
         "        self.buffer.free()\n        wait_all(self._pending)\n",
+        "tests/parity/test_layouts.py",
     ),
     Fault(
         "gradients are counted twice when they accumulate",
