@@ -103,11 +103,27 @@ def summon_full_params(
 
 
 def _check_idle(instance: Any) -> None:
+    unit, root = instance._runner().unit, instance._runner().root
+    inside = f"unit {unit.name or '(root)'!r}"
     if is_summoned(instance):
-        raise UsageError("Cannot manually unshard parameters when already unsharding parameters", code="P019")
-    root = instance._runner().root  # None: not settled yet, and not by this: an inner instance would become a root
+        raise UsageError(
+            "Cannot manually unshard parameters when already unsharding parameters",
+            rank=unit.rank,
+            expected="an instance that is not inside summon_full_params",
+            got=f"{inside}, which is",
+            remedy="leave the context before it is entered again",
+            code="P019",
+        )
+    # None: not settled yet, and not by this: an inner instance would become a root.
     if root is not None and (root.pass_top is not None or root.in_backward):
-        raise UsageError("Cannot manually unshard parameters during forward/backward", code="P020")
+        raise UsageError(
+            "Cannot manually unshard parameters during forward/backward",
+            rank=unit.rank,
+            expected="a call between steps",
+            got=f"{inside} while its model's {'forward' if root.pass_top is not None else 'backward'} runs",
+            remedy="call summon_full_params before the forward, or after the backward",
+            code="P020",
+        )
 
 
 @contextmanager
