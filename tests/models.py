@@ -39,7 +39,7 @@ class Attention(nn.Module):
         n, length, width = x.shape
         q, k, v = self.qkv(x).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, length, width),
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, length, width)
         )
 
 
@@ -359,9 +359,7 @@ EXAMPLES: dict[str, Example] = {
     "odd_mlp_one_unit": Example(OddMLP, lambda model: [], kind="vectors", width=7),
     "tied_within": Example(partial(GPT, tied=True), blocks_of),
     "tied_across": Example(
-        partial(GPT, tied=True),
-        lambda model: [model.tokens, *model.blocks, model.head],
-        torch_is_right=False,
+        partial(GPT, tied=True), lambda model: [model.tokens, *model.blocks, model.head], torch_is_right=False
     ),
     "frozen": Example(frozen_gpt, blocks_of),
     "unused": Example(partial(SkippingGPT, blocks=3), blocks_of),

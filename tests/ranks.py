@@ -115,9 +115,7 @@ class RankPool:
             process = context.Process(target=serve, args=(number, self.world, folder, theirs, NOTES), daemon=True)
             process.start()
             theirs.close()
-            self.ranks.append(
-                Rank(number, process, ours, folder / f"stacks{number}", folder / f"output{number}"),
-            )
+            self.ranks.append(Rank(number, process, ours, folder / f"stacks{number}", folder / f"output{number}"))
         self._collect(START_TIMEOUT, "starting the pool")
 
     def _exchange(self, message: bytes, timeout: float, what: str) -> list[Any]:
@@ -158,9 +156,7 @@ class RankPool:
         if silent:
             numbers = ", ".join(str(rank.number) for rank in silent)
             stacks = "\n".join(f"--- rank {rank.number}\n{rank.write_stacks()}" for rank in silent)
-            raise RankFailure(
-                f"rank {numbers} of {self.world} did not answer within {timeout:g} s ({what}).\n{stacks}",
-            )
+            raise RankFailure(f"rank {numbers} of {self.world} did not answer within {timeout:g} s ({what}).\n{stacks}")
         return [replies[number] for number in range(self.world)]
 
     def close(self) -> None:

@@ -16,17 +16,7 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.errors import CheckpointError, ConfigError, DivergenceError, FullshardError, LayoutError, PhaseError
 from models import EXAMPLES, WIDTH, OddMLP, Scorer, Shapes
-from training import (
-    FP64,
-    LAYOUTS,
-    OPTIMIZER,
-    Options,
-    compare_tensors,
-    full_parameters,
-    reference,
-    shard,
-    take_step,
-)
+from training import FP64, LAYOUTS, OPTIMIZER, Options, compare_tensors, full_parameters, reference, shard, take_step
 
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

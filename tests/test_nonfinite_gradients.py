@@ -230,8 +230,7 @@ def on_four_ranks() -> list[str]:
     experts = Experts(mesh.get_local_rank("ep"))
     own = {id(p) for p in experts.expert.parameters()}
     fullshard.fully_shard(
-        experts,
-        shard_placement_fn=lambda p: fullshard.ShardPlacementResult(mesh=mesh["edp"]) if id(p) in own else None,
+        experts, shard_placement_fn=lambda p: fullshard.ShardPlacementResult(mesh=mesh["edp"]) if id(p) in own else None
     )
     set_check_nonfinite(experts, True)
     factor = torch.tensor(NAN if dist.get_rank() == 2 else 1.0)

@@ -259,11 +259,7 @@ def compare(got: Record, want: Record, tolerance: float, against: str, buffers: 
 
 
 def parity(
-    name: str,
-    options: Options,
-    tolerance: float = FP32,
-    torch_tolerance: float | None = None,
-    check_torch: bool = True,
+    name: str, options: Options, tolerance: float = FP32, torch_tolerance: float | None = None, check_torch: bool = True
 ) -> list[str]:
     """Trains the named example with Fullshard on this rank and compares; the differences found."""
     example = EXAMPLES[name]

@@ -81,11 +81,7 @@ CALLS = {
     "C111": lambda: owner_of(sharded(), nn.Linear(4, 4)),
     "C112": (lambda: (sharded(), sharded()), lambda both: owner_of(both[0], both[1][0].weight), "another model"),
     "C113": lambda: owner_of(sharded(), torch.ones(4)),
-    "C114": (
-        two_layers,
-        lambda m: fully_shard(m, ignored_params={m[0].weight}),
-        lambda m: owner_of(m, m[0].weight),
-    ),
+    "C114": (two_layers, lambda m: fully_shard(m, ignored_params={m[0].weight}), lambda m: owner_of(m, m[0].weight)),
     "C115": (sharded, lambda m: setattr(m, "scale", nn.Parameter(torch.ones(4))), lambda m: owner_of(m, m.scale)),
     # Optimizers.
     "C162": lambda: optimizer_view(nn.Linear(4, 4)),

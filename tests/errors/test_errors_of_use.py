@@ -105,10 +105,7 @@ CALLS = {
     "P039": (lambda: fully_shard(nn.Sequential(fully_shard(Shows(4, 4)), nn.Identity())), run),
     "P040": lambda: torch.vmap(unit())(torch.ones(2, 4)),
     "P049": (sharded, lambda m: m.set_requires_gradient_sync(False), step, fullshard.park, "not yet reduced"),
-    "P052": (
-        lambda: fully_shard(nn.Embedding(4, 4, sparse=True)),
-        lambda m: m(torch.tensor([1])).sum().backward(),
-    ),
+    "P052": (lambda: fully_shard(nn.Embedding(4, 4, sparse=True)), lambda m: m(torch.tensor([1])).sum().backward()),
     "P057": (lambda: fully_shard(Writing(4, 4)), run),
     "P058": (assigning, run),
     # Graphs, copies and roots.

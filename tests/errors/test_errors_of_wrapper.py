@@ -103,11 +103,7 @@ CALLS = {
     "P023": (wrapped, hook, hook),
     "P024": (hybrid, hook),
     "P028": (flat, lambda m: m.module[0].weight + 1),
-    "P032": (
-        flat,
-        lambda m: _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1}),
-        step,
-    ),
+    "P032": (flat, lambda m: _apply_optimizer_in_backward(torch.optim.SGD, m.parameters(), {"lr": 0.1}), step),
     "P062": lambda: setattr(wrapped(), "_is_root", True),
     "C012": (wrapped, fully_shard, "once"),
     "W002": lambda: FSDP(
