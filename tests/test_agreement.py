@@ -106,24 +106,17 @@ def train(model: nn.Module, steps: int, lr: float = 0.1, after: Callable[[int], 
 
 TWO = (block_by_block, own_mesh_each, by_policy, wrapped, wrapped_with_a_mesh, partly_replicated)
 FOUR = (hybrid, wrapped_hybrid, dense_and_experts)
+worlds = pytest.mark.parametrize(("builds", "world", "axes"), [(TWO, 2, 1), (FOUR, 4, 2)], ids=["two", "four"])
 
 
-def test_one_small_all_reduce_a_backward(run_ranks):
-    for counts in run_ranks(small_all_reduces, TWO):
-        assert counts == {build.__name__: [1, 1, 1] for build in TWO}
-
-
-def test_one_small_all_reduce_a_backward_and_axis(run_ranks):
-    for counts in run_ranks(small_all_reduces, FOUR, world=4):
-        assert counts == {build.__name__: [2, 2, 2] for build in FOUR}
-
-
-def small_all_reduces(builds: Any) -> dict[str, list[int]]:
-    """All-reduces of integers in each of three steps after the first."""
-    return {build.__name__: counted_in_steps(build) for build in builds}
+@worlds
+def test_one_small_all_reduce_a_backward_and_axis(run_ranks, builds, world, axes):
+    for build in builds:
+        assert run_ranks(counted_in_steps, build, world=world) == [[axes] * 3] * world, build.__name__
 
 
 def counted_in_steps(build: Callable[[], nn.Module]) -> list[int]:
+    """All-reduces of integers in each of three steps after the first."""
     counts, all_reduce = [0], fullshard.TorchComm.all_reduce
 
     def counted(self: Any, axis: Any, tensor: Tensor, mean: bool) -> Any:
@@ -166,12 +159,9 @@ def on_a_device() -> Iterator[list[Late]]:
         yield copies
 
 
-def test_late_answers_raise_nothing(run_ranks):
-    assert all(run_ranks(late_answers, TWO))
-
-
-def test_late_answers_of_several_meshes_raise_nothing(run_ranks):
-    assert all(run_ranks(late_answers, FOUR, world=4))
+@worlds
+def test_late_answers_raise_nothing(run_ranks, builds, world, axes):
+    assert all(run_ranks(late_answers, builds, world=world))
 
 
 def late_answers(builds: Any) -> bool:
@@ -208,12 +198,9 @@ def unused_on_a_device() -> bool:
     return True
 
 
-def test_ranks_that_really_differ_are_told_so(run_ranks):
-    assert set(run_ranks(different_steps, block_by_block)) == {"D006 3"}
-
-
-def test_ranks_that_really_differ_are_told_so_whatever_their_mesh(run_ranks):
-    assert set(run_ranks(different_steps, dense_and_experts, world=4)) == {"D006 3"}
+@pytest.mark.parametrize(("build", "world"), [(block_by_block, 2), (dense_and_experts, 4)])
+def test_ranks_that_really_differ_are_told_so(run_ranks, build, world):
+    assert set(run_ranks(different_steps, build, world=world)) == {"D006 3"}
 
 
 def different_steps(build: Any) -> str:

@@ -28,8 +28,7 @@ def fail_on(rank: int) -> None:
 
 
 def fail_while_others_wait() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("left the others alone")
+    fail_on(1)
     dist.barrier()
 
 
@@ -41,10 +40,6 @@ def sleep_on(rank: int) -> None:
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
-
-
-def process_id() -> int:
-    return os.getpid()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -60,7 +55,7 @@ def test_every_task_starts_from_the_same_seed(run_ranks):
 
 
 def test_processes_are_reused(run_ranks):
-    assert run_ranks(process_id) == run_ranks(process_id)
+    assert run_ranks(os.getpid) == run_ranks(os.getpid)
 
 
 @pytest.fixture
@@ -71,26 +66,23 @@ def own_pools(tmp_path):
 
 
 def test_exception_is_raised_with_rank_and_traceback(own_pools):
-    with pytest.raises(KeyError, match="rank 1 says no") as caught:
-        own_pools.run(fail_on, 1)
-    assert any("rank 1 of 2" in note and "in fail_on" in note for note in caught.value.__notes__)
-    assert own_pools.run(rank_and_sum, 1)[0] == (0, 2, 3.0)
-
-
-def test_exception_is_raised_while_others_wait(own_pools):
-    with pytest.raises(ValueError, match="left the others alone") as caught:
-        own_pools.run(fail_while_others_wait)
-    assert any("ranks [0] did not answer" in note for note in caught.value.__notes__)
+    """Also while others wait; and the next task starts anew."""
+    for task, given, note in ((fail_on, (1,), "in fail_on"), (fail_while_others_wait, (), "ranks [0] did not answer")):
+        with pytest.raises(KeyError, match="rank 1 says no") as caught:
+            own_pools.run(task, *given)
+        notes = "".join(caught.value.__notes__)
+        assert "rank 1 of 2" in notes and "in fail_on" in notes and note in notes
+        assert own_pools.run(rank_and_sum, 1)[0] == (0, 2, 3.0)
 
 
 def test_silent_rank_is_named_with_its_stack(own_pools):
-    own_pools.run(process_id)
+    own_pools.run(os.getpid)
     start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1 of 2 did not answer within 4 s") as caught:
         own_pools.run(sleep_on, 1, timeout=1)
     assert "in sleep_on" in str(caught.value)
     assert time.monotonic() - start < 25
-    assert len(own_pools.run(process_id)) == 2
+    assert len(own_pools.run(os.getpid)) == 2
 
 
 def test_dead_rank_is_named(own_pools):
@@ -100,9 +92,6 @@ def test_dead_rank_is_named(own_pools):
 
 
 def test_fake_world(fake_world):
+    assert not dist.is_initialized()  # left by another
     fake_world(64, rank=5)
     assert (dist.get_rank(), dist.get_world_size()) == (5, 64)
-
-
-def test_fake_world_leaves_no_group():
-    assert not dist.is_initialized()

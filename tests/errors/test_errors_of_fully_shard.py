@@ -116,7 +116,7 @@ CALLS = {
     "L002": (lambda: nn.Linear(4, 4), lambda m: setattr(m, "scale", nn.Parameter(torch.tensor(1.0))), fully_shard),
     "L004": lambda: fully_shard(nn.Linear(3, 4, bias=False), shard_placement_fn=lambda _: Shard(1)),
     "L005": lambda: unit(layout=fullshard.Blocks(0)),
-    "P003": (sharded, run, lambda m: m[0].reset_iter_state()),
+    "P003": (sharded, run, lambda m: m[0].reset_iter_state(), "root"),
     "P004": (sharded, run, lambda m: reduce_kept(m[0])),
     "P042": (sharded, lambda m: m[0].register_forward_hook(lambda *_: reduce_kept(m)), run),
     "P043": (sharded, lambda m: m[0](ONE), run),
