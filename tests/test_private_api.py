@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ def test_whether_a_profiler_records_is_known() -> None:
     assert "fullshard: gather block" in names and "fullshard: gather before" not in names
 
 
-def test_foreach_copies_adds_and_zeroes_with_casts() -> None:
+def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:
     targets = [torch.ones(3), torch.ones(2, 2)]
     foreach.copy_all(targets, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2, 2), 3.0)])
     assert targets[0].tolist() == [2.0] * 3
@@ -81,6 +82,10 @@ def test_foreach_copies_adds_and_zeroes_with_casts() -> None:
     foreach.zero_all(targets)
     assert not any(t.any() for t in targets)
     foreach.copy_all([], [])
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
+    foreach.scale_all(tensors, 1.5)
+    assert [tensor.tolist() for tensor in tensors] == [[1.5] * 3, [1.5] * 2]
+    foreach.scale_all([], 2.0)
 
 
 def test_holders_sees_views_and_python_references() -> None:
@@ -98,31 +103,28 @@ def test_holders_sees_views_and_python_references() -> None:
     assert holders(storage, parts) == alone
 
 
-def test_backward_end_is_called_once_and_knows_when_it_is_over() -> None:
+def begin_backward(in_the_middle: Callable[[list[BackwardEnd]], object]) -> tuple[torch.Tensor, list, list[str]]:
+    """A loss; the ends that its backward notes, and their calls. `in_the_middle` is called with them."""
     calls: list[str] = []
     ends: list[BackwardEnd] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), 0)))
-    x.register_hook(lambda grad: calls.append(f"running={ends[0].running()}"))
-    y.sum().backward()
-    assert calls == ["running=True", "end"]
-    assert not ends[0].running()
+    x.register_hook(lambda grad: in_the_middle(ends) and None)
+    return y.sum(), ends, calls
+
+
+def test_backward_end_is_called_once_and_knows_when_it_is_over() -> None:
+    ran: list[bool] = []
+    loss, ends, calls = begin_backward(lambda ends: ran.append(ends[0].running()))
+    loss.backward()
+    assert ran == [True] and calls == ["end"] and not ends[0].running()
 
 
 def test_backward_end_dies_with_a_backward_that_raises() -> None:
-    calls: list[str] = []
-    ends: list[BackwardEnd] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ValueError("broken off")
-
-    y.register_hook(lambda grad: ends.append(BackwardEnd(lambda: calls.append("end"), 0)))
-    x.register_hook(fail)
-    with pytest.raises(ValueError, match="broken off"):
-        y.sum().backward()
+    loss, ends, calls = begin_backward(lambda ends: {}["broken off"])
+    with pytest.raises(KeyError, match="broken off"):
+        loss.backward()
     gc.collect()
     assert not calls and not ends[0].running() and ends[0].is_over()
 
@@ -150,8 +152,6 @@ def test_an_optimizer_step_changes_the_version_of_the_shard() -> None:
 
 def test_backends_of_a_group_can_be_asked_for_memory(fake_world) -> None:
     fake_world(2)
-    import torch.distributed as dist
-
     assert hasattr(dist.ProcessGroup, "_get_backend"), "comm/group_memory.py refuses memory from any process group"
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert hasattr(backend, "supports_tensor_alloc") and hasattr(backend, "allocate_tensor")
@@ -305,13 +305,6 @@ def test_the_sanitizer_orders_accesses_without_a_device() -> None:
         if waits:
             handler._handle_event_wait(2, 1)
         assert bool(handler._handle_kernel_launch(1, {7}, set(), set(), "read", {7: []})) is not waits
-
-
-def test_foreach_scales() -> None:
-    tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
-    foreach.scale_all(tensors, 1.5)
-    assert [tensor.tolist() for tensor in tensors] == [[1.5] * 3, [1.5] * 2]
-    foreach.scale_all([], 2.0)
 
 
 def test_groups_that_only_their_ranks_know(run_ranks) -> None:

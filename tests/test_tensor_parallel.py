@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fullshard
+from training import full as whole
 
 STEPS = 3
 
@@ -107,10 +108,6 @@ def train(model: nn.Module, inputs, clip) -> tuple[list[float], dict[str, Tensor
     return norms, {n: whole(p) for n, p in model.named_parameters()}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 def close(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-5) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
@@ -118,16 +115,19 @@ def close(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-5)
 
 
 # torch's own tensor parallelism wants `hidden` to divide by tp; what is left of it need not by dp
-@pytest.mark.parametrize(("shape", "hidden"), [((2, 2), 10), ((1, 4), 12), ((2, 1, 2), 10), ((1, 2, 2), 6)], ids=str)
-def test_as_one_process(run_ranks, shape, hidden):
-    assert all(run_ranks(against_one_process, shape, hidden, world=4))
+@pytest.mark.parametrize(
+    ("shape", "hidden", "sequence"),
+    [((2, 2), 10, False), ((2, 2), 10, True), ((1, 4), 12, False), ((2, 1, 2), 10, False), ((1, 2, 2), 6, False)],
+    ids=str,
+)
+def test_as_one_process(run_ranks, shape, hidden, sequence):
+    assert all(run_ranks(against_one_process, shape, hidden, sequence, world=4))
 
 
-def against_one_process(shape: tuple[int, ...], hidden: int) -> bool:
+def against_one_process(shape: tuple[int, ...], hidden: int, sequence: bool) -> bool:
     rank, ranks = data_rank(shape)
-    norms, got = train(
-        parallel_model(fullshard, shape, hidden=hidden), lambda s: batch(s, rank), fullshard.clip_grad_norm_
-    )
+    model = parallel_model(fullshard, shape, sequence, hidden)
+    norms, got = train(model, lambda s: batch(s, rank), fullshard.clip_grad_norm_)
     everything = train(
         Model(hidden=hidden), lambda s: torch.cat([batch(s, r) for r in range(ranks)]), nn.utils.clip_grad_norm_
     )
@@ -136,24 +136,20 @@ def against_one_process(shape: tuple[int, ...], hidden: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_as_pytorch(run_ranks, sequence):
-    assert all(run_ranks(against_pytorch, sequence, world=4))
+def test_placements_and_local_parts_are_pytorchs(run_ranks):
+    assert all(run_ranks(placed_as_pytorchs, world=4))
 
 
-def against_pytorch(sequence: bool) -> bool:
-    rank, _ = data_rank((2, 2))
-    results = []
-    for library in (fullshard, torch_fsdp):
-        model = parallel_model(library, (2, 2), sequence)
-        placements = {n: (p.placements, p.device_mesh.mesh_dim_names, p.shape) for n, p in model.named_parameters()}
-        locals_ = {n: p.to_local().detach().clone() for n, p in model.named_parameters()}
-        results.append((placements, locals_, train(model, lambda s: batch(s, rank), fullshard.clip_grad_norm_)))
-    ours, theirs = results
-    assert ours[0] == theirs[0]
-    close(ours[1], theirs[1])
-    assert ours[2][0] == pytest.approx(theirs[2][0], rel=1e-5)
-    close(ours[2][1], theirs[2][1])
+def placed_as_pytorchs() -> bool:
+    for sequence in (False, True):
+        ours, theirs = (
+            dict(parallel_model(one, (2, 2), sequence).named_parameters()) for one in (fullshard, torch_fsdp)
+        )
+        for name, p in ours.items():
+            other = theirs[name]
+            assert (p.placements, p.shape) == (other.placements, other.shape), name
+            assert p.device_mesh.mesh_dim_names == other.device_mesh.mesh_dim_names, name
+        close({n: p.to_local() for n, p in ours.items()}, {n: p.to_local() for n, p in theirs.items()})
     return True
 
 
@@ -236,9 +232,8 @@ def test_whole_tensors_load(run_ranks):
 
 def load_whole() -> bool:
     model, other = parallel_model(fullshard, (2, 2)), Model()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.normal_(generator=torch.Generator().manual_seed(1))
+    for p in other.parameters():
+        nn.init.normal_(p)
     model.load_state_dict(other.state_dict())
     close({n: whole(p) for n, p in model.named_parameters()}, dict(other.named_parameters()), rtol=0.0)
     return True
