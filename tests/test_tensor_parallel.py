@@ -357,32 +357,6 @@ def trained_in_one_process(replicas: int) -> tuple[dict[str, torch.Tensor], dict
     return gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("dims", "words"),
-    [
-        ({"shard": "ep"}, "'ep'"),
-        ({}, "each once"),
-        ({"shard": "dp", "replicate": "dp"}, "each once"),
-        ({"replicate": "dp"}, "nothing to shard on"),
-        ({"shard": "tp"}, "Replicate\\(\\) on 'tp'"),
-    ],
-    ids=str,
-)
-def test_dp_mesh_dims_that_do_not_fit(run_ranks, dims, words):
-    assert all(run_ranks(spmd_refused, dims, words, world=4))
-
-
-def spmd_refused(dims: dict[str, str], words: str) -> bool:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = spmd_model(mesh, ("dp",))
-    with pytest.raises(fullshard.ConfigError, match=words):
-        fullshard.fully_shard(model, mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(**dims))
-    with pytest.raises(fullshard.ConfigError, match="mesh="):
-        fullshard.fully_shard(model, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="dp"))
-    assert type(model[0].weight) is DTensor
-    return True
-
-
 class Scaled(nn.Module):
     """Multiplies rows, of which each tensor-parallel rank has some: the weight's gradient is partial."""
 

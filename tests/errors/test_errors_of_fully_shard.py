@@ -66,7 +66,7 @@ CALLS = {
     "C013": lambda: unit(offload_policy=True),  # meant: CPUOffloadPolicy()
     "C014": lambda: unit(layout="columns"),
     "C015": lambda: unit(prefetch=-1),
-    "C016": lambda: unit(dp_mesh_dims=DataParallelMeshDims("dp")),
+    "C016": (lambda: unit(dp_mesh_dims=DataParallelMeshDims("dp")), "mesh="),
     "C017": lambda: unit(reshard_after_forward="no"),
     "C018": lambda: sharded().set_reshard_after_forward(2),
     "C019": (sharded, lambda m: m.set_custom_reduce_scatter(lambda *_: None), "callable", "allocate"),
@@ -76,7 +76,7 @@ CALLS = {
     "C026": lambda: sharded().set_reduce_scatter_max_input_buffers(0),
     "C027": lambda: fullshard.share_comm_ctx([sharded(), nn.Linear(4, 4)]),
     "C028": (sharded, run, lambda m: fullshard.share_comm_ctx([m[0], m]), "takes roots"),
-    "C029": lambda: fullshard.register_fsdp_forward_method(sharded(), "generate"),
+    "C029": (unit, lambda m: fullshard.register_fsdp_forward_method(m, "encode"), "Linear", "encode"),
     "C038": (lambda: unit(reduction="average"), "'average'"),
     "C039": lambda: unit(comm=HookComm(TorchComm(), None, print), reduction="sum"),
     "C040": (
@@ -176,7 +176,7 @@ def test_what_was_there_before_sharding():
     step(fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)))
     with raises("C092"):
         weight.add(1)
-    with raises("C158"):
+    with raises("C158", words=["optimizer", "after", "fully_shard"]):
         optimizer.step()
     other = nn.Linear(4, 4)
     other.__class__ = type(model)

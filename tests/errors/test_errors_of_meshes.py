@@ -25,9 +25,12 @@ CALLS = {
     "C140": lambda: FullyShardedDataParallel(
         nn.Linear(4, 4), device_mesh=init_device_mesh("cpu", (4,)), device_id=torch.device("meta")
     ),
-    "C148": DataParallelMeshDims,
-    "C149": lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims("data")),
-    "C150": lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims(replicate="dp")),
+    "C148": (lambda: DataParallelMeshDims(shard="dp", replicate="dp"), "each once"),
+    "C149": (lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims("data")), "'data'"),
+    "C150": (
+        lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims(replicate="dp")),
+        "nothing to shard on",
+    ),
     "C152": lambda: unit(mesh=mesh("dp_shard", "cp")),
     "C153": lambda: unit(mesh=mesh("dp_shard", "dp_replicate")),
 }
@@ -44,6 +47,11 @@ def test_a_mesh_of_devices_that_there_are_not(fake_world):
     fake_world(4)
     with raises("C141"):
         unit(mesh=DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False))
+
+
+def test_no_names_of_data_parallel_dims():
+    with raises("C148", words=["each once"]):
+        DataParallelMeshDims()
 
 
 def test_nodes_of_unequal_size(fake_world, monkeypatch):

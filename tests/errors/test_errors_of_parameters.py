@@ -124,7 +124,11 @@ CALLS = {
     "C246": (frozen, by_rows, run),
     # Tensor parallelism: parameters that are DTensors before they are sharded.
     "C002": lambda: fully_shard(split(mesh()["dp"], Shard(0)), mesh=mesh()["dp"], sync_module_states=True),
-    "C097": lambda: fully_shard(split_by_data_parallel_ranks(), mesh=mesh(), dp_mesh_dims=DataParallelMeshDims("dp")),
+    "C097": (
+        split_by_data_parallel_ranks,
+        lambda m: fully_shard(m, mesh=m.weight.device_mesh, dp_mesh_dims=DataParallelMeshDims("dp")),
+        "Replicate() on 'dp'",
+    ),
     "C098": lambda: fully_shard(split(mesh()["tp"], Partial()), mesh=mesh()["dp"]),
     "C156": (
         lambda: split(mesh()["tp"], Replicate()).weight,

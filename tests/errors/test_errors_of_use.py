@@ -94,7 +94,7 @@ CALLS = {
     "L012": (two_layers, lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight.data)), fully_shard),
     "C093": lambda: setattr(unit().weight, "data", torch.ones(4, 4)),
     "C094": (unit, lambda m: setattr(m.weight, "data", m.weight.data.to("meta"))),
-    "C096": (unit, assign, run),
+    "C096": (sharded, run, lambda m: assign(m[1]), run, "1.weight", "expected", "remedy"),
     "C178": (unit, lambda m: m.weight.register_hook(lambda grad: torch.ones(4, 4)), step),
     "P017": (wrapped, lambda m: m.module[0].register_forward_hook(lambda *_: m.state_dict() and None), run),
     "P026": (flat, lambda m: linear(ONE, m.weight)),
