@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from training import assert_same, full
+from training import full
 from ways import (
     WIDTH,
     batch,
@@ -20,6 +20,7 @@ from ways import (
     mine,
     named,
     named_error,
+    on_ranks,
     shard,
     some_ways,
     synced,
@@ -88,12 +89,9 @@ def fail_once(model: nn.Module, where: str, inputs: Tensor, grad: bool = True) -
 
 @three_ways
 @pytest.mark.parametrize("first", ["forward fails", "evaluation fails", "its input is refused"])
-def test_another_order_is_still_noticed_after_a_failed_pass(run_ranks, first, way):
+@on_ranks
+def test_another_order_is_still_noticed_after_a_failed_pass(first: str, way: str) -> list[str]:
     """All units are of one size: gathers that pair up wrongly would say nothing."""
-    assert_same(run_ranks(order_after_failure, first, way))
-
-
-def order_after_failure(first: str, way: str) -> list[str]:
     model = shard_failing(way)
     grad = first != "evaluation fails"
     if first == "its input is refused":
@@ -128,12 +126,9 @@ class Careful(nn.Module):
 
 
 @three_ways
-def test_an_exception_that_the_models_own_forward_catches(run_ranks, way):
+@on_ranks
+def test_an_exception_that_the_models_own_forward_catches(way: str) -> list[str]:
     """Training goes on with the failing unit and without; another order on another rank is still noticed."""
-    assert_same(run_ranks(caught_inside, way))
-
-
-def caught_inside(way: str) -> list[str]:
     other = Careful()
     model, reference = shard(Careful(), way, units := named("tried", "left", "right")), Careful()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -164,12 +159,9 @@ CLEARS = {
 
 @three_ways
 @pytest.mark.parametrize("clear", CLEARS)
-def test_gradients_cleared_after_a_failed_backward_are_gone(run_ranks, clear, way):
+@on_ranks
+def test_gradients_cleared_after_a_failed_backward_are_gone(clear: str, way: str) -> list[str]:
     """Those from before it, too, synced or not: the next step is the next batch's."""
-    assert_same(run_ranks(cleared_after_failure, clear, way))
-
-
-def cleared_after_failure(clear: str, way: str) -> list[str]:
     problems: list[str] = []
     for before in (None, True, False):  # a batch accumulated before the failed one, with sync or without
         model, reference = shard_failing(way), failing()
@@ -186,12 +178,9 @@ def cleared_after_failure(clear: str, way: str) -> list[str]:
 
 @some_ways
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_users_see_sharded_parameters(run_ranks, where, way):
+@on_ranks
+def test_after_an_exception_users_see_sharded_parameters(where: str, way: str) -> list[str]:
     """Names, objects, shapes and values are those that the optimizer has, in every way of asking."""
-    assert_same(run_ranks(seen_after_failure, where, way))
-
-
-def seen_after_failure(where: str, way: str) -> list[str]:
     model = shard_failing(way)
     loss_of(model, mine(0)).backward()
     model.zero_grad()
@@ -226,12 +215,9 @@ def seen_after_failure(where: str, way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["rows", "originals"])
 @pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
-def test_steps_left_out_since_one_rank_failed(run_ranks, keep, way):
+@on_ranks
+def test_steps_left_out_since_one_rank_failed(keep: bool, way: str) -> list[str]:
     """At distances that make a course of their own: ranks must expect, or not expect, the same passes after it."""
-    assert_same(run_ranks(left_out, keep, way))
-
-
-def left_out(keep: bool, way: str) -> list[str]:
     build = lambda: nn.Sequential(*layers(), Fails())  # noqa: E731
     model, reference = shard(build(), way, named("0", "1"), keep=keep), build()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, reference)]

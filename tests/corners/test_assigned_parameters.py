@@ -19,6 +19,7 @@ from ways import (
     children,
     differences,
     inner,
+    on_ranks,
     shard,
     two_layers,
     whole,
@@ -49,7 +50,25 @@ def assign(layer: nn.Module, form: str = "same") -> None:
     layer.weight = nn.Parameter(new)
 
 
-def assigned(way: str, moment: str) -> list[str]:
+def disturbed_step(model: Any, act: Callable[[], None], moment: str) -> None:
+    out = model(my_batch())
+    if moment == "after forward":
+        act()
+    if moment == "in backward":
+        out.register_hook(lambda gradient: act())
+    out.square().mean().backward()
+    if moment == "between steps":
+        act()
+    if moment == "after unshard":
+        model.unshard()
+        act()
+        model.reshard()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(("way", "moment"), CASES)
+@on_ranks
+def test_a_parameter_assigned_during_a_step_is_not_dropped(way: str, moment: str) -> list[str]:
     """Taken over, in the next forward and in the state dict; or refused by the parameter's name, by then."""
     problems = []
     forms = ("whole",) if way == "wrapper" else ("same", "whole")
@@ -68,27 +87,6 @@ def assigned(way: str, moment: str) -> list[str]:
         problems += differences(f"{where} out", {"": out}, {"": want(my_batch(1)).detach()})
         problems += differences(f"{where} values", whole_state(model), dict(want.state_dict()))
     return problems
-
-
-def disturbed_step(model: Any, act: Callable[[], None], moment: str) -> None:
-    out = model(my_batch())
-    if moment == "after forward":
-        act()
-    if moment == "in backward":
-        out.register_hook(lambda gradient: act())
-    out.square().mean().backward()
-    if moment == "between steps":
-        act()
-    if moment == "after unshard":
-        model.unshard()
-        act()
-        model.reshard()
-    model.zero_grad()
-
-
-@pytest.mark.parametrize(("way", "moment"), CASES)
-def test_a_parameter_assigned_during_a_step_is_not_dropped(run_ranks, way, moment):
-    assert_same(run_ranks(assigned, way, moment))
 
 
 class Assigning(nn.Linear):
@@ -118,7 +116,10 @@ def assigning(way: str, late: bool, units: Any, name: str, after: int = 0) -> nn
     return model
 
 
-def assigned_inside(way: str) -> list[str]:
+@three_ways
+@on_ranks
+def test_a_parameter_assigned_inside_a_forward_is_refused(way: str) -> list[str]:
+    """In the forward of its own unit, or, once the order is known, before that of a later one."""
     problems = []
     own = [(late, units, name, 0) for late in (False, True) for units in (alone, children) for name in ("0", "2")]
     for late, units, name, after in [*own, (False, children, "0", 2), (False, children, "2", 2)]:
@@ -130,12 +131,6 @@ def assigned_inside(way: str) -> list[str]:
         if fullshard.memory_use(model).gathered:
             problems.append(f"{name} {late} {units.__name__} {after}: stays gathered")
     return problems
-
-
-@three_ways
-def test_a_parameter_assigned_inside_a_forward_is_refused(run_ranks, way):
-    """In the forward of its own unit, or, once the order is known, before that of a later one."""
-    assert_same(run_ranks(assigned_inside, way))
 
 
 def part(whole_gradient: Tensor, parameter: Tensor, way: str) -> Tensor:

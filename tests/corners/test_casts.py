@@ -15,8 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from training import assert_same
-from ways import LAYOUTS, differences, example_of, inner, shard, sharded, some_ways, whole_gradients, whole_parameters
+from ways import (
+    LAYOUTS,
+    differences,
+    example_of,
+    inner,
+    on_ranks,
+    shard,
+    sharded,
+    some_ways,
+    whole_gradients,
+    whole_parameters,
+)
 
 
 class Gain(nn.Module):
@@ -92,11 +102,8 @@ CASTS: dict[str, tuple[Callable[[nn.Module], object], torch.dtype, float]] = {  
 
 @some_ways
 @pytest.mark.parametrize("when", ["before the first step", "after it", "with gradients"])
-def test_a_cast_is_noticed_by_every_rank(run_ranks, way, when):
-    assert_same(run_ranks(casting, way, when))
-
-
-def casting(way: str, when: str) -> list[str]:
+@on_ranks
+def test_a_cast_is_noticed_by_every_rank(way: str, when: str) -> list[str]:
     problems = []
     for name, (function, dtype, tolerance) in CASTS.items():
         if name == "loaded" and (way not in LAYOUTS or when == "with gradients"):
@@ -113,12 +120,9 @@ def casting(way: str, when: str) -> list[str]:
 
 
 @some_ways
-def test_a_cast_of_one_unit(run_ranks, way):
+@on_ranks
+def test_a_cast_of_one_unit(way: str) -> list[str]:
     """The unit of which a rank holds nothing alone; the others stay as they are."""
-    assert_same(run_ranks(casting_one, way))
-
-
-def casting_one(way: str) -> list[str]:
     problems = []
     for cast in (through_data, nn.Module.double):
         model, whole = sharded(NET, way, dtype=torch.float32), NET.make()
@@ -132,11 +136,8 @@ def casting_one(way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["rows", "flat", "originals"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the first step", "after it"])
-def test_a_cast_of_a_part_of_a_unit_is_refused_by_name(run_ranks, way, late):
-    assert_same(run_ranks(casting_part, way, late))
-
-
-def casting_part(way: str, late: bool) -> list[str]:
+@on_ranks
+def test_a_cast_of_a_part_of_a_unit_is_refused_by_name(way: str, late: bool) -> list[str]:
     """On every rank, before anything is changed: once the rest is cast too, training goes on."""
     model, whole = sharded(PARTS, way, dtype=torch.float32), PARTS.make().double()
     if late:
@@ -150,24 +151,18 @@ def casting_part(way: str, late: bool) -> list[str]:
     return compared("cast", model, whole, torch.float64, 1e-6)
 
 
-def test_a_cast_of_a_part_of_a_flat_parameter_casts_nothing(run_ranks):
+@on_ranks
+def test_a_cast_of_a_part_of_a_flat_parameter_casts_nothing() -> list[str]:
     """The part has no parameters of its own: they are in its unit's one `FlatParameter`, as in PyTorch's."""
-    assert_same(run_ranks(casting_part_of_flat))
-
-
-def casting_part_of_flat() -> list[str]:
     model = sharded(PARTS, "wrapper", dtype=torch.float32)
     module_of(model, "0.1").double()
     return compared("cast", model, PARTS.make(), torch.float32, 1e-6)
 
 
 @pytest.mark.parametrize("way", ["rows", "flat"])
-def test_values_given_to_a_meta_model_through_data_are_refused(run_ranks, way):
+@on_ranks
+def test_values_given_to_a_meta_model_through_data_are_refused(way: str) -> None:
     """As torch refuses them of a plain parameter; nothing has changed."""
-    run_ranks(materialised, way)
-
-
-def materialised(way: str) -> None:
     with torch.device("meta"):
         meta = shard(Net(), way)
     for p in meta.parameters():

@@ -30,6 +30,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     synced,
@@ -194,20 +195,14 @@ def computed_with(way: str, lefts: dict[str, tuple[Callable[[nn.Module], object]
 
 
 @some_ways
-def test_a_change_is_computed_with(run_ranks, way):
-    assert_same(run_ranks(left_and_changed, way))
-
-
-def left_and_changed(way: str) -> list[str]:
+@on_ranks
+def test_a_change_is_computed_with(way: str) -> list[str]:
     return computed_with(way, {**LEFT, **(LEFT_BY_USER if way in LAYOUTS else {})})
 
 
 @pytest.mark.gloo("the program writes to what a gather in flight reads, which ranks in memory refuse of anybody")
-def test_a_change_while_unshard_is_under_way_is_computed_with(run_ranks):
-    assert_same(run_ranks(unsharded_and_changed))
-
-
-def unsharded_and_changed() -> list[str]:
+@on_ranks
+def test_a_change_while_unshard_is_under_way_is_computed_with() -> list[str]:
     return computed_with("rows", {"unsharded": (unsharded, False)})
 
 
@@ -237,7 +232,10 @@ def test_weights_changed_and_read_without_a_pass(run_ranks, way, tmp_path):
     assert_same(run_ranks(read_back, way, tmp_path))
 
 
-def changed_on_one_rank(way: str) -> list[str]:
+@some_ways
+@on_ranks
+def test_a_change_of_one_ranks_part_alone(way: str) -> list[str]:
+    """As an optimizer whose tensors have one owner each steps: the other rank must hear of it, too."""
     problems = []
     for left in ("forward", "forward, kept", "evaluation, kept"):
         leave, keep = LEFT[left]
@@ -255,12 +253,6 @@ def changed_on_one_rank(way: str) -> list[str]:
         loss_of(reference, batch(1)).backward()
         problems += gradient_problems(left, model, reference)
     return problems
-
-
-@some_ways
-def test_a_change_of_one_ranks_part_alone(run_ranks, way):
-    """As an optimizer whose tensors have one owner each steps: the other rank must hear of it, too."""
-    assert_same(run_ranks(changed_on_one_rank, way))
 
 
 # An average swapped in. Each sets aside, puts the average in place, yields for the evaluation, and puts back.
@@ -338,7 +330,13 @@ def average_losses(model: nn.Module, parameters: Any, stepped: Any, swap: Callab
     return losses
 
 
-def swapped(way: str, views: str) -> list[str]:
+CASES = [("rows", ""), ("flat", ""), ("wrapper", ""), ("originals", ""), ("rows", "stepped"), ("owner", "swapped")]
+
+
+@pytest.mark.parametrize(("way", "views"), CASES)
+@on_ranks
+def test_what_was_set_aside_is_what_is_put_back(way: str, views: str) -> list[str]:
+    """Also where an optimizer's view is stepped, or all that the program has."""
     problems = []
     for at, (name, swap) in enumerate(SWAPS.items()):
         if name == "only weights" and (way == "wrapper" or views == "swapped"):
@@ -358,16 +356,9 @@ def swapped(way: str, views: str) -> list[str]:
     return problems
 
 
-CASES = [("rows", ""), ("flat", ""), ("wrapper", ""), ("originals", ""), ("rows", "stepped"), ("owner", "swapped")]
-
-
-@pytest.mark.parametrize(("way", "views"), CASES)
-def test_what_was_set_aside_is_what_is_put_back(run_ranks, way, views):
-    """Also where an optimizer's view is stepped, or all that the program has."""
-    assert_same(run_ranks(swapped, way, views))
-
-
-def held_before(way: str) -> list[str]:
+@some_ways
+@on_ranks
+def test_an_assignment_writes_to_no_tensor_that_somebody_holds(way: str) -> list[str]:
     """Views of every kind, taken before; the assigned tensor is not written to by the next step either."""
     problems = []
     for keep in (False, True):
@@ -384,12 +375,9 @@ def held_before(way: str) -> list[str]:
     return problems
 
 
-@some_ways
-def test_an_assignment_writes_to_no_tensor_that_somebody_holds(run_ranks, way):
-    assert_same(run_ranks(held_before, way))
-
-
-def assigned_in_between(way: str, views: bool) -> list[str]:
+@pytest.mark.parametrize(("way", "views"), [(way, bool(views)) for way, views in CASES])
+@on_ranks
+def test_gradients_and_steps_outlive_an_assignment(way: str, views: bool) -> list[str]:
     """Micro-batches, some without sync, with assignments after each, and a step with no forward in between."""
     plain, model = layers(), shard(layers(), way, but_last)
     for one in (plain, model):
@@ -405,8 +393,3 @@ def assigned_in_between(way: str, views: bool) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return value_problems("after two steps", model, plain)
-
-
-@pytest.mark.parametrize(("way", "views"), [(way, bool(views)) for way, views in CASES])
-def test_gradients_and_steps_outlive_an_assignment(run_ranks, way, views):
-    assert_same(run_ranks(assigned_in_between, way, views))

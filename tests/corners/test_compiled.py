@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import ConfigError, PhaseError
-from training import assert_same
 from ways import (
     WRAPPERS,
     batch,
@@ -19,6 +18,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     two_layers,
@@ -57,7 +57,11 @@ def step_of(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Step:
     return act
 
 
-def compiled_step(way: str, build: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("way", "build"), [("rows", "AdamW"), ("flat", "SGD"), ("wrapper", "AdamW"), ("originals", "SGD")]
+)
+@on_ranks
+def test_a_compiled_step(way: str, build: str) -> list[str]:
     """Both are compiled: an eager AdamW corrects its averages in Python's floats, not in tensors of 32 bits."""
     torch.compiler.reset()
     model, plain = shard(layers(), way), layers()
@@ -66,24 +70,14 @@ def compiled_step(way: str, build: str) -> list[str]:
     return trained(build, model, steps[0], plain, steps[1])
 
 
-@pytest.mark.parametrize(
-    ("way", "build"), [("rows", "AdamW"), ("flat", "SGD"), ("wrapper", "AdamW"), ("originals", "SGD")]
-)
-def test_a_compiled_step(run_ranks, way, build):
-    assert_same(run_ranks(compiled_step, way, build))
-
-
-def compiled_training(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+@on_ranks
+def test_a_compiled_training_step(way: str) -> list[str]:
+    """Forward, backward and step in one compiled function, which breaks the graph where it has to."""
     torch.compiler.reset()
     model, plain = shard(layers(), way), layers()
     steps = [compiled(step_of(optimizer := BUILDERS["AdamW"](m.parameters()), optimizer.step)) for m in (model, plain)]
     return trained(way, model, steps[0], plain, steps[1])
-
-
-@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
-def test_a_compiled_training_step(run_ranks, way):
-    """Forward, backward and step in one compiled function, which breaks the graph where it has to."""
-    assert_same(run_ranks(compiled_training, way))
 
 
 class OneByOne(torch.optim.SGD):
@@ -106,18 +100,15 @@ def change(p: Tensor, grad: Tensor, average: Tensor) -> None:
     p.copy_(p - 0.1 * average)
 
 
-def one_by_one(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "owner"])
+@on_ranks
+def test_a_compiled_function_of_each_parameter(way: str) -> list[str]:
+    """Optimizers that compile a function of one parameter, its gradient and its state: what torchao's do."""
     torch.compiler.reset()
     model, plain = shard(layers()[1:], way), layers()[1:]  # of fewer shapes than are compiled at most
     ours = OneByOne(model.parameters(), compiled(change, fullgraph=True, dynamic=False))
     theirs = OneByOne(plain.parameters(), change)
     return trained(way, model, step_of(ours, ours.step), plain, step_of(theirs, theirs.step))
-
-
-@pytest.mark.parametrize("way", ["rows", "owner"])
-def test_a_compiled_function_of_each_parameter(run_ranks, way):
-    """Optimizers that compile a function of one parameter, its gradient and its state: what torchao's do."""
-    assert_same(run_ranks(one_by_one, way))
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -133,12 +124,9 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     torch.__version__.startswith("2.11."),
     reason="torch 2.11 asks every subclass of DTensor for __force_to_same_metadata__ in a compiled backward",
 )
-def test_gradients_through_compiled_functions_of_rows(run_ranks):
+@on_ranks
+def test_gradients_through_compiled_functions_of_rows() -> None:
     """What they return is a DTensor, as `torch.compile` expects of the gradient that it gets back."""
-    run_ranks(differentiated)
-
-
-def differentiated() -> None:
     parameter: Any = shard(layers(), "rows")[2].weight
     for name, function in FUNCTIONS.items():
         torch.compiler.reset()
@@ -153,12 +141,9 @@ def differentiated() -> None:
             assert torch.equal(compiled(function)(view), function(view))
 
 
-def test_what_is_refused_is_refused_compiled(run_ranks):
+@on_ranks
+def test_what_is_refused_is_refused_compiled() -> None:
     """A change of a weight before its backward; an optimizer that was built before its model was sharded."""
-    run_ranks(refused)
-
-
-def refused() -> None:
     torch.compiler.reset()
     model = shard(layers(), "rows")
     loss = loss_of(model, mine(0))
@@ -176,7 +161,9 @@ def refused() -> None:
 # Compiled models.
 
 
-def compiled_model(way: str) -> list[str]:
+@some_ways
+@on_ranks
+def test_a_compiled_model(way: str) -> list[str]:
     """The first forward is the compiled one, or an eager one came before it; or it is a module around the model."""
     problems = []
     for how in ("aot_eager", "after a forward", "around"):
@@ -196,12 +183,10 @@ def compiled_model(way: str) -> list[str]:
     return problems
 
 
-@some_ways
-def test_a_compiled_model(run_ranks, way):
-    assert_same(run_ranks(compiled_model, way))
-
-
-def compiled_in_eval(way: str) -> list[str]:
+@pytest.mark.parametrize("way", WRAPPERS)
+@on_ranks
+def test_full_precision_in_eval_of_a_compiled_model(way: str) -> list[str]:
+    """`full_precision_in_eval` changes what a compiled model computes with, too, and changes it back."""
     torch.compiler.reset()
     mixed = fullshard.MixedPrecision(param_dtype=torch.bfloat16)
     model = shard(two_layers(), way, mixed_precision=mixed, full_precision_in_eval=True)
@@ -209,9 +194,3 @@ def compiled_in_eval(way: str) -> list[str]:
     found = [made.train(mode)(x).dtype for mode in (True, False, True)]
     problems = [] if found == [torch.bfloat16, torch.float32, torch.bfloat16] else [f"outputs of {found}"]
     return problems + differences("eval", {"": made.eval()(x).detach()}, {"": two_layers()(x).detach()})
-
-
-@pytest.mark.parametrize("way", WRAPPERS)
-def test_full_precision_in_eval_of_a_compiled_model(run_ranks, way):
-    """`full_precision_in_eval` changes what a compiled model computes with, too, and changes it back."""
-    assert_same(run_ranks(compiled_in_eval, way))

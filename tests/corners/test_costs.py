@@ -17,7 +17,6 @@ import fullshard
 import fullshard.state_dict
 from fullshard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.state_dict import StateDictOptions
-from training import assert_same
 from ways import (
     adam,
     differences,
@@ -26,6 +25,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     whole_parameters,
@@ -56,7 +56,9 @@ class Recorded:
             output_tensor.div_(size)
 
 
-def on_axis_of_one(way: str) -> list[str]:
+@rows_and_flat
+@on_ranks
+def test_an_axis_of_one_rank_divides_nothing(way: str) -> list[str]:
     """With a factor of the user's sums are asked for; and of one rank a sum, which every backend knows, by default."""
     problems: list[str] = []
     for shape in ((1, 2), (2, 1)):
@@ -79,12 +81,9 @@ def on_axis_of_one(way: str) -> list[str]:
     return problems
 
 
-@rows_and_flat
-def test_an_axis_of_one_rank_divides_nothing(run_ranks, way):
-    assert_same(run_ranks(on_axis_of_one, way))
-
-
-def wrapper_on_one(way: str) -> list[str]:
+@every_wrapper
+@on_ranks
+def test_the_wrapper_on_an_axis_of_one_rank(way: str) -> list[str]:
     problems: list[str] = []
     for shape, strategy in [((1, 2), "HYBRID_SHARD"), ((2, 1), "HYBRID_SHARD"), ((1, 2), "_HYBRID_SHARD_ZERO2")]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -92,11 +91,6 @@ def wrapper_on_one(way: str) -> list[str]:
         loss_of(model, mine(0)).backward(), loss_of(whole, batch_of(0)).backward()
         problems += gradient_problems(f"{shape} {strategy}", model, whole)
     return problems
-
-
-@every_wrapper
-def test_the_wrapper_on_an_axis_of_one_rank(run_ranks, way):
-    assert_same(run_ranks(wrapper_on_one, way))
 
 
 # Loading from rank 0.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import fullshard
 from models import blocks_of
-from training import assert_same
 from ways import (
     WIDE,
     Block,
@@ -25,6 +24,7 @@ from ways import (
     error_of,
     mean_square,
     named_error,
+    on_ranks,
     right_or_named,
     shard,
     some_ways,
@@ -69,7 +69,10 @@ class Around(nn.Module):
         return self.blocks[0](x) * self.gain
 
 
-def force_field(way: str) -> list[str]:
+@some_ways
+@on_ranks
+def test_gradients_taken_inside_forward(way: str) -> list[str]:
+    """In the root's forward, and in that of a unit below it."""
     problems = []
     for build in (lambda how=how, of=of: of(how) for how in ("penalised", "plain") for of in (ForceField, Around)):
         problems += right_or_named(way, build, lambda model, x: model(x).square().sum() / len(x), ())
@@ -77,12 +80,6 @@ def force_field(way: str) -> list[str]:
         with torch.no_grad():
             problems += differences("evaluation", {"": model(x)}, {"": plain(x)}, 1e-4)
     return problems
-
-
-@some_ways
-def test_gradients_taken_inside_forward(run_ranks, way):
-    """In the root's forward, and in that of a unit below it."""
-    assert_same(run_ranks(force_field, way))
 
 
 # Functional calls and transforms.
@@ -124,7 +121,10 @@ FUNCTIONAL: dict[str, tuple[Loss, tuple[str, ...]]] = {
 }
 
 
-def functionally(way: str) -> list[str]:
+@pytest.mark.gloo("collectives in memory cannot copy a tensor of torch.func")
+@some_ways
+@on_ranks
+def test_functional_calls_and_transforms(way: str) -> list[str]:
     """Where a functional call is given whole tensors, gradients are of those: the model itself gets none."""
     problems = []
     for what, (loss, names) in FUNCTIONAL.items():
@@ -133,12 +133,6 @@ def functionally(way: str) -> list[str]:
         found = right_or_named(way, lambda: Network(Block), loss, (*names, "remedy") if names else ())
         problems += [f"{what}: {problem}" for problem in found]
     return problems
-
-
-@pytest.mark.gloo("collectives in memory cannot copy a tensor of torch.func")
-@some_ways
-def test_functional_calls_and_transforms(run_ranks, way):
-    assert_same(run_ranks(functionally, way))
 
 
 # Sparse gradients.
@@ -171,12 +165,9 @@ def test_sparse_gradients_are_named(fake_world, way):
 
 @some_ways
 @pytest.mark.parametrize("unused", [False, True])
-def test_gradients_of_sharded_parameters_are_not_given_directly(run_ranks, way, unused):
+@on_ranks
+def test_gradients_of_sharded_parameters_are_not_given_directly(way: str, unused: bool) -> None:
     """Refused by name, whole and in part; what the graph does hold is answered."""
-    run_ranks(asked_directly, way, unused)
-
-
-def asked_directly(way: str, unused: bool) -> None:
     plain, x = Network(Block), wide_batch(0, dist.get_rank()).requires_grad_()
     model = shard(Network(Block), way, blocks_of)
     for parameters in (list(model.parameters()), list(model.parameters())[-1:]):

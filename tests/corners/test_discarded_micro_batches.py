@@ -17,7 +17,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fullshard
-from training import assert_same
 from ways import (
     LAYOUTS,
     batch,
@@ -27,6 +26,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     synced,
@@ -70,12 +70,9 @@ BEFORE = [(syncs, ends) for syncs in [(False,), (False, False), (True, False), (
 
 @some_ways
 @pytest.mark.parametrize("discard", DISCARDS)
-def test_zero_grad_gives_up_what_was_not_synced(run_ranks, discard, way):
+@on_ranks
+def test_zero_grad_gives_up_what_was_not_synced(discard: str, way: str) -> list[str]:
     """Also between a forward and its backward: nothing of the backward that follows."""
-    assert_same(run_ranks(given_up, discard, way))
-
-
-def given_up(discard: str, way: str) -> list[str]:
     problems: list[str] = []
     model, reference = shard(layers(), way, but_last), layers()
     for (syncs, forward), between in itertools.product(BEFORE, (False, True)):
@@ -92,12 +89,9 @@ def given_up(discard: str, way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["rows", "wrapper", "originals"])
-def test_some_parameters_gradients_are_given_up(run_ranks, way):
+@on_ranks
+def test_some_parameters_gradients_are_given_up(way: str) -> list[str]:
     """The others' accumulated gradients stay: two optimizers that each zero their own."""
-    assert_same(run_ranks(partly_given_up, way))
-
-
-def partly_given_up(way: str) -> list[str]:
     problems: list[str] = []
     for partly in ("a unit", *([] if way == "wrapper" else ["half a unit"])):  # which has one gradient there
         model, reference = shard(layers(), way, but_last), layers()
@@ -115,12 +109,9 @@ def partly_given_up(way: str) -> list[str]:
 
 
 @some_ways
-def test_accumulation_without_zero_grad_is_complete(run_ranks, way):
+@on_ranks
+def test_accumulation_without_zero_grad_is_complete(way: str) -> list[str]:
     """The other side: what reads and changes gradients without dropping them gives nothing up."""
-    assert_same(run_ranks(accumulated, way))
-
-
-def accumulated(way: str) -> list[str]:
     model, reference = shard(layers(), way, but_last), layers()
     for each in (model, reference):
         for _ in range(3):
@@ -135,12 +126,9 @@ def accumulated(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", LAYOUTS)
-def test_zero_grad_gives_up_what_was_not_reduced_over_replicas(run_ranks, way):
+@on_ranks(world=4)
+def test_zero_grad_gives_up_what_was_not_reduced_over_replicas(way: str) -> list[str]:
     """Hybrid: `set_requires_all_reduce(False)` keeps slices that are reduced over one axis only."""
-    assert_same(run_ranks(partial_given_up, way, world=4))
-
-
-def partial_given_up(way: str) -> list[str]:
     problems = []
     for discard in ("by model", "by optimizer", "by hand"):
         model, reference = shard(layers(), way, but_last, hybrid=True), layers()
@@ -153,12 +141,9 @@ def partial_given_up(way: str) -> list[str]:
     return problems
 
 
-def test_pytorchs_wrapper_gives_it_up_too(run_ranks):
+@on_ranks
+def test_pytorchs_wrapper_gives_it_up_too() -> list[str]:
     """The contract, from outside: PyTorch's wrapper ends with the same parameters as the unsharded model."""
-    assert_same(run_ranks(given_up_by_pytorchs))
-
-
-def given_up_by_pytorchs() -> list[str]:
     warnings.simplefilter("ignore")  # theirs, on a machine without accelerator
     plain, model = layers(), wrap(layers(), torch_fsdp, use_orig_params=True)
     for each in (model, plain):
@@ -172,11 +157,8 @@ def given_up_by_pytorchs() -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["rows", "originals"])
-def test_memory_of_what_is_given_up_comes_back(run_ranks, way):
-    assert_same(run_ranks(memory_given_back, way))
-
-
-def memory_given_back(way: str) -> list[str]:
+@on_ranks
+def test_memory_of_what_is_given_up_comes_back(way: str) -> list[str]:
     """After `zero_grad` and the next pass nothing of the unreduced gradients is held."""
     model = shard(layers(), way, but_last)
     accumulate(model, False)

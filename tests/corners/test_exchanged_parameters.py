@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel
-from training import assert_same
 from ways import (
     WIDTH,
     assert_equal,
@@ -21,6 +20,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     value_problems,
@@ -41,12 +41,9 @@ def step(model: nn.Module, inputs: Tensor) -> None:
 
 @some_ways
 @pytest.mark.parametrize("detached", [False, True], ids=["data", "detached"])
-def test_the_weights_of_a_model_and_its_copy_are_exchanged(run_ranks, way, detached):
+@on_ranks
+def test_the_weights_of_a_model_and_its_copy_are_exchanged(way: str, detached: bool) -> list[str]:
     """And back: what averages of weights do around an evaluation. A copy has no gradients, as torch's have none."""
-    assert_same(run_ranks(exchanged, way, detached))
-
-
-def exchanged(way: str, detached: bool) -> list[str]:
     model, plain = shard(layers(), way, but_last), layers()
     loss_of(model, mine(0)).backward(), loss_of(plain, batch(0)).backward()
     average, plain_average = copy.deepcopy(model), copy.deepcopy(plain)
@@ -63,11 +60,6 @@ def exchanged(way: str, detached: bool) -> list[str]:
     return problems + value_problems("model", model, plain) + value_problems("its copy", average, plain_average)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "owner"])
-def test_blocks_take_each_others_data(run_ranks, way):
-    assert_same(run_ranks(rotated, way))
-
-
 def rotate(model: nn.Module) -> None:
     """The two blocks take each other's data, layer by layer."""
     squares = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == WIDTH]
@@ -76,7 +68,9 @@ def rotate(model: nn.Module) -> None:
         layer.weight.data, layer.bias.data = weight, bias
 
 
-def rotated(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat", "owner"])
+@on_ranks
+def test_blocks_take_each_others_data(way: str) -> list[str]:
     model, plain = shard(layers(), way, but_last), layers()
     for number in range(2):
         rotate(model), rotate(plain)
@@ -97,11 +91,8 @@ def test_a_tie_inside_a_unit_after_sharding_is_refused_by_name(fake_world, way, 
         model(mine(0))
 
 
-def test_a_step_inside_summon_full_params_is_told_of(run_ranks):
-    run_ranks(stepped_inside)
-
-
-def stepped_inside() -> None:
+@on_ranks
+def test_a_step_inside_summon_full_params_is_told_of() -> None:
     """One FlatParameter: the step counts, and whole values from before are not written over it."""
     model, other = (shard(layers(), "wrapper", but_last) for _ in range(2))
     for one in (model, other):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel
 from fullshard.errors import UsageError
-from ways import WIDE, Block, every_wrapper, named, shard, wide_batch
+from ways import WIDE, Block, every_wrapper, named, on_ranks, shard, wide_batch
 
 summon = FullyShardedDataParallel.summon_full_params
 
@@ -66,12 +66,9 @@ class Both:
 
 @every_wrapper
 @pytest.mark.parametrize("before", [0, 2])
-def test_generation_between_steps(run_ranks, way, before):
+@on_ranks
+def test_generation_between_steps(way: str, before: int) -> None:
     """Before the first forward and after steps; training goes on as if there had been none."""
-    run_ranks(generation, way, before)
-
-
-def generation(way: str, before: int) -> None:
     both = Both(way)
     for step in range(before):
         both.step(step)
@@ -83,15 +80,12 @@ def generation(way: str, before: int) -> None:
 
 
 @every_wrapper
-def test_generation_while_all_is_summoned(run_ranks, way):
+@on_ranks
+def test_generation_while_all_is_summoned(way: str) -> None:
     """Without gradients, as Transformers' `Seq2SeqTrainer` evaluates: of the model and of the wrapped module.
 
     PyTorch's wrapper loses its whole parameters in the first such call.
     """
-    run_ranks(generation_of_all, way)
-
-
-def generation_of_all(way: str) -> None:
     both, x = Both(way), wide_batch(9, 0)
     for step in range(3):
         with summon(both.model, writeback=step == 1):
@@ -108,12 +102,9 @@ def generation_of_all(way: str) -> None:
 
 
 @every_wrapper
-def test_backwards_through_what_is_summoned_are_refused_by_name(run_ranks, way):
+@on_ranks
+def test_backwards_through_what_is_summoned_are_refused_by_name(way: str) -> None:
     """And of what is around it; forwards are right, and the model trains on."""
-    run_ranks(refused, way)
-
-
-def refused(way: str) -> None:
     both = Both(way)
     model, reference, x = both.model, both.reference, wide_batch(0, dist.get_rank())
     block = model.module.blocks[0]

@@ -16,8 +16,17 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel
-from training import assert_same
-from ways import differences, error_of, example_of, gradient_problems, named_error, sharded, some_ways, whole_parameters
+from ways import (
+    differences,
+    error_of,
+    example_of,
+    gradient_problems,
+    named_error,
+    on_ranks,
+    sharded,
+    some_ways,
+    whole_parameters,
+)
 
 WRITES: dict[str, Callable[[Any], object]] = {
     "clamp_": lambda weight: weight.clamp_(-0.1, 0.1),
@@ -80,12 +89,9 @@ CASES += [("clamp_", when) for when in ("after", "in a hook before", "in a hook 
 
 @some_ways
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
-def test_a_forward_that_writes_raises_by_name(run_ranks, way, grad):
+@on_ranks
+def test_a_forward_that_writes_raises_by_name(way: str, grad: bool) -> list[str]:
     """On every rank; the values are those from before, and the model trains on once it does not write."""
-    assert_same(run_ranks(writing, way, grad))
-
-
-def writing(way: str, grad: bool) -> list[str]:
     problems: list[str] = []
     for (how, when), units in [(case, units) for case in CASES for units in (["middle"], [])]:
         where = f"{how} {when} {units}"
@@ -145,12 +151,9 @@ class Counting(nn.Module):
 
 
 @some_ways
-def test_what_writes_to_buffers_and_activations_is_let_be(run_ranks, way):
+@on_ranks
+def test_what_writes_to_buffers_and_activations_is_let_be(way: str) -> None:
     """Steps, loads, initialisations and clipping between the forwards are no writes of a forward either."""
-    run_ranks(harmless, way)
-
-
-def harmless(way: str) -> None:
     model = sharded(example_of(lambda: Around(Counting()), "middle"), way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fullshard import fully_shard
 from quantised import IN_PLACE, KEEPS
+from ways import on_ranks
 
 
 def make_class() -> Any:
@@ -127,12 +128,9 @@ def plain(every: list[str], widths: list[int], mesh: str) -> bool:
 
 @pytest.mark.parametrize("where", ["class", "tensor"])
 @pytest.mark.parametrize("width", [6, 5])
-def test_methods_set_after_sharding(run_ranks, width, where):
+@on_ranks
+def test_methods_set_after_sharding(width: int, where: str) -> None:
     """As a program does that patches the class, or the chunk, of a model that is built: asked at the gather."""
-    assert all(run_ranks(set_late, width, where))
-
-
-def set_late(width: int, where: str) -> bool:
     kind = make_class()
     model = sharded(kind, width)
     pre, post = gather_methods("copied")
@@ -141,7 +139,7 @@ def set_late(width: int, where: str) -> bool:
         put_on(chunk, (pre.__get__(chunk), post.__get__(chunk)))
     else:
         put_on(kind, (pre, post))
-    return trains_as(model, layers(width=width))
+    trains_as(model, layers(width=width))
 
 
 @pytest.mark.parametrize("first_form", ["five arguments", "one argument"])
@@ -164,12 +162,9 @@ def replaced(first_form: str) -> bool:
     return trains_as(model, reference)
 
 
-def test_what_is_sent_changes_its_dtype(run_ranks):
+@on_ranks
+def test_what_is_sent_changes_its_dtype() -> None:
     """Modules are shown the unsharded parameter of the last gather, whatever it was before."""
-    run_ranks(other_dtypes)
-
-
-def other_dtypes() -> None:
     for outputs in OUTPUTS:
         for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
             kind, dtypes = make_class(), [torch.float64]

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from models import blocks_of
-from training import assert_same
-from ways import WRAPPERS, shard
+from ways import WRAPPERS, on_ranks, shard
 
 WIDE = 8
 POLLS: dict[str, Callable[[int, int], bool]] = {
@@ -148,8 +147,10 @@ def test_hooks_run_at_the_same_place_on_every_rank(run_ranks, way, kind, mesh):
         assert all(other == first for other in others), polls
 
 
-def clipped_in_backward(way: str) -> list[str]:
-    """Each parameter clipped by its whole norm and stepped in its hook: as the same after the backward."""
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
+@on_ranks
+def test_clipping_inside_backward(way: str) -> list[str]:
+    """The usual way to step in backward; the norm is a collective."""
     results = []
 
     def step(parameter: Any) -> None:
@@ -175,9 +176,3 @@ def clipped_in_backward(way: str) -> list[str]:
         results.append([p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()])
     names = [name for name, _ in model.named_parameters()]
     return [n for n, a, b in zip(names, *results, strict=True) if not torch.allclose(a, b, atol=1e-6)]
-
-
-@pytest.mark.parametrize("way", ["rows", "wrapper"])
-def test_clipping_inside_backward(run_ranks, way):
-    """The usual way to step in backward; the norm is a collective."""
-    assert_same(run_ranks(clipped_in_backward, way))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import MixedPrecision, MixedPrecisionPolicy
-from training import assert_same
-from ways import LAYOUTS, shard, some_ways, whole_parameters, whole_state
+from ways import LAYOUTS, on_ranks, shard, some_ways, whole_parameters, whole_state
 
 WIDTH = 4
 VALUES = {  # none survives a trip through bfloat16 or float16
@@ -65,7 +64,10 @@ def passes(model: nn.Module, low: torch.dtype, in_eval: torch.dtype) -> list[str
     return problems
 
 
-def kept(way: str, low: torch.dtype) -> list[str]:
+@some_ways
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@on_ranks
+def test_integers_keep_their_values(way: str, low: torch.dtype) -> list[str]:
     problems: list[str] = []
     for in_eval in (False,) if way in LAYOUTS else (False, True):
         given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=low)}
@@ -82,9 +84,3 @@ def kept(way: str, low: torch.dtype) -> list[str]:
             problems += unlike("state dict", whole_state(model)) + unlike("whole", whole_parameters(model))
             assert fullshard.memory_use(model).gathered == 0
     return problems
-
-
-@some_ways
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_integers_keep_their_values(run_ranks, way, low):
-    assert_same(run_ranks(kept, way, low))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from training import assert_same
 from ways import (
     LAYOUTS,
     batch,
@@ -23,6 +22,7 @@ from ways import (
     layers,
     loss_of,
     mine,
+    on_ranks,
     shard,
     some_ways,
     value_problems,
@@ -81,12 +81,9 @@ def is_gone(kept: Any) -> bool:
 
 
 @every_way
-def test_what_is_kept_of_a_gradient_stays(run_ranks, way):
+@on_ranks
+def test_what_is_kept_of_a_gradient_stays(way: str) -> list[str]:
     """Whether a forward or the next backward comes after `zero_grad`; the next gradients are right."""
-    assert_same(run_ranks(kept_in_all_forms, way))
-
-
-def kept_in_all_forms(way: str) -> list[str]:
     problems: list[str] = []
     model, reference = shard(layers(), way, but_last), layers()
     loss_of(reference, 3 * batch(1)).backward()
@@ -110,12 +107,9 @@ def kept_in_all_forms(way: str) -> list[str]:
 
 
 @some_ways
-def test_gradients_collected_over_steps(run_ranks, way):
+@on_ranks
+def test_gradients_collected_over_steps(way: str) -> list[str]:
     """What gradient-conflict methods and curvature estimates do: keep several losses' gradients, then combine them."""
-    assert_same(run_ranks(collected, way))
-
-
-def collected(way: str) -> list[str]:
     model, reference = shard(layers(), way, but_last), layers()
     kept: dict[Any, list[Tensor]] = {parameter: [] for parameter in model.parameters()}
     for seed in range(4):
@@ -134,12 +128,9 @@ def collected(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["rows", "flat"])
-def test_whole_gradients_of_one_rank_stay(run_ranks, way):
+@on_ranks
+def test_whole_gradients_of_one_rank_stay(way: str) -> list[str]:
     """On a mesh of one rank `full_tensor()` is the gradient itself."""
-    assert_same(run_ranks(kept_whole, way))
-
-
-def kept_whole(way: str) -> list[str]:
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shard"))
     model = shard(layers(), way, but_last, mesh=meshes["shard"])
     problems: list[str] = []
@@ -154,11 +145,8 @@ def kept_whole(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["flat", "owner"])
-def test_gradients_of_an_optimizers_view_stay(run_ranks, way):
-    assert_same(run_ranks(kept_of_views, way))
-
-
-def kept_of_views(way: str) -> list[str]:
+@on_ranks
+def test_gradients_of_an_optimizers_view_stay(way: str) -> list[str]:
     model = shard(layers(), way, but_last)
     views = list(fullshard.optimizer_view(model))
     problems: list[str] = []
@@ -172,12 +160,9 @@ def kept_of_views(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["rows", "flat"])
-def test_what_a_hook_keeps_stays(run_ranks, way):
+@on_ranks(world=4)
+def test_what_a_hook_keeps_stays(way: str) -> list[str]:
     """The slice that `set_all_reduce_hook`'s function is given, and what post-accumulate hooks take away."""
-    assert_same(run_ranks(kept_by_hooks, way, world=4))
-
-
-def kept_by_hooks(way: str) -> list[str]:
     model = shard(layers(), way, but_last, hybrid=True)
     kept: list[Tensor] = []
     copies: list[Tensor] = []
@@ -243,12 +228,9 @@ ASSIGN = {"data": lambda grad: setattr(grad, "data", grad.detach() * -3), "set_"
 
 @some_ways
 @pytest.mark.parametrize("then", ["added to", "zeroed", "stepped", "parked"])
-def test_assigned_gradients_count(run_ranks, way, then) -> None:
+@on_ranks
+def test_assigned_gradients_count(way: str, then: str) -> list[str]:
     """A gradient that the user gave other memory (`p.grad.data = ...`) is the one that counts."""
-    assert_same(run_ranks(assigned, way, then))
-
-
-def assigned(way: str, then: str) -> list[str]:
     problems: list[str] = []
     for name, assign in ASSIGN.items():
         model, plain = shard(layers(), way, but_last), layers()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, MixedPrecision, StateDictType
-from ways import wrap
+from ways import on_ranks, wrap
 
 
 def cast_up(model: nn.Module) -> list[str]:
@@ -45,12 +45,9 @@ class Rounded(nn.Module):
 
 @pytest.mark.parametrize("trained_before", [False, True])
 @pytest.mark.parametrize("originals", WRAPPERS)
-def test_weights_in_16_bits_are_cast_up(run_ranks, originals, trained_before):
+@on_ranks
+def test_weights_in_16_bits_are_cast_up(originals: bool, trained_before: bool) -> None:
     """Parameters and optimizer state are float32 then, computation is in bfloat16."""
-    assert all(run_ranks(upcast, originals, trained_before))
-
-
-def upcast(originals: bool, trained_before: bool) -> bool:
     parts, reference = layers().to(torch.bfloat16), layers().to(torch.bfloat16).float()
     parts[1] = wrap(nn.GELU(), use_orig_params=originals)
     parts[2] = wrap(parts[2], use_orig_params=originals, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
@@ -79,15 +76,11 @@ def upcast(originals: bool, trained_before: bool) -> bool:
         found = [model.module[0].weight, model.module[0].bias, parts[2].module.weight, parts[2].module.bias]
         for mine, other in zip(found, reference.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
-    return True
 
 
-def test_what_does_not_train_is_left_alone(run_ranks):
+@on_ranks
+def test_what_does_not_train_is_left_alone() -> None:
     """Frozen weights in 16 bits, with which Accelerate leaves an instance alone; and integers."""
-    assert all(run_ranks(frozen))
-
-
-def frozen() -> bool:
     parts = layers().to(torch.bfloat16)
     parts[0].requires_grad_(False)
     parts[2].register_parameter("steps", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
@@ -98,15 +91,11 @@ def frozen() -> bool:
     inner: Any = wrap(layers().to(torch.bfloat16).requires_grad_(False), use_orig_params=False)
     inner._handle._orig_param_dtype = torch.float32
     assert cast_up(inner) == [] and inner._flat_param.dtype is torch.bfloat16
-    return True
 
 
 @pytest.mark.parametrize("originals", WRAPPERS)
-def test_what_an_instance_says_of_itself(run_ranks, originals):
-    assert all(run_ranks(said, originals))
-
-
-def said(originals: bool) -> bool:
+@on_ranks
+def test_what_an_instance_says_of_itself(originals: bool) -> None:
     parts = layers()
     parts[0] = wrap(parts[0], use_orig_params=originals)
     model: Any = wrap(parts, use_orig_params=originals)
@@ -126,14 +115,10 @@ def said(originals: bool) -> bool:
     assert model._state_dict_type is StateDictType.FULL_STATE_DICT
     mesh = init_device_mesh("cpu", (2,))
     assert wrap(layers(), use_orig_params=originals, device_mesh=mesh)._device_mesh == mesh
-    return True
 
 
-def test_flat_parameters_are_told(run_ranks):
-    assert all(run_ranks(told))
-
-
-def told() -> bool:
+@on_ranks
+def test_flat_parameters_are_told() -> None:
     """Also original parameters, trained and summoned: as PyTorch's."""
     found = []
     for library in (None, torch_fsdp):
@@ -146,7 +131,7 @@ def told() -> bool:
             with type(model).summon_full_params(model):
                 marks += [marks_of(model)] if originals else []
             found.append(marks)
-    return found[:2] == found[2:] and all(all(one) for marks in found for one in marks)
+    assert found[:2] == found[2:] and all(all(one) for marks in found for one in marks)
 
 
 def marks_of(model: nn.Module) -> list[bool]:

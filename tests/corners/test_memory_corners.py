@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import memory_use
 from models import blocks_of
-from training import assert_same
-from ways import backward, gradient_problems, shard, some_ways
+from ways import backward, gradient_problems, on_ranks, shard, some_ways
 
 WIDE = 6
 BLOCKS = 6
@@ -115,8 +114,10 @@ def most_gathered(events: Iterable[fullshard.Event]) -> int:
     return most
 
 
-def freed_in_backward(way: str) -> list[str]:
-    """In the second step; a unit that did nothing on this rank is gathered all the same: others need its parts."""
+@some_ways
+@on_ranks
+def test_units_are_freed_in_backward(way: str) -> list[str]:
+    """One that computes and one that is prefetched, whatever forwards do with their inputs."""
     problems = []
     for kind in KINDS:
         model, plain = shard(Network(kind), way, blocks_of), Network(kind)
@@ -134,12 +135,6 @@ def freed_in_backward(way: str) -> list[str]:
         if memory_use(model).gathered or (most := most_gathered(events)) > 2:
             problems.append(f"{kind}: {most} of {BLOCKS} units gathered at once")
     return problems
-
-
-@some_ways
-def test_units_are_freed_in_backward(run_ranks, way):
-    """One that computes and one that is prefetched, whatever forwards do with their inputs."""
-    assert_same(run_ranks(freed_in_backward, way))
 
 
 # What is gathered before the first forward is counted once.

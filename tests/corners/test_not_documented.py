@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy, StateDictType
-from ways import wrap
+from ways import on_ranks, wrap
 
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
 
@@ -36,26 +36,20 @@ def nameless(front_end: Any, shape: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_hybrid_without_a_policy_or_groups(run_ranks, strategy):
+@on_ranks
+def test_hybrid_without_a_policy_or_groups(strategy: str) -> None:
     """Node-local groups by themselves; PyTorch's wants a policy, groups or a mesh."""
-    assert all(run_ranks(hybrid_alone, strategy))
-
-
-def hybrid_alone(strategy: str) -> bool:
     parts = layers()
     parts[0] = wrap(parts[0], sharding_strategy=ShardingStrategy[strategy])
-    return trains_as(wrap(parts, sharding_strategy=ShardingStrategy[strategy]), layers())
+    trains_as(wrap(parts, sharding_strategy=ShardingStrategy[strategy]), layers())
 
 
 @both_wrappers
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
 @pytest.mark.parametrize("writeback", [False, True], ids=["", "written back"])
-def test_gradients_in_summon_full_params(run_ranks, writeback, offload, originals):
+@on_ranks
+def test_gradients_in_summon_full_params(writeback: bool, offload: bool, originals: bool) -> None:
     """PyTorch's has them with original parameters and without offloading only."""
-    assert all(run_ranks(summoned, writeback, offload, originals))
-
-
-def summoned(writeback: bool, offload: bool, originals: bool) -> bool:
     parts, whole = layers(), layers()
     parts[2] = wrap(parts[2], use_orig_params=originals)
     model = wrap(parts, use_orig_params=originals)
@@ -69,17 +63,13 @@ def summoned(writeback: bool, offload: bool, originals: bool) -> bool:
                 torch.testing.assert_close(mine.grad, theirs.grad * factor)
                 if factor == 1.0:
                     mine.grad.mul_(3.0)
-    return True
 
 
 @both_wrappers
 @pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=str)
-def test_local_state_dicts_with_a_mesh(run_ranks, shape, originals):
+@on_ranks
+def test_local_state_dicts_with_a_mesh(shape: tuple[int, ...], originals: bool) -> None:
     """PyTorch's raises. Saved and loaded, values and training are as before."""
-    assert all(run_ranks(local_states, shape, originals))
-
-
-def local_states(shape: tuple[int, ...], originals: bool) -> bool:
     strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
     keywords = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])}
     keywords |= {"sharding_strategy": strategy, "use_orig_params": originals}
@@ -89,7 +79,7 @@ def local_states(shape: tuple[int, ...], originals: bool) -> bool:
         state = model.state_dict()
     with FullyShardedDataParallel.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
         other.load_state_dict(state)
-    return trains_as(other, reference)
+    trains_as(other, reference)
 
 
 class Images(nn.Module):
@@ -109,12 +99,9 @@ class Images(nn.Module):
 
 
 @pytest.mark.parametrize("front_end", ["rows", "flat", *WRAPPERS], ids=str)
-def test_channels_last_parameters(run_ranks, front_end):
+@on_ranks
+def test_channels_last_parameters(front_end: Any) -> None:
     """They are computed with as they lay before; PyTorch's `fully_shard` refuses them."""
-    assert all(run_ranks(channels_last, front_end))
-
-
-def channels_last(front_end: Any) -> bool:
     images = Images()
     if isinstance(front_end, bool):
         model = wrap(images, use_orig_params=front_end)
@@ -124,4 +111,4 @@ def channels_last(front_end: Any) -> bool:
             fullshard.fully_shard(unit, layout=front_end)
         assert model.first.weight.shape == (6, 4, 3, 3)
     assert trains_as(model, Images())
-    return len(images.lay) == 3 and all(images.lay)
+    assert len(images.lay) == 3 and all(images.lay)

@@ -62,8 +62,8 @@ def step_counts(state: dict[str, Any]) -> dict[str, float]:
 
 @every_wrapper
 @on_ranks
-def test_a_named_optimizer_finds_its_keys(way: str) -> list[str]:
-    """It resumes: its keys are those of the wrapped model."""
+def test_named_optimizers_find_their_keys(way: str) -> list[str]:
+    """It resumes: its keys are those of the wrapped model. One of `torch.optim` with names keeps them."""
     problems = []
     for library in (torch_fsdp, fullshard):
         wrapper, full = library.FullyShardedDataParallel, library.StateDictType.FULL_STATE_DICT
@@ -72,16 +72,18 @@ def test_a_named_optimizer_finds_its_keys(way: str) -> list[str]:
             warnings.simplefilter("ignore")
             weights, saved = source.state_dict(), wrapper.optim_state_dict(source, optimizer)
         model = shard(two_layers(), way, alone, library=library)
-        with wrapper.state_dict_type(model, full):
-            model.load_state_dict(weights)
+        names = [name for name, _ in model.named_parameters()]
         groups = [{"params": list(model.parameters())}]
         loaded: Any = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, lr=0.1, eps=1e-3)
         loaded.init_state()
-        given = {"is_named_optimizer": True, "load_directly": way == "wrapper"}
         with wrapper.state_dict_type(model, full):
+            model.load_state_dict(weights)
+            given = {"is_named_optimizer": True, "load_directly": way == "wrapper"}
             state = wrapper.optim_state_dict_to_load(model, loaded, saved, **given)
-        names = [name for name, _ in model.named_parameters()]
-        assert state["state"].keys() <= set(names) and [g["params"] for g in state["param_groups"]] == [names], library
+            plain = wrapper.optim_state_dict_to_load(model, adam(model.named_parameters()), saved)
+        assert plain["param_groups"][0]["param_names"] == names
+        held = {name for name, p in model.named_parameters() if p.numel()}
+        assert state["state"].keys() == held and [g["params"] for g in state["param_groups"]] == [names], library
         if way != "wrapper":
             loaded.load_state_dict(state)
         train(model, loaded, range(2, 3))
@@ -90,19 +92,6 @@ def test_a_named_optimizer_finds_its_keys(way: str) -> list[str]:
         with wrapper.state_dict_type(model, full):
             problems += differences(library.__name__, model.state_dict(), dict(one_process(3)[0].state_dict()))
     return problems
-
-
-@every_wrapper
-@on_ranks
-def test_names_of_an_optimizers_parameters_stay(way: str) -> None:
-    """`torch.optim` with names: what it is given to load lists them, as PyTorch's does."""
-    model = shard(two_layers(), way, alone)
-    optimizer = adam(model.named_parameters())
-    train(model, optimizer, range(1))
-    saved = saved_by(model, optimizer)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = FSDP.optim_state_dict_to_load(model, optimizer, saved)
-    assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
 
 
 # Steps.
@@ -176,43 +165,36 @@ def loaded_problems(where: str, optimizer: Any, state: dict[str, Any], kept: lis
 
 @every_wrapper
 @on_ranks
-def test_state_dicts_without_groups(way: str) -> list[str]:
-    """Every function takes them: values are loaded, settings stay the optimizer's."""
+def test_state_dicts_that_lack_groups_or_state(way: str) -> list[str]:
+    """Every function takes them, rank 0's alone too: values are loaded, settings stay the optimizer's."""
     model, optimizer = trained(way)
-    groupless = {"state": saved_by(model, optimizer)["state"]}
+    saved = saved_by(model, optimizer)
+    groupless, stateless = {"state": saved["state"]}, lacking(copy.deepcopy(saved), "parameter")
+    config = fullshard.FullStateDictConfig(rank0_only=True), fullshard.FullOptimStateDictConfig(rank0_only=True)
+    fresh, problems = adam(model.parameters()), []
     with warnings.catch_warnings(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         warnings.simplefilter("ignore")
         collected = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
         numbered = FSDP.rekey_optim_state_dict(groupless, OptimStateKeyType.PARAM_ID, two_layers())
+        FSDP.optim_state_dict_to_load(model, fresh, groupless, load_directly=True)
         loaded = {
+            "loaded directly": fresh.state_dict(),
             "optim_state_dict_to_load": FSDP.optim_state_dict_to_load(model, optimizer, groupless),
             "shard_full": FSDP.shard_full_optim_state_dict(groupless, model, optim=optimizer),
             "flatten_sharded": FSDP.flatten_sharded_optim_state_dict(groupless, model, optimizer),
         }
-    assert collected["state"].keys() == set(NAMES) and numbered["state"].keys() == {0, 1}
-    return [p for where, state in loaded.items() for p in loaded_problems(where, optimizer, state, [0, 1])]
-
-
-@every_wrapper
-@pytest.mark.parametrize("lacks", ["groups", "state"])
-@on_ranks
-def test_state_dicts_of_rank_0_that_lack_something(way: str, lacks: str) -> list[str]:
-    model, optimizer = trained(way)
-    saved = saved_by(model, optimizer)
-    if lacks == "groups":
-        del saved["param_groups"]
-    else:
-        lacking(saved, "parameter")
-    mine = saved if dist.get_rank() == 0 else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scattered = FSDP.scatter_full_optim_state_dict(mine, model, optim=optimizer)
-    config = fullshard.FullStateDictConfig(rank0_only=True), fullshard.FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *config):
-        sent = FSDP.optim_state_dict_to_load(model, optimizer, mine or {})
-    kept = [0, 1] if lacks == "groups" else [0]
-    states = {"scatter": scattered, "rank0_only": sent}
-    return [p for where, state in states.items() for p in loaded_problems(where, optimizer, state, kept)]
+        assert collected.keys() == numbered.keys() == {"state"}
+        assert collected["state"].keys() == set(NAMES) and numbered["state"].keys() == {0, 1}
+        for where, state in loaded.items():
+            problems += loaded_problems(where, optimizer, state, [0, 1])
+        for given, kept in ((groupless, [0, 1]), (stateless, [0])):
+            of_0 = given if dist.get_rank() == 0 else None
+            scattered = FSDP.scatter_full_optim_state_dict(of_0, model, optim=optimizer)
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *config):
+                sent = FSDP.optim_state_dict_to_load(model, optimizer, of_0 or {})
+            problems += loaded_problems(f"scatter {kept}", optimizer, scattered, kept)
+            problems += loaded_problems(f"rank0_only {kept}", optimizer, sent, kept)
+    return problems
 
 
 @three_ways
@@ -275,10 +257,11 @@ def calls_to_match(modules: int, orig: bool) -> int:
         nonlocal calls
         calls += event == "call"
 
-    saved_by(root, optimizer, "SHARDED_STATE_DICT")
+    saved = saved_by(root, optimizer, "SHARDED_STATE_DICT")
     sys.setprofile(count)
     try:
         saved_by(root, optimizer, "SHARDED_STATE_DICT")
+        FSDP.optim_state_dict_to_load(root, optimizer, saved)
     finally:
         sys.setprofile(None)
     return calls

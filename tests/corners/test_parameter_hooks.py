@@ -1,20 +1,38 @@
 """Hooks that users put on parameters, before sharding or after it: they see the reduced gradient, and may replace it.
 
-What is right is plain PyTorch in one process: `register_hook` sees the gradient of one backward before it is added to
-`.grad` and may return another or change it in place; `register_post_accumulate_grad_hook` runs once `.grad` is so.
+What is right is plain PyTorch in one process: `register_hook` sees the gradient of one backward, whichever rank it came
+from, before it is added to `.grad`, and may return another or change it in place; `register_post_accumulate_grad_hook`
+runs once `.grad` is so; and no hook runs for a parameter that the backward did not reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fullshard
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, optimizer_view
 from models import Example
-from ways import assert_equal, batch, example_of, on_ranks, sharded, whole_gradients, without_sync
+from ways import (
+    WAYS,
+    assert_equal,
+    batch,
+    children,
+    example_of,
+    on_ranks,
+    shard,
+    sharded,
+    some_ways,
+    synced,
+    whole_gradients,
+    whole_parameters,
+)
 
 
 class Net(nn.Module):
@@ -30,6 +48,8 @@ class Net(nn.Module):
 
 
 NET = example_of(Net, "first", "second")
+reference = partial(NET.make, torch.float64)
+rows_and_flat = pytest.mark.parametrize("way", ["rows", "flat"])
 WEIGHT = "second.weight"
 Hook = Callable[[Tensor], Tensor | None]
 per_parameter = pytest.mark.parametrize("way", ["rows", "flat", "originals"])
@@ -55,7 +75,7 @@ def hooked(way: str, when: str, register: Callable[[nn.Module], object]) -> tupl
     model = sharded(Example(build, NET.units, kind="vectors"), way)
     if when == "after":
         register(model)
-    return model, NET.make(torch.float64)
+    return model, reference()
 
 
 def compare(model: nn.Module, whole: nn.Module, what: str) -> None:
@@ -88,72 +108,33 @@ HOOKS: dict[str, Hook] = {
 @pytest.mark.parametrize("what", HOOKS)
 @on_ranks
 def test_a_hook_sees_the_reduced_gradient_and_may_replace_it(way: str, when: str, what: str) -> None:
-    """Over two steps, the first of two reduced backwards: what a hook gives is added to what is there."""
-    calls: list[str] = []
+    """Steps of two reduced backwards, of one, and of one kept without sync and one reduced, for which it runs once."""
+    calls: list[tuple[int, ...]] = []
 
     def hook(grad: Tensor) -> Tensor | None:
-        calls.append(type(grad).__name__)
+        calls.append(tuple(grad.shape))
         return HOOKS[what](grad)
 
     model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
-    calls.clear()
-    for step in range(2):
+    for syncs in ((True, True), (True,), (False, True)):
         zero(model, whole)
-        for number in range(2 - step):
-            backward(model, number)
-            fresh = NET.make(torch.float64)
+        calls.clear()
+        fresh = reference()
+        for number, sync in enumerate(syncs):
+            with synced(model, sync):
+                backward(model, number)
             backward(fresh, number, all_ranks=True)
-            grad = fresh.get_parameter(WEIGHT).grad
-            given = HOOKS[what](grad)
-            fresh.get_parameter(WEIGHT).grad = grad if given is None else given
-            for mine, theirs in zip(whole.parameters(), fresh.parameters(), strict=True):
-                mine.grad = theirs.grad if mine.grad is None else mine.grad + theirs.grad
-        compare(model, whole, f"step {step}")
-    assert len(calls) == 3 or not weight_of(model).numel(), calls
-
-
-@per_parameter
-@both_times
-@on_ranks
-def test_a_hook_runs_once_for_what_was_kept_without_sync(way: str, when: str) -> None:
-    shapes: list[tuple[int, ...]] = []
-
-    def hook(grad: Tensor) -> Tensor:
-        shapes.append(tuple(grad.shape))
-        return 3 * grad
-
-    model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
-    with without_sync(model):
-        backward(model, 0)
-    assert not shapes
-    backward(model, 1)
-    for number in range(2):
-        backward(whole, number, all_ranks=True)
-    whole.get_parameter(WEIGHT).grad *= 3
-    compare(model, whole, "kept and reduced")
-    assert shapes == [tuple(weight_of(model).shape)]  # of the gradient that users see
-
-
-@per_parameter
-@both_times
-@on_ranks
-def test_post_accumulate_hooks_see_the_complete_gradient(way: str, when: str) -> None:
-    """Each hook gets the parameter that the optimizer has; together they see every gradient of every backward."""
-    seen: list[tuple[int, Tensor]] = []
-
-    def register(model: nn.Module) -> None:
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), local(p.grad).detach().clone())))
-
-    model, whole = hooked(way, when, register)
-    for number in range(2):  # accumulated
-        seen.clear()
-        backward(model, number)
-        backward(whole, number, all_ranks=True)
-        compare(model, whole, f"backward {number}")
-        for p in model.parameters():
-            found = [grad for i, grad in seen if i == id(p)]
-            assert not p.numel() or (len(found) == 1 and torch.equal(found[0], local(p.grad)))
+            assert sync or not calls
+            if sync:
+                grad = fresh.get_parameter(WEIGHT).grad
+                given = HOOKS[what](grad)
+                fresh.get_parameter(WEIGHT).grad = grad if given is None else given
+                for mine, theirs in zip(whole.parameters(), fresh.parameters(), strict=True):
+                    mine.grad = theirs.grad if mine.grad is None else mine.grad + theirs.grad
+                fresh.zero_grad()
+        compare(model, whole, f"{syncs}")
+        weight = weight_of(model)
+        assert calls == [tuple(weight.shape)] * sum(syncs) or not weight.numel(), calls
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -161,25 +142,36 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @per_parameter
+@both_times
 @on_ranks
-def test_several_hooks_run_in_order_and_the_last_before_the_post_accumulate_ones(way: str) -> None:
+def test_hooks_run_in_order_and_then_the_post_accumulate_ones(way: str, when: str) -> None:
+    """Those get the parameter that the optimizer has, and see the complete gradient of every backward."""
     order: list[str] = []
+    seen: list[tuple[int, Tensor]] = []
 
-    def noted(name: str, result: Hook) -> Hook:
-        return lambda grad: (order.append(name), result(grad))[1]  # type: ignore[func-returns-value]
+    def after(p: nn.Parameter) -> None:
+        order.append("after")
+        seen.append((id(p), local(p.grad).detach().clone()))
 
     def register(model: nn.Module) -> None:
-        weight_of(model).register_hook(noted("plus", lambda grad: grad + 1))
-        weight_of(model).register_hook(noted("times", lambda grad: grad * 2))
-        weight_of(model).register_post_accumulate_grad_hook(lambda p: order.append("after"))
+        weight_of(model).register_hook(lambda grad: order.append("plus") or grad + 1)
+        weight_of(model).register_hook(lambda grad: order.append("times") or grad * 2)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(after)
 
-    model, whole = hooked(way, "after", register)
-    backward(model)
-    backward(whole, all_ranks=True)
-    grad = whole.get_parameter(WEIGHT).grad
-    grad.copy_((grad + 1) * 2)
-    compare(model, whole, "two hooks")
-    assert order == ["plus", "times", "after"] or not weight_of(model).numel()
+    model, whole = hooked(way, when, register)
+    whole.get_parameter(WEIGHT).register_hook(lambda grad: grad + 0.5)  # a half of one for each of two ranks' backwards
+    whole.get_parameter(WEIGHT).register_hook(lambda grad: grad * 2)
+    for number in range(2):  # accumulated
+        order.clear(), seen.clear()
+        backward(model, number)
+        backward(whole, number, all_ranks=True)
+        compare(model, whole, f"backward {number}")
+        for p in model.parameters():
+            found = [grad for i, grad in seen if i == id(p)]
+            assert not p.numel() or (len(found) == 1 and torch.equal(found[0], local(p.grad)))
+        if weight_of(model).numel():
+            assert order[order.index("plus") :][:3] == ["plus", "times", "after"]
 
 
 @per_parameter
@@ -204,24 +196,174 @@ def test_a_removed_hook_is_gone(way: str, when: str) -> None:
             handle.remove()
 
 
-@per_parameter
+@some_ways
+@pytest.mark.parametrize("takes", [False, True], ids=["kept", "taken away"])
+@on_ranks
+def test_hooks_of_a_parameter_that_some_ranks_use(way: str, takes: bool) -> None:
+    """By turns all ranks, one, the other and none; gradients are added up, or an optimizer's hook takes them away."""
+    model, whole, calls = sharded(NET, way), reference(), []
+    hooked_names = [WEIGHT, "second.bias"] if way == "wrapper" else [WEIGHT]  # which are one flat parameter
+    parameter = next(p for n, p in model.named_parameters() if "second" in n and "bias" not in n)
+    total: Any = 0
+
+    def after(p: nn.Parameter) -> None:
+        nonlocal total
+        calls.append("after")
+        if takes:
+            total = total + p.grad.detach().clone()
+            p.grad = None
+
+    parameter.register_hook(lambda grad: calls.append("hook") or 3 * grad)
+    parameter.register_post_accumulate_grad_hook(after)
+    for number, skip in enumerate([(0,), (1,), (), (0, 1), (0,), (0, 1)]):
+        calls.clear()
+        backward(model, number, skip=skip)
+        fresh = reference()
+        backward(fresh, number, all_ranks=True, skip=skip)
+        for own, p in fresh.named_parameters():
+            if p.grad is not None:
+                mine, grad = whole.get_parameter(own), p.grad * (3 if own in hooked_names else 1)
+                mine.grad = grad if mine.grad is None else mine.grad + grad
+        if not takes:
+            compare(model, whole, f"backward {number}, left out by {skip}")
+        assert calls == ([] if skip == (0, 1) else ["hook", "after"]), (number, calls)
+    if takes:
+        assert parameter.grad is None
+        parameter.grad = total
+        compare(model, whole, "what the hook took away")
+
+
+@rows_and_flat
+@pytest.mark.parametrize("how", ["bfloat16 reductions", "offloaded", "a view"])
+@on_ranks
+def test_in_place_and_by_result(way: str, how: str) -> None:
+    """A hook that changes its gradient in place does so whatever the dtype that was reduced in, and where it lies."""
+    given: dict[str, Any] = {
+        "bfloat16 reductions": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "a view": {},
+    }[how]
+    model, plain = (shard(reference(), way, children, **given) for _ in range(2))
+    views, calls = optimizer_view(model) if how == "a view" else [], []
+    for view in views:
+        view.register_post_accumulate_grad_hook(lambda p: calls.append("view"))
+    model.second.weight.register_hook(in_place)
+    model.second.bias.register_hook(lambda grad: -grad)
+    for number, skip in enumerate([(0,), (), (1,)]):
+        for each in (model, plain):
+            each.zero_grad()
+            backward(each, number, skip=skip)
+        want = dict(whole_gradients(plain))
+        want[WEIGHT], want["second.bias"] = 2 * want[WEIGHT], -want["second.bias"]
+        tolerance = 1e-2 if how == "bfloat16 reductions" else 1e-12
+        assert_equal(whole_gradients(model), want, f"step {number}", tolerance)
+    assert len(calls) == 3 * len(views)
+
+
+class Tied(nn.Module):
+    """A weight used twice, in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@rows_and_flat
 @both_times
 @on_ranks
-def test_hooks_run_where_any_rank_used_the_parameter(way: str, when: str) -> None:
-    """A hook that talks to the other ranks must run on all of them, or on none."""
-    calls: list[int] = []
+def test_hooks_of_a_unit_that_gave_a_tied_weight_to_another(way: str, when: str) -> None:
+    """`after`: between the two calls of `fully_shard`, of which the later one takes the shared weight away."""
+    model, whole = Tied(), Tied()
 
-    def hook(grad: Tensor) -> Tensor:
-        calls.append(1)
-        return 2 * grad
+    def register(m: nn.Module) -> None:
+        for p, factor in ((m.first.weight, 2), (m.first.bias, 3), (m.second.bias, 5)):
+            p.register_hook(lambda grad, factor=factor: factor * grad)
 
-    model, whole = hooked(way, when, lambda model: weight_of(model).register_hook(hook))
-    for skip in ((0,), (0, 1)):
-        zero(model, whole)
-        before = len(calls)
-        backward(model, skip=skip)
-        backward(whole, all_ranks=True, skip=skip)
-        if len(skip) == 1:
-            whole.get_parameter(WEIGHT).grad *= 2
-        compare(model, whole, f"left out by {skip}")
-    assert len(calls) == before
+    if when == "before":
+        register(model)
+    for unit in (model.first, model.second):
+        fully_shard(unit, **WAYS[way])
+    if when == "after":
+        register(model)
+    fully_shard(model, **WAYS[way])
+    register(whole)
+    model(batch(0, dist.get_rank(), 4)).square().mean().backward()
+    (sum(whole(batch(0, rank, 4)).square().mean() for rank in range(2)) / 2).backward()
+    compare(model, whole, "tied")
+
+
+@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+@both_times
+@on_ranks
+def test_hooks_stay_when_the_model_is_cast(way: str, when: str) -> None:
+    model, _ = hooked(way, when, lambda m: weight_of(m).register_hook(lambda grad: 2 * grad))
+    backward(model)
+    model.zero_grad()
+    model.float()
+    model.double()
+    whole = reference().float().double()
+    backward(model)
+    backward(whole, all_ranks=True)
+    whole.get_parameter(WEIGHT).grad *= 2
+    compare(model, whole, "after float() and double()")
+
+
+@rows_and_flat
+@on_ranks
+def test_a_hook_may_not_return_another_shape(way: str) -> None:
+    """On every rank, by name; and the model trains on once the hook is gone."""
+    model, whole = sharded(NET, way), reference()
+    handle = model.second.weight.register_hook(lambda grad: torch.ones(2, 2, dtype=torch.float64))
+    with pytest.raises(fullshard.FullshardError, match=WEIGHT.replace(".", r"\.")):
+        backward(model)
+    handle.remove()
+    model.zero_grad()
+    backward(model)
+    backward(whole, all_ranks=True)
+    compare(model, whole, "after the error")
+
+
+# The wrapper with one FlatParameter per instance.
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_ranks
+def test_hooks_from_before_a_flat_parameter_are_honoured(name: str) -> None:
+    """The objects are gone after that: their hooks run on their parts."""
+    model, whole = reference(), reference()
+    hook = (lambda grad: 2 * grad) if name == "register_hook" else (lambda p: p.grad.mul_(2))
+    getattr(model.get_parameter(WEIGHT), name)(hook)
+    wrapped = FullyShardedDataParallel(model)
+    backward(wrapped)
+    backward(whole, all_ranks=True)
+    whole.get_parameter(WEIGHT).grad *= 2
+    compare(wrapped, whole, "a hook from before wrapping")
+
+
+@some_ways
+@on_ranks
+def test_a_step_in_post_accumulate_hooks(way: str) -> None:
+    """An optimizer in backward, on whatever `parameters()` gives."""
+    model, whole = sharded(NET, way), reference()
+    each = {p: torch.optim.AdamW([p], lr=1e-2, eps=1e-3) for p in model.parameters()}
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
+
+    def now(p: nn.Parameter) -> None:
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in each:
+        p.register_post_accumulate_grad_hook(now)
+    for number in range(3):
+        backward(model, number)
+        assert all(p.grad is None for p in each)
+        backward(whole, number, all_ranks=True)
+        theirs.step()
+        theirs.zero_grad()
+    assert_equal(whole_parameters(model), {n: p.detach() for n, p in whole.named_parameters()}, "parameters")

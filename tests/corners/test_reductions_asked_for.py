@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from drop_in import batch, layers
-from torch import nn
+from drop_in import batch, layers, shard
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import GradientReductionHandle, fully_shard, record_events, share_comm_ctx
@@ -16,148 +17,113 @@ from fullshard.errors import PhaseError
 from ways import on_ranks
 
 
-def units(mesh: Any = None) -> Any:
-    model = layers()
-    for layer in model:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def backward(model: nn.Module, micro: int = 0) -> None:
+    model(batch(micro, dist.get_rank())).square().mean().backward()
 
 
-def test_kept_gradients_are_reduced_once(run_ranks):
-    run_ranks(reduced)
+def backward_of_all(reference: nn.Module, micro: int = 0) -> None:
+    for rank in range(dist.get_world_size()):
+        (reference(batch(micro, rank)).square().mean() / dist.get_world_size()).backward()
 
 
-def reduced() -> None:
-    model, reference = units(), layers()
-    model.set_reshard_after_backward(False)
-    for step in range(2):
-        model.set_requires_gradient_sync(False)
-        for micro in range(3):
-            model(batch(3 * step + micro, dist.get_rank())).square().mean().backward()
-        assert all(p.grad is None for p in model.parameters()) is (step == 0)
-        model.set_requires_gradient_sync(True)
-        model.set_reshard_after_backward(True)
-        fully_shard.state(model)._root_post_backward_final_callback()
-        for micro in range(3):
-            for rank in range(dist.get_world_size()):
-                loss = reference(batch(3 * step + micro, rank)).square().mean() / dist.get_world_size()
-                loss.backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
-def test_only_the_root_reduces_and_only_between_passes(run_ranks):
-    run_ranks(refused)
-
-
-def refused() -> None:
-    model = units()
-    told: list[str] = []
-
-    def ask(module: nn.Module, _: Any) -> None:
-        with pytest.raises(PhaseError) as error:
-            fully_shard.state(model)._root_post_backward_final_callback()
-        told.append(str(error.value))
-
-    handle = model[0].register_forward_pre_hook(ask)
-    model(batch(0, dist.get_rank())).sum().backward()
-    handle.remove()
-    assert len(told) == 1 and "while the model runs" in told[0]
-    with pytest.raises(PhaseError, match="by the root"):
-        fully_shard.state(model[0])._root_post_backward_final_callback()
-    before = [p.grad.full_tensor().clone() for p in model.parameters()]
-    fully_shard.state(model)._root_post_backward_final_callback()  # nothing was kept: nothing changes
-    for old, p in zip(before, model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), old)
-
-
-def check_gradients(model: nn.Module, micros: range) -> None:
+def check_gradients(model: nn.Module, micros: Iterable[int], reference: nn.Module | None = None) -> None:
     """`.grad` is the sum over micro-batches of the mean over ranks, as one process has it."""
-    reference = layers()
+    reference = layers() if reference is None else reference
     for micro in micros:
-        for rank in range(dist.get_world_size()):
-            (reference(batch(micro, rank)).square().mean() / dist.get_world_size()).backward()
+        backward_of_all(reference, micro)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_finalize_backward_reduces_what_micro_batches_left(run_ranks):
-    run_ranks(finalized)
+def refused(code: str, call: Callable[[], object]) -> None:
+    """With a RuntimeError, as PyTorch's does."""
+    with pytest.raises(RuntimeError, match=code) as error:
+        call()
+    assert isinstance(error.value, PhaseError)
 
 
-def finalized() -> None:
-    model = units()
-    assert model.finalize_backward() is None and isinstance(
-        model.finalize_backward(async_op=True), GradientReductionHandle
-    )
+def no_sync(model: Any, *micros: int) -> None:
+    """Backwards that keep gradients, and units."""
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    for micro in micros:
+        backward(model, micro)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+
+
+@on_ranks
+def test_kept_gradients_are_reduced_once() -> None:
+    """By the callback that pipelines call, over two rounds without `zero_grad`; by `finalize_backward` at once or not."""
+    model, reference = shard(layers()), layers()
+    callback = fully_shard.state(model)._root_post_backward_final_callback
+    for round_ in range(2):
+        no_sync(model, *(micros := range(3 * round_, 3 * round_ + 3)))
+        assert all(p.grad is None for p in model.parameters()) is (round_ == 0)
+        callback()
+        check_gradients(model, micros, reference)
+    callback()  # nothing was kept: nothing changes
+    check_gradients(model, (), reference)
+    model.zero_grad()
+    assert model.finalize_backward() is None
+    assert isinstance(model.finalize_backward(async_op=True), GradientReductionHandle)
     for asynchronous in (False, True):
         model.set_manual_backward_finalization(True)
-        model.set_reshard_after_backward(False)
-        model.set_requires_gradient_sync(False)
-        for micro in range(3):
-            model(batch(micro, dist.get_rank())).square().mean().backward()
+        no_sync(model, *range(3))
         assert all(p.grad is None for p in model.parameters())
-        model.set_requires_gradient_sync(True)
-        model.set_reshard_after_backward(True)
         with record_events() as events:
             handle = model.finalize_backward(async_op=asynchronous)
             if asynchronous:
-                assert handle is not None
                 assert any(p.grad is None for p in model.parameters())
-                handle.wait()
-                handle.wait()
+                handle.wait(), handle.wait()
         verbs = [event.verb for event in events if event.unit != "(root)"]
         assert verbs.count("reduce") == 2 and verbs.count("gather") == 0, verbs
         check_gradients(model, range(3))
         model.zero_grad()
         model.set_manual_backward_finalization(False)
-    model(batch(0, dist.get_rank())).square().mean().backward()
-    check_gradients(model, range(1))
-
-
-@on_ranks
-def test_finalization_with_sync_leaves_whole_gradients() -> None:
-    model = units()
+    backward(model)
+    check_gradients(model, [0])
+    model.zero_grad()
     model.set_manual_backward_finalization(True)
-    for _ in range(2):
-        model(batch(0, dist.get_rank())).square().mean().backward()
+    for _ in range(2):  # with sync
+        backward(model)
         model.finalize_backward()
-        check_gradients(model, range(1))
+        check_gradients(model, [0])
         model.zero_grad()
 
 
 @on_ranks
-def test_when_finalization_is_refused() -> None:
-    """The calls that PyTorch's refuses with a RuntimeError."""
+def test_when_a_reduction_is_refused() -> None:
+    """Below the root, within a pass, while another one is under way, or where nothing says that it comes."""
+    model = shard(layers())
+    told: list[str] = []
 
-    def refused(code: str, call: Any) -> None:
-        with pytest.raises(RuntimeError) as error:
-            call()
-        assert code in str(error.value), error.value
+    def ask(*_: Any) -> None:
+        refused("while the model runs", fully_shard.state(model)._root_post_backward_final_callback)
+        told.append("forward")
 
-    def backward(model: nn.Module) -> None:
-        model(batch(0, dist.get_rank())).square().mean().backward()
+    def ask_in_backward(*_: Any) -> None:
+        refused("P346", lambda: model.set_manual_backward_finalization(False))
+        refused("P042", model.finalize_backward)
+        model.set_manual_backward_finalization(True)  # as it is
+        told.append("backward")
 
-    model = units()
+    handle = model[0].register_forward_pre_hook(ask)
+    backward(model)
+    handle.remove()
+    refused("by the root", fully_shard.state(model[0])._root_post_backward_final_callback)
+    check_gradients(model, [0])
+    model.zero_grad()
     model.set_requires_gradient_sync(False)
     backward(model)
     refused("P347", model.finalize_backward)
     refused("P348", model[0].finalize_backward)
     refused("P348", lambda: model[0].set_manual_backward_finalization(True))
     model.set_manual_backward_finalization(True)
-    seen: list[int] = []
-
-    def inside(*_: Any) -> None:
-        refused("P346", lambda: model.set_manual_backward_finalization(False))
-        refused("P042", model.finalize_backward)
-        model.set_manual_backward_finalization(True)  # as it is
-        seen.append(1)
-
-    hook = model[0].register_full_backward_pre_hook(inside)
+    handle = model[0].register_full_backward_pre_hook(ask_in_backward)
     backward(model)
-    hook.remove()
-    assert seen == [1]
+    handle.remove()
+    assert told == ["forward", "backward"]
     refused("P346", lambda: model.set_manual_backward_finalization(False))
     model.set_requires_gradient_sync(True)
     handle = model.finalize_backward(async_op=True)
@@ -166,14 +132,9 @@ def test_when_finalization_is_refused() -> None:
     refused("P345", model.finalize_backward)
     refused("P346", lambda: model.set_manual_backward_finalization(False))
     handle.wait()
-    summed = [p.grad.full_tensor().clone() for p in model.parameters()]
+    check_gradients(model, [0, 0])
     model.zero_grad()
-    backward(model)
-    for twice, p in zip(summed, model.parameters(), strict=True):
-        torch.testing.assert_close(twice, 2 * p.grad.full_tensor())
-    model.set_requires_gradient_sync(False)
-    backward(model)
-    model.set_requires_gradient_sync(True)
+    no_sync(model, 0)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
     refused("P343", handle.wait)
@@ -181,27 +142,17 @@ def test_when_finalization_is_refused() -> None:
     model.zero_grad()
     backward(model)
     model.finalize_backward()
-    check_gradients(model, range(1))
+    check_gradients(model, [0])
 
 
 @on_ranks
 def test_a_reset_drops_the_iteration_that_was_not_finalized() -> None:
     """As torch 2.15: what is repeated after it counts once. Sync was on, so that `.grad` was there already."""
-    model = units()
+    model = shard(layers())
     model.set_manual_backward_finalization(True)
-
-    def backward(micro: int = 0) -> None:
-        model(batch(micro, dist.get_rank())).square().mean().backward()
-
-    def whole() -> list[torch.Tensor]:
-        return [p.grad.full_tensor().clone() for p in model.parameters()]
-
-    backward()
-    model.finalize_backward()
-    expected = whole()
     for way in ("after a backward", "with a handle", "after an exception"):
         model.zero_grad()
-        backward()
+        backward(model)
         if way == "with a handle":
             model.finalize_backward(async_op=True)
         if way == "after an exception":
@@ -211,75 +162,62 @@ def test_a_reset_drops_the_iteration_that_was_not_finalized() -> None:
                 output.sum().backward()
         model.reset_iter_state()
         assert all(p.grad is None for p in model.parameters()), way
-        backward()
+        backward(model)
         model.finalize_backward()
-        for one, other in zip(whole(), expected, strict=True):
-            torch.testing.assert_close(one, other)
-    backward()  # added to what was finalized
-    with pytest.raises(PhaseError, match="P417"):
-        model.reset_iter_state()
+        check_gradients(model, [0])
+    backward(model)  # added to what was finalized
+    refused("P417", model.reset_iter_state)
     model.zero_grad()
     handle = model[0].register_forward_hook(lambda *_: model.reset_iter_state())
-    with pytest.raises(PhaseError, match="P416"):
-        backward()
+    refused("P416", lambda: backward(model))
     handle.remove()
-    backward()
+    backward(model)
     model.finalize_backward()
-    for one, other in zip(whole(), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    check_gradients(model, [0])
 
 
 @on_ranks
 def test_roots_that_share_a_context_wait_for_each_other() -> None:
-    one, two = units(), units()
+    one, two, other = (shard(layers()) for _ in range(3))
     share_comm_ctx([one, two])
-    states = [fully_shard.state(model) for model in (one, two, units())]
+    states = [fully_shard.state(model) for model in (one, two, other)]
     assert states[0]._comm_ctx is states[1]._comm_ctx is not states[2]._comm_ctx
     for model in (one, two):
         model.set_manual_backward_finalization(True)
-        model.set_requires_gradient_sync(False)
-        model(batch(0, dist.get_rank())).square().mean().backward()
-        model.set_requires_gradient_sync(True)
+        no_sync(model, 0)
     handle = one.finalize_backward(async_op=True)
-    for call in (two.finalize_backward, lambda: two(batch(0, 0))):
-        with pytest.raises(PhaseError, match="P345"):
-            call()
+    refused("P345", two.finalize_backward)
+    refused("P345", lambda: two(batch(0, 0)))
     handle.wait()
     two.finalize_backward()
-    for model in (one, two):
-        check_gradients(model, range(1))
+    check_gradients(one, [0]), check_gradients(two, [0])
 
 
 @on_ranks(world=4)
 def test_replicas_are_not_left_apart() -> None:
-    model = units(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model = shard(layers(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
-    model(batch(0, dist.get_rank())).square().mean().backward()
-    with pytest.raises(PhaseError, match="P344"):
-        model.finalize_backward()
+    backward(model)
+    refused("P344", model.finalize_backward)
     model.set_requires_all_reduce(True)
     model.finalize_backward()
-    check_gradients(model, range(1))
+    check_gradients(model, [0])
 
 
 @on_ranks
 def test_kept_storage_has_one_address() -> None:
-    model = units()
+    model, reference = shard(layers()), layers()
     model.set_keep_unsharded_storage(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = layers()
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     seen: list[list[int]] = []
     handle = model[0].register_forward_pre_hook(lambda m, _: seen.append([p.data_ptr() for p in m.parameters()]))
     for step in range(3):
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        for rank in range(dist.get_world_size()):
-            (reference(batch(step, rank)).square().mean() / dist.get_world_size()).backward()
-        filler = torch.empty(2**16)  # takes what was given back
-        for one in (optimizer, theirs):
-            one.step()
-            one.zero_grad()
+        backward(model, step), backward_of_all(reference, step)
+        filler: Tensor = torch.empty(2**16)  # takes what was given back
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         del filler
     handle.remove()
     assert seen[0] == seen[1] == seen[2], seen

@@ -172,6 +172,8 @@ def test_whole_tensors_into_a_part_of_a_unit(how: str, way: str) -> None:
         LOADS[how](part, whole)
         for key, parameter in part.named_parameters():
             assert torch.equal(parameter.full_tensor(), whole[key]), key
+    with pytest.raises(fullshard.CheckpointError, match="weight"):
+        set_state(model[0][2], dict.fromkeys(("weight", "bias"), torch.ones(2, 2)), options=FULL)
 
 
 class Lazy:
@@ -200,5 +202,7 @@ def test_tensor_likes_load(way: str) -> None:
     state = {name: Lazy(tensor, read, name) for name, tensor in other.state_dict().items()}
     model.load_state_dict(state)
     assert set(read) == set(state)
+    with pytest.raises((fullshard.CheckpointError, RuntimeError), match=r"0\.weight"):
+        model.load_state_dict({**state, "0.weight": Lazy(torch.zeros(1, 2), read, "0.weight")})
     got = losses_of(model, model.parameters(), whole=way == "plain")
     assert got == pytest.approx(losses_of(other, other.parameters(), whole=True), rel=1e-9)

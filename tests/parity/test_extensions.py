@@ -16,6 +16,7 @@ import fullshard
 import quantised
 from quantised import GatheredInt8
 from training import LAYOUTS, assert_same
+from ways import on_ranks
 
 WIDE = 32
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -169,16 +170,14 @@ def one_scale(library: types.ModuleType) -> list[float]:
     return losses
 
 
-def attributes() -> list[str]:
+@on_ranks
+def test_attributes_set_on_out_reach_the_module() -> list[str]:
     got, want = one_scale(fullshard), one_scale(torch_fsdp)
     return [] if torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-6) else [f"{got}, wanted {want}"]
 
 
-def test_attributes_set_on_out_reach_the_module(run_ranks):
-    assert_same(run_ranks(attributes))
-
-
-def tie_and_refusal() -> list[str]:
+@on_ranks
+def test_a_refusal_takes_nothing_from_units_below() -> list[str]:
     """A unit below keeps its tied weight when the unit above is refused, and gives it up when it is not."""
     problems = []
     for kind in (Uncuttable, GatheredInt8):
@@ -197,10 +196,6 @@ def tie_and_refusal() -> list[str]:
         if model[0].weight.grad is None:
             problems.append("no gradient")
     return problems
-
-
-def test_a_refusal_takes_nothing_from_units_below(run_ranks):
-    assert_same(run_ranks(tie_and_refusal))
 
 
 class ShortForm(GatheredInt8):
@@ -227,7 +222,8 @@ class Uncuttable(torch.Tensor):
     fsdp_pre_all_gather = fsdp_post_all_gather = GatheredInt8.fsdp_pre_all_gather
 
 
-def others() -> list[str]:
+@on_ranks
+def test_the_rest() -> list[str]:
     """The older signature; copies; state dicts; views; and what is refused, with nothing changed."""
     problems = []
     layer = nn.Linear(WIDE, WIDE)
@@ -293,7 +289,3 @@ def others() -> list[str]:
     else:
         problems.append("the wrapper took a subclass")
     return problems
-
-
-def test_the_rest(run_ranks):
-    assert_same(run_ranks(others))

@@ -16,6 +16,7 @@ from torch import nn
 import fullshard
 from fullshard.api.functional import reduce_dtype
 from fullshard.torch_private.releases import REDUCES_AS_COMPUTED
+from ways import on_ranks
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -131,18 +132,14 @@ def test_gradients_are_reduced_in_grad_dtype(run_ranks, layout):
                 torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-2, msg=name)
 
 
-def test_a_copy_keeps_grad_dtype(run_ranks):
-    assert all(run_ranks(of_a_copy))
-
-
-def of_a_copy() -> bool:
+@on_ranks
+def test_a_copy_keeps_grad_dtype() -> None:
     model = Layer()
     setting(FP64, None)(model)
     copy_of_it = copy.deepcopy(fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(BF16)))
     copy_of_it(torch.ones(2, 4)).float().sum().backward()
     grads = [(p.grad_dtype, p.grad.dtype) for p in copy_of_it.parameters()]
     assert grads == [(FP64, FP64), (None, FP64)]  # one unit: both are reduced in the promoted dtype
-    return True
 
 
 def test_one_buffer_has_one_grad_dtype(run_ranks):
@@ -206,11 +203,8 @@ def overridden() -> list[Any]:
     return results
 
 
-def test_what_an_override_may_not_answer(run_ranks):
-    assert all(run_ranks(refused_overrides))
-
-
-def refused_overrides() -> bool:
+@on_ranks
+def test_what_an_override_may_not_answer() -> None:
     for param_dtype, answer in ((BF16, FP64), (BF16, "bf16"), (None, BF16)):
         policy = fullshard.MixedPrecisionPolicy(param_dtype, param_dtype_override_fn=lambda _, a=answer: a)
         model = Layer()
@@ -221,7 +215,6 @@ def refused_overrides() -> bool:
         fullshard.MixedPrecisionPolicy(BF16, param_dtype_override_fn=BF16)
     with pytest.raises(TypeError):
         fullshard.MixedPrecisionPolicy(BF16, None, None, True, keeps_bias)
-    return True
 
 
 def test_adopted_programs_reduce_as_the_installed_torch(run_ranks, monkeypatch):

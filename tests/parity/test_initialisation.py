@@ -26,6 +26,7 @@ from training import (
     train_reference,
     train_sharded,
 )
+from ways import on_ranks
 
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -88,12 +89,9 @@ def from_meta_by_state_dict(options: Options, assign: bool) -> list[str]:
     return compare(got, want, FP64, "one process")
 
 
-def test_full_state_dict_through_pytorch(run_ranks):
+@on_ranks
+def test_full_state_dict_through_pytorch() -> list[str]:
     """torch.distributed.checkpoint.state_dict distributes a whole state dict over DTensors."""
-    assert_same(run_ranks(from_full_state_dict))
-
-
-def from_full_state_dict() -> list[str]:
     options = double("rows")
     whole = EXAMPLES["odd_mlp"].make(options.dtype).state_dict()
     model = sharded("odd_mlp", options, "meta")
@@ -123,11 +121,8 @@ def by_auto_wrap_policy(name: str, options: Options) -> list[str]:
     return problems + compare(got, want, FP64, "one process")
 
 
-def test_the_blocks_of_a_sequential_become_units(run_ranks):
-    assert_same(run_ranks(by_auto_wrap_policy_in_a_sequential))
-
-
-def by_auto_wrap_policy_in_a_sequential() -> list[str]:
+@on_ranks
+def test_the_blocks_of_a_sequential_become_units() -> list[str]:
     """A model that is a list of blocks itself, with others around them."""
     blocks = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3)]
     model = fullshard.fully_shard(nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 2)), auto_wrap_policy="auto")

@@ -24,6 +24,7 @@ from training import (
     shard,
     train_sharded,
 )
+from ways import on_ranks
 
 DOUBLE = torch.float64
 
@@ -166,11 +167,8 @@ def score(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
     return loss
 
 
-def test_registered_forward_methods(run_ranks):
-    assert_same(run_ranks(registered_methods))
-
-
-def registered_methods() -> list[str]:
+@on_ranks
+def test_registered_forward_methods() -> list[str]:
     example, options = EXAMPLES["two_ways"], Options(dtype=DOUBLE, scenario=score)
     model = shard(fullshard, example.make(DOUBLE), example, options)
     for block in model.blocks:

@@ -13,6 +13,7 @@ from torch import nn
 import fullshard
 from fullshard import ShardedGradScaler
 from training import full, full_parameters
+from ways import on_ranks
 
 
 def small_model() -> nn.Module:
@@ -41,7 +42,17 @@ def spoil_first(parameters: list[torch.Tensor], value: float) -> None:
     next(local(p.grad) for p in parameters if local(p.grad).numel()).view(-1)[0] = value
 
 
-def inf_on_one_rank(kind: str, value: float, by_hand: bool, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value", "by_hand", "fused"),
+    [
+        ("rows", torch.inf, False, False),
+        ("flat", torch.nan, True, False),
+        ("plain", torch.nan, True, False),
+        ("view", torch.inf, False, True),
+    ],
+)
+@on_ranks
+def test_an_inf_on_one_rank_skips_the_step_on_all(kind: str, value: float, by_hand: bool, fused: bool) -> None:
     model, parameters = sharded(kind)
     optimizer = torch.optim.SGD(parameters, lr=0.1, fused=fused)
     scaler = ShardedGradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -67,22 +78,8 @@ def inf_on_one_rank(kind: str, value: float, by_hand: bool, fused: bool) -> None
     assert again.get_scale() == 64.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "by_hand", "fused"),
-    [
-        ("rows", torch.inf, False, False),
-        ("flat", torch.nan, True, False),
-        ("plain", torch.nan, True, False),
-        ("view", torch.inf, False, True),
-    ],
-)
-def test_an_inf_on_one_rank_skips_the_step_on_all(
-    run_ranks, kind: str, value: float, by_hand: bool, fused: bool
-) -> None:
-    run_ranks(inf_on_one_rank, kind, value, by_hand, fused)
-
-
-def two_optimizers() -> None:
+@on_ranks
+def test_each_optimizer_is_skipped_by_itself() -> None:
     model, parameters = sharded("rows")
     optimizers = [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.SGD(parameters[2:], lr=0.1)]
     scaler = ShardedGradScaler("cpu", init_scale=8.0)
@@ -102,11 +99,8 @@ def two_optimizers() -> None:
     assert scaler.get_scale() == 4.0
 
 
-def test_each_optimizer_is_skipped_by_itself(run_ranks) -> None:
-    run_ranks(two_optimizers)
-
-
-def once_and_empty() -> None:
+@on_ranks
+def test_memory_is_unscaled_once_and_ranks_without_gradients_take_part() -> None:
     """A gradient reachable in two ways is unscaled once; a rank without gradients takes part."""
     model, _ = sharded("rows")
     (view,) = fullshard.optimizer_view(model)
@@ -126,11 +120,8 @@ def once_and_empty() -> None:
     assert own.tolist() == [1.0] * 3 and scaler.get_scale() == 4.0
 
 
-def test_memory_is_unscaled_once_and_ranks_without_gradients_take_part(run_ranks) -> None:
-    run_ranks(once_and_empty)
-
-
-def a_group_of_its_own() -> None:
+@on_ranks
+def test_only_the_given_group_agrees() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model, parameters = sharded("plain")
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -141,10 +132,6 @@ def a_group_of_its_own() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == (8.0 if dist.get_rank() == 0 else 4.0)
-
-
-def test_only_the_given_group_agrees(run_ranks) -> None:
-    run_ranks(a_group_of_its_own)
 
 
 def train_both(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -174,16 +161,13 @@ def train_both(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         return scales, {n: p.detach().clone() for n, p in model.module.named_parameters()}
 
 
-def as_pytorchs() -> None:
+@on_ranks
+def test_the_same_scales_and_parameters_as_pytorchs_on_its_wrapper() -> None:
     (scales, got), (expected_scales, expected) = train_both(True), train_both(False)
     assert scales == expected_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]
     assert list(got) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
-
-
-def test_the_same_scales_and_parameters_as_pytorchs_on_its_wrapper(run_ranks) -> None:
-    run_ranks(as_pytorchs)
 
 
 def test_signature_dtypes_and_single_process() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import fullshard
 from fullshard import state_dict as helpers
 from fullshard.state_dict import StateDictOptions
-from training import assert_same
+from ways import on_ranks
 
 
 class Net(nn.Module):
@@ -69,7 +69,21 @@ OPTIONS = {
 }
 
 
-def goes_on(way: str, other: str, option: str, several: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("way", "other", "option", "several"),
+    [
+        ("rows", "rows", "sharded", False),
+        ("flat", "flat", "sharded on the host", True),
+        ("owner", "wrapper-orig", "from rank 0", False),
+        ("wrapper-flat", "wrapper-flat", "flattened", False),
+        ("wrapper-orig", "flat", "whole and flattened", False),
+        ("wrapper-no-shard", "rows", "whole", True),
+        ("plain", "wrapper-flat", "whole", False),
+        ("wrapper-flat", "plain", "whole", False),
+    ],
+)
+@on_ranks
+def test_training_goes_on(way: str, other: str, option: str, several: bool) -> list[str]:
     """Save one model with the option, load it into another kind, and go on as the unsharded one does."""
     options = StateDictOptions(**OPTIONS[option])
     plain, model, into = build("plain"), build(way), build(other)
@@ -89,23 +103,6 @@ def goes_on(way: str, other: str, option: str, several: bool) -> list[str]:
         if abs(mine - theirs) > 1e-12 * abs(theirs):
             problems.append(f"loss of step {step}: {mine!r}, wanted {theirs!r}")
     return problems
-
-
-@pytest.mark.parametrize(
-    ("way", "other", "option", "several"),
-    [
-        ("rows", "rows", "sharded", False),
-        ("flat", "flat", "sharded on the host", True),
-        ("owner", "wrapper-orig", "from rank 0", False),
-        ("wrapper-flat", "wrapper-flat", "flattened", False),
-        ("wrapper-orig", "flat", "whole and flattened", False),
-        ("wrapper-no-shard", "rows", "whole", True),
-        ("plain", "wrapper-flat", "whole", False),
-        ("wrapper-flat", "plain", "whole", False),
-    ],
-)
-def test_training_goes_on(run_ranks, way, other, option, several):
-    assert_same(run_ranks(goes_on, way, other, option, several))
 
 
 def saved_at(way: str, folder: str) -> list[float]:
@@ -164,11 +161,8 @@ def shared(way: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", ["rows", "wrapper-flat", "wrapper-orig"])
-def test_state_of_a_shared_weight_has_the_name_that_it_has_unwrapped(run_ranks, way):
-    run_ranks(state_of_shared_weight, way)
-
-
-def state_of_shared_weight(way: str) -> None:
+@on_ranks
+def test_state_of_a_shared_weight_has_the_name_that_it_has_unwrapped(way: str) -> None:
     model, plain = shared(way), shared("plain")
     optimizers, plain_optimizers = optimizers_of(model), optimizers_of(plain)
     assert steps(model, optimizers, 0, 2) == pytest.approx(steps(plain, plain_optimizers, 0, 2), rel=1e-9)

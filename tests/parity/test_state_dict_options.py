@@ -13,6 +13,7 @@ import fullshard
 import fullshard.state_dict as helpers
 from fullshard.state_dict import StateDictOptions
 from training import assert_same
+from ways import on_ranks
 from wrapped import differences, make_net, train_net, whole_values, wrap_net
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
@@ -37,7 +38,9 @@ def nested(state: dict[str, Any]) -> dict[str, Any]:
     return dict(whole_values(flat))
 
 
-def gets(orig: bool) -> list[str]:
+@ORIG
+@on_ranks
+def test_every_option_gives_what_pytorch_gives_of_an_unsharded_model(orig: bool) -> list[str]:
     problems = []
     model, optimizer, plain, other = pair(orig, frozen=True)
     rank = dist.get_rank()
@@ -71,11 +74,6 @@ def gets(orig: bool) -> list[str]:
         got = helpers.get_model_state_dict(model, submodules={model.module.layers[1]}, options=options)
         problems += differences(f"submodules keep={keep}", whole_values(got), want, 3e-6)
     return problems
-
-
-@ORIG
-def test_every_option_gives_what_pytorch_gives_of_an_unsharded_model(run_ranks, orig):
-    assert_same(run_ranks(gets, orig))
 
 
 def sets(orig: bool) -> list[str]:
@@ -115,7 +113,9 @@ def test_training_goes_on_after_set_state_dict(run_ranks):
     assert_same(run_ranks(sets, False))
 
 
-def fully_sharded(layout: str) -> list[str]:
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@on_ranks
+def test_models_of_fully_shard_give_whole_values(layout: str) -> list[str]:
     """Without the wrapper: PyTorch's functions, and whole values of flat layouts, which those do not gather."""
     plain, model = make_net(), make_net()
     fullshard.fully_shard(model, layout=layout)
@@ -130,8 +130,3 @@ def fully_sharded(layout: str) -> list[str]:
     wrong = [key for key, value in got.items() if type(value) is not torch.Tensor]
     offloaded = helpers.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return problems + ([f"not whole: {wrong}"] if wrong or bool(offloaded) != (dist.get_rank() == 0) else [])
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_models_of_fully_shard_give_whole_values(run_ranks, layout):
-    assert_same(run_ranks(fully_sharded, layout))

@@ -13,6 +13,7 @@ from torch import nn
 import fullshard
 from models import EXAMPLES
 from training import FP32, Options, assert_same
+from ways import on_ranks
 from wrapped import Wrapping, wrap_example, wrapped_parity
 
 SHARDED = fullshard.FullyShardedDataParallel
@@ -82,7 +83,10 @@ class Mixture(nn.Module):
         return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
 
 
-def clip_mixture(orig: bool, norm_type: float) -> list[str]:
+@both
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks
+def test_clipping_of_mixed_strategies_and_unmanaged_parameters(orig: bool, norm_type: float) -> list[str]:
     """Clip a model of three strategies and an ignored part; compare with the unsharded norm and gradients."""
     strategies = fullshard.ShardingStrategy
     plain, model = Mixture(), Mixture()
@@ -101,12 +105,6 @@ def clip_mixture(orig: bool, norm_type: float) -> list[str]:
         if not torch.allclose(mine[name], parameter.grad, rtol=1e-5, atol=1e-7):
             problems.append(f"gradient of {name}")
     return problems
-
-
-@both
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_of_mixed_strategies_and_unmanaged_parameters(run_ranks, norm_type, orig):
-    assert_same(run_ranks(clip_mixture, orig, norm_type))
 
 
 # Communication hooks.

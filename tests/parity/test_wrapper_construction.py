@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
+from ways import on_ranks
 from wrapped import LIBRARIES, mlp, same, train, trained, whole, wrap
 
 both = pytest.mark.parametrize("originals", [True, False])
@@ -44,7 +45,11 @@ def fill(module: nn.Module) -> None:
             tensor.copy_(torch.linspace(-0.3, 0.3, tensor.numel()).view(tensor.shape) / (i + 1))
 
 
-def from_meta(given: bool, originals: bool, policy: bool) -> None:
+@pytest.mark.parametrize(
+    ("given", "policy", "originals"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+@on_ranks
+def test_models_on_meta_get_values(given: bool, originals: bool, policy: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
         torch.manual_seed(6)
@@ -62,13 +67,6 @@ def from_meta(given: bool, originals: bool, policy: bool) -> None:
     reference = nn.Sequential(Filled(), nn.Linear(6, 6), Filled())
     reference.load_state_dict(found["ours"][0])
     same(found["ours"][1], trained(reference))
-
-
-@pytest.mark.parametrize(
-    ("given", "policy", "originals"), [(True, True, False), (True, False, True), (False, True, True)]
-)
-def test_models_on_meta_get_values(run_ranks, given: bool, policy: bool, originals: bool) -> None:
-    run_ranks(from_meta, given, originals, policy)
 
 
 def synced(originals: bool) -> None:
@@ -125,7 +123,16 @@ class Named(nn.Sequential):
         return len(self)
 
 
-def forwarding(originals: bool) -> None:
+@torch.no_grad()
+def doubled(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.mul_(2)
+        module.bias.fill_(0.5)
+
+
+@both
+@on_ranks
+def test_attributes_names_and_methods_reach_the_module(originals: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
         inner = Named(*mlp(), nn.BatchNorm1d(6))
@@ -157,15 +164,3 @@ def forwarding(originals: bool) -> None:
             names, expected = [n for n, _ in names], [n for n, _ in expected]
         assert names == expected, key
     same(found["ours"][1], found["theirs"][1])
-
-
-@torch.no_grad()
-def doubled(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        module.weight.mul_(2)
-        module.bias.fill_(0.5)
-
-
-@both
-def test_attributes_names_and_methods_reach_the_module(run_ranks, originals: bool) -> None:
-    run_ranks(forwarding, originals)

@@ -14,6 +14,7 @@ import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
 from training import assert_same
+from ways import on_ranks
 from wrapped import differences, make_net, train_net, typed, whole_values, wrap_net
 
 FULL, SHARDED = fullshard.FullOptimStateDictConfig, fullshard.ShardedOptimStateDictConfig
@@ -65,7 +66,9 @@ def flattened(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return dict(whole_values(flat))
 
 
-def saves(orig: bool) -> list[str]:
+@ORIG
+@on_ranks
+def test_state_is_the_unsharded_optimizers_by_name(orig: bool) -> list[str]:
     problems = []
     for name, strategy, groups in (
         ("amsgrad", "NO_SHARD", False),
@@ -92,11 +95,8 @@ def saves(orig: bool) -> list[str]:
 
 
 @ORIG
-def test_state_is_the_unsharded_optimizers_by_name(run_ranks, orig):
-    assert_same(run_ranks(saves, orig))
-
-
-def resumes(orig: bool) -> list[str]:
+@on_ranks
+def test_training_goes_on_with_the_same_losses(orig: bool) -> list[str]:
     """Every kind into other wrappings; the steps after it equal those of one process without interruption."""
     problems = []
     _, _, want = reference("adamw", dist.get_world_size(), steps=2 * STEPS)
@@ -117,11 +117,6 @@ def resumes(orig: bool) -> list[str]:
         if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
             problems.append(f"{kind} {config} -> {other} {options}: losses {got} where {want[STEPS:]}")
     return problems
-
-
-@ORIG
-def test_training_goes_on_with_the_same_losses(run_ranks, orig):
-    assert_same(run_ranks(resumes, orig))
 
 
 def never_updated(orig: bool) -> list[str]:
@@ -167,7 +162,9 @@ class RowMeans(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"])
 
 
-def by_row(orig: bool) -> list[str]:
+@ORIG
+@on_ranks
+def test_state_that_is_not_element_wise(orig: bool) -> list[str]:
     problems = []
     model = wrap_net(make_net(), use_orig_params=orig)
     optimizer = RowMeans(model.parameters())
@@ -186,11 +183,6 @@ def by_row(orig: bool) -> list[str]:
         again = FSDP.optim_state_dict(model, optimizer)
         problems += differences("again", flattened(again["state"]), flattened(state["state"]))
     return problems
-
-
-@ORIG
-def test_state_that_is_not_element_wise(run_ranks, orig):
-    assert_same(run_ranks(by_row, orig))
 
 
 def legacy(orig: bool) -> list[str]:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import fullshard
+from ways import on_ranks
 from wrapped import CPU, LIBRARIES, Block, batch, blocks, mlp, same, sharded, train, trained, whole, wrap
 
 both = pytest.mark.parametrize("originals", [True, False])
@@ -42,11 +43,8 @@ def _custom(library: types.ModuleType, module: nn.Module) -> Any:
 
 
 @both
-def test_a_policys_arguments_train_as_pytorchs(run_ranks, originals: bool) -> None:
-    run_ranks(compare_policy, originals)
-
-
-def compare_policy(originals: bool) -> None:
+@on_ranks
+def test_a_policys_arguments_train_as_pytorchs(originals: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
         policy = library.wrap.CustomPolicy(functools.partial(_custom, library))
@@ -80,7 +78,12 @@ def test_wrap_contexts(run_ranks) -> None:
 # What is left alone.
 
 
-def ignoring(how: str, originals: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "originals"),
+    [("modules", False), ("states as modules", True), ("states as parameters", False), ("around an instance", True)],
+)
+@on_ranks
+def test_ignored_parameters_stay_whole(how: str, originals: bool) -> None:
     found = {}
     for label, library in LIBRARIES.items():
         model = mlp()
@@ -104,14 +107,6 @@ def ignoring(how: str, originals: bool) -> None:
         found[label] = (instances(library, model), whole(library, model))
     assert found["ours"][0] == found["theirs"][0]
     same(found["ours"][1], found["theirs"][1])
-
-
-@pytest.mark.parametrize(
-    ("how", "originals"),
-    [("modules", False), ("states as modules", True), ("states as parameters", False), ("around an instance", True)],
-)
-def test_ignored_parameters_stay_whole(run_ranks, how: str, originals: bool) -> None:
-    run_ranks(ignoring, how, originals)
 
 
 class Tied(nn.Module):
@@ -142,11 +137,8 @@ class Tied(nn.Module):
     ("kind", "originals"),
     [("within", True), ("siblings", False), ("nested", True), ("module twice", False), ("inner module twice", True)],
 )
-def test_shared_weights_train_as_unsharded(run_ranks, kind: str, originals: bool) -> None:
-    run_ranks(ties, kind, originals)
-
-
-def ties(kind: str, originals: bool) -> None:
+@on_ranks
+def test_shared_weights_train_as_unsharded(kind: str, originals: bool) -> None:
     model: Any = wrap(fullshard, Tied(kind), auto_wrap_policy={nn.Sequential}, use_orig_params=originals)
     train(model)
     same(whole(fullshard, model), trained(Tied(kind)))
@@ -157,11 +149,8 @@ def ties(kind: str, originals: bool) -> None:
 
 
 @pytest.mark.parametrize(("where", "originals"), [("outside", True), ("applied", False)])
-def test_activation_checkpointing(run_ranks, where: str, originals: bool) -> None:
-    run_ranks(checkpointed, where, originals)
-
-
-def checkpointed(where: str, originals: bool) -> None:
+@on_ranks
+def test_activation_checkpointing(where: str, originals: bool) -> None:
     recomputed = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     if where == "outside":
         model = blocks()
@@ -178,11 +167,8 @@ def checkpointed(where: str, originals: bool) -> None:
 
 
 @both
-def test_copies(run_ranks, originals: bool) -> None:
-    run_ranks(copied, originals)
-
-
-def copied(originals: bool) -> None:
+@on_ranks
+def test_copies(originals: bool) -> None:
     """A copy trains as the one it was copied from would, and knows the dtypes that buffers had."""
     plain = blocks()
     plain[0].register_buffer("noise", torch.ones(2))

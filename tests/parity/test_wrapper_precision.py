@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
+from ways import on_ranks
 from wrapped import LIBRARIES, batch, same, train, whole, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -143,16 +144,15 @@ def run_ignored(library: types.ModuleType, ignored: tuple[type[nn.Module], ...] 
     return names, seen, norms, losses, whole(library, model)
 
 
-def compare_ignored(ignored: tuple[type[nn.Module], ...] | None, originals: bool) -> None:
+@pytest.mark.parametrize(("ignored", "originals"), [(None, True), ((nn.BatchNorm1d, nn.LayerNorm), False)])
+@on_ranks
+def test_ignored_classes_get_instances_in_full_precision(
+    ignored: tuple[type[nn.Module], ...] | None, originals: bool
+) -> None:
     mine, expected = (run_ignored(library, ignored, originals) for library in LIBRARIES.values())
     assert mine[:3] == expected[:3], (mine[:3], expected[:3])
     torch.testing.assert_close(mine[3], expected[3], rtol=2e-2, atol=2e-2)
     same(mine[4], expected[4], 2e-2, 2e-2)
-
-
-@pytest.mark.parametrize(("ignored", "originals"), [(None, True), ((nn.BatchNorm1d, nn.LayerNorm), False)])
-def test_ignored_classes_get_instances_in_full_precision(run_ranks, ignored: Any, originals: bool) -> None:
-    run_ranks(compare_ignored, ignored, originals)
 
 
 def buffers_come_back(originals: bool) -> None:

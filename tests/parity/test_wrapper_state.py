@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from training import assert_same
+from ways import on_ranks
 from wrapped import differences, make_net, net_case, typed, whole_values, wrap_net
 
 FULL, SHARDED = fullshard.FullStateDictConfig, fullshard.ShardedStateDictConfig
@@ -39,7 +40,20 @@ CASES = [
 ]  # fmt: skip
 
 
-def saves(cases: list[str], orig: bool) -> list[str]:
+def types_wrong(where: str, state: Any, kind: str, config: Any) -> list[str]:
+    wanted: Any = torch.Tensor
+    if kind == "SHARDED" and "NO_SHARD" not in where:
+        wanted = DTensor if config._use_dtensor else ShardedTensor
+    managed = "layers.0.down.weight"  # in every case by an instance
+    found = type(state[managed])
+    return [] if issubclass(found, wanted) else [f"{where}: {managed} is a {found.__name__}"]
+
+
+@pytest.mark.parametrize(
+    ("orig", "cases"), [(False, CASES), (True, ["nested", "tied_across", "ignored", "nested-NO_SHARD"])]
+)
+@on_ranks
+def test_names_order_and_values_are_the_unwrapped_models(cases: list[str], orig: bool) -> list[str]:
     problems = []
     for case in cases:
         model, plain = net_case(case, orig)
@@ -64,22 +78,6 @@ def saves(cases: list[str], orig: bool) -> list[str]:
             problems.append(f"{case}: saving changed the model's parameters")
         model(torch.tensor([1, 2])).sum().backward()
     return problems
-
-
-def types_wrong(where: str, state: Any, kind: str, config: Any) -> list[str]:
-    wanted: Any = torch.Tensor
-    if kind == "SHARDED" and "NO_SHARD" not in where:
-        wanted = DTensor if config._use_dtensor else ShardedTensor
-    managed = "layers.0.down.weight"  # in every case by an instance
-    found = type(state[managed])
-    return [] if issubclass(found, wanted) else [f"{where}: {managed} is a {found.__name__}"]
-
-
-@pytest.mark.parametrize(
-    ("orig", "cases"), [(False, CASES), (True, ["nested", "tied_across", "ignored", "nested-NO_SHARD"])]
-)
-def test_names_order_and_values_are_the_unwrapped_models(run_ranks, orig, cases):
-    assert_same(run_ranks(saves, cases, orig))
 
 
 def test_names_order_and_values_on_a_hybrid_mesh(run_ranks):
@@ -165,7 +163,18 @@ def test_files_load_on_other_numbers_of_ranks(run_ranks, tmp_path, worlds, orig)
     assert_same(run_ranks(load_files, str(tmp_path), not orig, world=worlds[1]))
 
 
-def like_pytorch(orig: bool) -> list[str]:
+def described(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        shards = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in value.local_shards()]
+        return "ShardedTensor", tuple(value.size()), shards, [str(m) for m in value.metadata().shards_metadata]
+    if isinstance(value, DTensor):
+        return "DTensor", value.placements, tuple(value.to_local().shape), tuple(value.shape), value.stride()
+    return "Tensor", tuple(value.shape), value.dtype, value.requires_grad
+
+
+@ORIG
+@on_ranks
+def test_state_dicts_are_pytorchs_key_for_key(orig: bool) -> list[str]:
     """Key for key with PyTorch's: types, shapes, local shards, placements."""
     problems = []
     for mesh in (False, True):
@@ -181,20 +190,6 @@ def like_pytorch(orig: bool) -> list[str]:
                     if described(got[key]) != described(want[key]):
                         problems.append(f"{where} {key}: {described(got[key])} where {described(want[key])}")
     return problems
-
-
-def described(value: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        shards = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in value.local_shards()]
-        return "ShardedTensor", tuple(value.size()), shards, [str(m) for m in value.metadata().shards_metadata]
-    if isinstance(value, DTensor):
-        return "DTensor", value.placements, tuple(value.to_local().shape), tuple(value.shape), value.stride()
-    return "Tensor", tuple(value.shape), value.dtype, value.requires_grad
-
-
-@ORIG
-def test_state_dicts_are_pytorchs_key_for_key(run_ranks, orig):
-    assert_same(run_ranks(like_pytorch, orig))
 
 
 def memory_bound(orig: bool) -> list[str]:
@@ -299,7 +294,8 @@ def test_wrong_shapes_are_refused_before_anything_changes(run_ranks):
     assert_same(run_ranks(wrong_shapes, True))
 
 
-def at_the_wrong_time() -> None:
+@on_ranks
+def test_state_dicts_while_parameters_are_whole() -> None:
     model, _ = net_case("nested", True)
     with FSDP.summon_full_params(model):
         assert list(model.state_dict()) == list(make_net().state_dict())
@@ -315,7 +311,3 @@ def at_the_wrong_time() -> None:
     model.module.layers[0].module.up.register_forward_hook(save_inside)
     model(torch.tensor([1]))
     assert len(errors) == 1
-
-
-def test_state_dicts_while_parameters_are_whole(run_ranks):
-    run_ranks(at_the_wrong_time)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from training import assert_same
+from ways import on_ranks
 
 SHARDED = fullshard.FullyShardedDataParallel
 both = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
@@ -43,7 +43,19 @@ def build(orig: bool, strategy: str = "FULL_SHARD") -> tuple[Net, nn.Module]:
     return plain, SHARDED(model, **settings)
 
 
-def writes(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[str]:
+@both
+@pytest.mark.parametrize(
+    ("how", "writeback", "to_cpu"),
+    [
+        ("in place", True, False),
+        ("in place", False, True),
+        ("data", True, True),
+        ("assign", True, False),
+        ("assign", False, False),
+    ],
+)
+@on_ranks
+def test_writeback(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[str]:
     """Write to a whole parameter in one of three ways; what a later summon shows, and what the forward computes."""
     plain, model = build(orig)
     target = torch.arange(15.0).view(5, 3) / 15
@@ -70,26 +82,8 @@ def writes(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[str]:
 
 
 @both
-@pytest.mark.parametrize(
-    ("how", "writeback", "to_cpu"),
-    [
-        ("in place", True, False),
-        ("in place", False, True),
-        ("data", True, True),
-        ("assign", True, False),
-        ("assign", False, False),
-    ],
-)
-def test_writeback(run_ranks, orig, writeback, how, to_cpu):
-    assert_same(run_ranks(writes, orig, writeback, how, to_cpu))
-
-
-@both
-def test_rank0_only(run_ranks, orig):
-    assert_same(run_ranks(one_rank, orig))
-
-
-def one_rank(orig: bool) -> list[str]:
+@on_ranks
+def test_rank0_only(orig: bool) -> list[str]:
     plain, model = build(orig, "SHARD_GRAD_OP")
     before = [tuple(p.shape) for p in model.parameters()]
     with SHARDED.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
@@ -98,7 +92,9 @@ def one_rank(orig: bool) -> list[str]:
     return [] if whole == wanted else [f"{whole}"]
 
 
-def gradients(orig: bool, writeback: bool) -> list[str]:
+@pytest.mark.parametrize(("orig", "writeback"), [(False, True), (True, True), (True, False)])
+@on_ranks
+def test_gradients(orig: bool, writeback: bool) -> list[str]:
     plain, model = build(orig)
     plain, model = plain.double(), model.double()
     x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -125,12 +121,9 @@ def gradients(orig: bool, writeback: bool) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("orig", "writeback"), [(False, True), (True, True), (True, False)])
-def test_gradients(run_ranks, orig, writeback):
-    assert_same(run_ranks(gradients, orig, writeback))
-
-
-def refusals(orig: bool) -> list[str]:
+@both
+@on_ranks
+def test_refusals(orig: bool) -> list[str]:
     """What is refused, how, and that the model trains on afterwards."""
     _, model = build(orig)
     summon, said = SHARDED.summon_full_params, []
@@ -174,11 +167,8 @@ def refusals(orig: bool) -> list[str]:
 
 
 @both
-def test_refusals(run_ranks, orig):
-    assert_same(run_ranks(refusals, orig))
-
-
-def partial(orig: bool) -> list[str]:
+@on_ranks
+def test_which_instances(orig: bool) -> list[str]:
     """Without recurse, one instance alone; nested by hand inside out; a module that only contains instances."""
     plain, model = build(orig)
     problems = []
@@ -197,12 +187,9 @@ def partial(orig: bool) -> list[str]:
     return problems
 
 
-@both
-def test_which_instances(run_ranks, orig):
-    assert_same(run_ranks(partial, orig))
-
-
-def applied(orig: bool, summoned: bool) -> list[str]:
+@pytest.mark.parametrize(("orig", "summoned"), [(False, True), (True, False)])
+@on_ranks
+def test_apply(orig: bool, summoned: bool) -> list[str]:
     """`apply` sees whole parameters, and what it writes stays; by itself, and where they are shown already."""
     plain, model = build(orig)
     shapes: dict[str, list[tuple[int, ...]]] = {"plain": [], "model": []}
@@ -222,8 +209,3 @@ def applied(orig: bool, summoned: bool) -> list[str]:
     problems = [] if shapes["plain"] == shapes["model"] else [f"{shapes}"]
     state = model.state_dict()
     return problems + [name for name, p in plain.named_parameters() if not torch.equal(state[name], p)]
-
-
-@pytest.mark.parametrize(("orig", "summoned"), [(False, True), (True, False)])
-def test_apply(run_ranks, orig, summoned):
-    assert_same(run_ranks(applied, orig, summoned))
