@@ -21,9 +21,7 @@ from ways import (
     on_ranks,
     shard,
     some_ways,
-    two_layers,
     value_problems,
-    wide_batch,
 )
 
 pytestmark = pytest.mark.gloo("compiled code is the process's: what a second rank compiles is for any size")
@@ -70,7 +68,7 @@ def test_a_compiled_step(way: str, build: str) -> list[str]:
     return trained(build, model, steps[0], plain, steps[1])
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
+@pytest.mark.parametrize("way", ["rows", "originals"])
 @on_ranks
 def test_a_compiled_training_step(way: str) -> list[str]:
     """Forward, backward and step in one compiled function, which breaks the graph where it has to."""
@@ -186,11 +184,14 @@ def test_a_compiled_model(way: str) -> list[str]:
 @pytest.mark.parametrize("way", WRAPPERS)
 @on_ranks
 def test_full_precision_in_eval_of_a_compiled_model(way: str) -> list[str]:
-    """`full_precision_in_eval` changes what a compiled model computes with, too, and changes it back."""
+    """`full_precision_in_eval` changes what a compiled model computes with, too, and changes it back.
+
+    Units are of the root's own class here: Dynamo does not guard that one of two objects is not the other.
+    """
     torch.compiler.reset()
-    mixed = fullshard.MixedPrecision(param_dtype=torch.bfloat16)
-    model = shard(two_layers(), way, mixed_precision=mixed, full_precision_in_eval=True)
-    made, x = compiled(model, "eager"), wide_batch(0, 0)
-    found = [made.train(mode)(x).dtype for mode in (True, False, True)]
-    problems = [] if found == [torch.bfloat16, torch.float32, torch.bfloat16] else [f"outputs of {found}"]
-    return problems + differences("eval", {"": made.eval()(x).detach()}, {"": two_layers()(x).detach()})
+    mixed, low = fullshard.MixedPrecision(param_dtype=torch.bfloat16), torch.bfloat16
+    model = shard(layers().float(), way, mixed_precision=mixed, full_precision_in_eval=True)
+    made, x = compiled(model, "eager"), batch(0, 0).float()
+    found = [made.train(mode)(x).dtype for mode in (True, False, True, False, True)]
+    problems = [] if found == [low, torch.float32, low, torch.float32, low] else [f"outputs of {found}"]
+    return problems + differences("eval", {"": made.eval()(x).detach()}, {"": layers().float()(x).detach()})

@@ -19,16 +19,12 @@ class Asked:
     unit: Unit
     settings: UnitSettings
     root: Any
+    is_top: bool
     kept: bool
     index: int
     happens: Callable[[Happening], None]
     post_optim_event: torch.Event | None
     _ran: set[int]
-
-    @property
-    def is_top(self) -> bool:
-        """Whether this is the root's own unit."""
-        return self.root is not None and self.root.top is self
 
     def unshard(self) -> None:
         """Start gathering (if it is sharded) on the user's behalf."""

@@ -41,6 +41,7 @@ class Runnable(Reducible, Protocol):
     """What a root knows of a unit: its `Runner`."""
 
     root: Root | None
+    is_top: bool
     kept: bool
     held: int
     phase: Phase
@@ -135,7 +136,8 @@ class Root:
                 one.root.lend(one, name)
         for index, one in enumerate(self.units):
             if one.root is not self:
-                one.root, one.index, one.unit.name = self, index, self.position.names[index]
+                one.root, one.is_top, one.index = self, one is self.top, index
+                one.unit.name = self.position.names[index]
                 self.ledger.take_over(one.unit.ledger)
                 one.unit.ledger = self.ledger
         self._lent = False
@@ -362,7 +364,7 @@ class Root:
         """The root module is gone: let go of the units, which may live on by themselves."""
         for one in self.units:
             if one.root is self:
-                one.root = None
+                one.root, one.is_top = None, False
         self.units = []
 
     # Prefetch and recovery.

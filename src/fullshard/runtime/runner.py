@@ -43,6 +43,7 @@ class Runner(Asked):
     Attributes:
         phase: see `phases.py`.
         root: the context of all units under one root; None until the first forward.
+        is_top: whether this is the root's own unit. Plain: Dynamo does not guard that two objects are not the same.
         index: of this unit in the root.
         kept: whether the user called `unshard()`, or asked not to reshard after backward.
         held: how many `keep_gathered` blocks the unit is in now.
@@ -63,6 +64,7 @@ class Runner(Asked):
         if unit.buckets:
             arrive(unit.buckets[0].axes)
         self.root: Root | None = None
+        self.is_top = False
         self.index = -1
         self.phase = Phase.IDLE
         self.kept = False
