@@ -147,10 +147,8 @@ def test_an_exception_that_the_models_own_forward_catches(way: str) -> list[str]
 # Gradients and parameters after a failed backward.
 
 
-CLEARS = {
-    "by model": lambda model: model.zero_grad(),
-    "by model, to zero": lambda model: model.zero_grad(set_to_none=False),
-    "by optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(),
+CLEARS = {  # by the model: see the property machine
+    "by optimizer, to zero": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False),
     "by children": lambda model: [
         setattr(p, "grad", None) for m in model.modules() for p in m._parameters.values() if p is not None
     ],

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from training import assert_same
 from ways import (
     LAYOUTS,
     alone,
@@ -141,7 +140,9 @@ def part(whole_gradient: Tensor, parameter: Tensor, way: str) -> Tensor:
     return flat[:numel] if dist.get_rank() == 0 else flat[-numel:]
 
 
-def assigned_ahead(way: str) -> list[str]:
+@three_ways
+@on_ranks
+def test_a_parameter_assigned_before_its_units_forward(way: str) -> list[str]:
     """Before another unit's forward, from the first pass on: that computes with the new one, and trains it."""
     model = assigning(way, False, children, "2")
     out = model(my_batch())
@@ -155,7 +156,9 @@ def assigned_ahead(way: str) -> list[str]:
     return problems + differences("gradient", {"": whole(weight.grad)}, {"": part(want[2].weight.grad, weight, way)})
 
 
-def assigned_after_forward(way: str) -> list[str]:
+@three_ways
+@on_ranks
+def test_a_parameter_assigned_after_its_units_forward(way: str) -> list[str]:
     """The backward of a forward that came before the assignment gives the gradients of what that computed with."""
     model = shard(two_layers(), way)
     layer = layer_of(model, "2")
@@ -167,9 +170,3 @@ def assigned_after_forward(way: str) -> list[str]:
     backward(want, 0, [0, 1])
     problems = [] if layer.weight.grad is None else ["the new parameter has a gradient"]
     return problems + differences("old", {"": whole(old.grad)}, {"": part(want[2].weight.grad, old, way)})
-
-
-@three_ways
-@pytest.mark.parametrize("when", [assigned_ahead, assigned_after_forward])
-def test_gradients_are_those_of_the_parameter_that_computed(run_ranks, way, when):
-    assert_same(run_ranks(when, way))

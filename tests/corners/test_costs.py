@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ import fullshard.state_dict
 from fullshard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fullshard.state_dict import StateDictOptions
 from ways import (
+    WRAPPERS,
     adam,
     differences,
-    every_wrapper,
     gradient_problems,
     layers,
     loss_of,
@@ -56,13 +57,19 @@ class Recorded:
             output_tensor.div_(size)
 
 
-@rows_and_flat
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper", "originals"])
 @on_ranks
 def test_an_axis_of_one_rank_divides_nothing(way: str) -> list[str]:
     """With a factor of the user's sums are asked for; and of one rank a sum, which every backend knows, by default."""
     problems: list[str] = []
-    for shape in ((1, 2), (2, 1)):
+    for shape, strategy in [((1, 2), "HYBRID_SHARD"), ((2, 1), "HYBRID_SHARD"), ((1, 2), "_HYBRID_SHARD_ZERO2")]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        if way in WRAPPERS:
+            given = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+            model, whole = shard(layers(), way, **given), layers()
+            loss_of(model, mine(0)).backward(), loss_of(whole, batch_of(0)).backward()
+            problems += gradient_problems(f"{shape} {strategy}", model, whole)
+            continue
         for sums in (True, False):
             model, whole, seen, asked = shard(layers(), way, mesh=mesh), layers(), [], Recorded()
             for unit in model.modules():
@@ -78,18 +85,6 @@ def test_an_axis_of_one_rank_divides_nothing(way: str) -> list[str]:
                 problems.append(f"{shape}: {len(seen)} calls of a hook, wanted one for each unit with parameters")
             if not sums and (not asked.asked or any(s == 1 and op != dist.ReduceOp.SUM for s, op in asked.asked)):
                 problems.append(f"{shape}: asked for {asked.asked}")
-    return problems
-
-
-@every_wrapper
-@on_ranks
-def test_the_wrapper_on_an_axis_of_one_rank(way: str) -> list[str]:
-    problems: list[str] = []
-    for shape, strategy in [((1, 2), "HYBRID_SHARD"), ((2, 1), "HYBRID_SHARD"), ((1, 2), "_HYBRID_SHARD_ZERO2")]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        model, whole = shard(layers(), way, device_mesh=mesh, sharding_strategy=ShardingStrategy[strategy]), layers()
-        loss_of(model, mine(0)).backward(), loss_of(whole, batch_of(0)).backward()
-        problems += gradient_problems(f"{shape} {strategy}", model, whole)
     return problems
 
 
@@ -250,21 +245,8 @@ class Waits(fullshard.RecordingComm):
     def note(self, what: str, pending: Any) -> Any:
         name = f"{what} {sum(line.startswith(f'{what} ') for line in self.noted)}"
         self.noted.append(name)
-        return Noted(pending, self.noted, name)
-
-
-class Noted:
-    """A collective in flight whose wait is written down."""
-
-    def __init__(self, pending: Any, noted: list[str], name: str) -> None:
-        self.pending, self.noted, self.name = pending, noted, name
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        self.noted.append(f"wait for {self.name}")
-        self.pending.wait()
+        wait = lambda: self.noted.append(f"wait for {name}") or pending.wait()  # noqa: E731
+        return SimpleNamespace(is_completed=lambda: False, wait=wait)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

@@ -20,6 +20,7 @@ from ways import (
     Block,
     Loss,
     Network,
+    alone,
     differences,
     error_of,
     mean_square,
@@ -153,11 +154,13 @@ class Sparse(nn.Module):
 
 @some_ways
 def test_sparse_gradients_are_named(fake_world, way):
-    """In the first backward, by the parameter."""
+    """By the parameter, in every backward; the first failure leaves the model as it was."""
     fake_world(2)
-    model = shard(Sparse(), way, blocks_of)
-    error = error_of(lambda: mean_square(model, wide_batch(0, 0)).backward())
-    assert not named_error(error, "sparse", "weight", "remedy")
+    for units in (alone, blocks_of):
+        model = shard(Sparse(), way, units)
+        for _ in range(2):
+            error = error_of(lambda model=model: mean_square(model, wide_batch(0, 0)).backward())
+            assert not named_error(error, "sparse", "blocks.0.weight", "remedy")
 
 
 # Gradients of sharded parameters asked for directly.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from drop_in import layers, trains_as
+from drop_in import layers, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -96,34 +97,28 @@ def put_on(kind: Any, methods: tuple[Callable, Callable]) -> None:
 def sharded(kind: Any, width: int, **keywords: Any) -> nn.Module:
     model = layers(width=width)
     model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
-    for part in (model[0], model[2], model):
-        if any(True for _ in part.parameters()):
-            fully_shard(part, **keywords)
-    return model
+    return shard(model, **keywords)
 
 
-MESHES = {
-    "1d": lambda: None,
-    "hybrid": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-    "hybrid without names": lambda: init_device_mesh("cpu", (2, 2)),
-}
 OUTPUTS = ["copied", "declared", "undeclared", "kept", "padded", "sent as its class"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_rows_and_outputs(run_ranks, mesh):
-    assert all(run_ranks(plain, OUTPUTS, [6, 5, 1] if mesh == "1d" else [5], mesh, world=2 if mesh == "1d" else 4))
+def trains_with_all_outputs(widths: list[int], **mesh: Any) -> None:
+    for outputs, width in itertools.product(OUTPUTS, widths):
+        put_on(kind := make_class(), gather_methods(outputs))
+        for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
+            model = sharded(kind, width, layout=layout, reshard_after_forward=reshard, **mesh)
+            trains_as(model, layers(width=width))
 
 
-def plain(every: list[str], widths: list[int], mesh: str) -> bool:
-    for outputs in every:
-        for width in widths:
-            kind = make_class()
-            put_on(kind, gather_methods(outputs))
-            for layout, reshard in (("rows", True), ("rows", False), ("flat", True)):
-                model = sharded(kind, width, mesh=MESHES[mesh](), layout=layout, reshard_after_forward=reshard)
-                assert trains_as(model, layers(width=width))
-    return True
+@on_ranks
+def test_rows_and_outputs() -> None:
+    trains_with_all_outputs([6, 5, 1])
+
+
+@on_ranks(world=4)
+def test_rows_and_outputs_on_a_hybrid_mesh() -> None:
+    trains_with_all_outputs([5], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 @pytest.mark.parametrize("where", ["class", "tensor"])
@@ -143,12 +138,9 @@ def test_methods_set_after_sharding(width: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("first_form", ["five arguments", "one argument"])
-def test_methods_replaced_by_those_of_the_other_form(run_ranks, first_form):
+@on_ranks
+def test_methods_replaced_by_those_of_the_other_form(first_form: str) -> None:
     """The older form is `fsdp_pre_all_gather(self, mesh)`; which one is called is asked at the gather."""
-    assert all(run_ranks(replaced, first_form))
-
-
-def replaced(first_form: str) -> bool:
     kind, (pre, post) = make_class(), gather_methods("copied")
 
     def short(self: Any, mesh: Any) -> Any:
@@ -157,9 +149,9 @@ def replaced(first_form: str) -> bool:
     forms = [pre, short] if first_form == "five arguments" else [short, pre]
     put_on(kind, (forms[0], post))
     model, reference = sharded(kind, 6), layers(width=6)
-    assert trains_as(model, reference)
+    trains_as(model, reference)
     kind.fsdp_pre_all_gather = forms[1]
-    return trains_as(model, reference)
+    trains_as(model, reference)
 
 
 @on_ranks

@@ -6,15 +6,13 @@ follows has no graph, and autograd never comes back to it; the others gather and
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.events import record_events
-from ways import EXACT, gradient_problems, shard
+from ways import EXACT, gradient_problems, on_ranks, shard
 
 
 class Mixed(nn.Module):
@@ -63,25 +61,20 @@ def train(way: str, units: list[str], steps: list[tuple[bool, bool]], **settings
 
 
 ON_ONE, ON_NONE, ON_BOTH = (True, False), (False, False), (True, True)
+CASES = {  # the units, on which ranks a gradient is needed step by step, and settings
+    "that trains": (["mixed", "last"], [ON_BOTH, ON_ONE, ON_NONE, ON_ONE[::-1]], {}),
+    "frozen": (["mixed", "frozen", "last"], [ON_ONE, ON_ONE[::-1], ON_NONE, ON_BOTH], {}),
+    "without parameters": (["mixed", "bare", "last"], [ON_ONE, ON_ONE[::-1], ON_NONE, ON_BOTH], {}),
+    "frozen, first on none": (["mixed", "frozen", "last"], [ON_NONE, ON_ONE, ON_ONE[::-1]], {"unused": "zeros"}),
+}
 
 
 @pytest.mark.parametrize("way", ["rows", "flat", "originals"])
-def test_a_unit_that_trains_needs_no_gradient_on_one_rank(run_ranks, way):
-    steps = [ON_BOTH, ON_ONE, ON_NONE, ON_ONE[::-1]]
-    assert run_ranks(train, way, ["mixed", "last"], steps) == [[], []]
-
-
-@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
-@pytest.mark.parametrize("unit", ["frozen", "bare"])
-def test_a_unit_that_does_not_train_needs_a_gradient_on_one_rank(run_ranks, way, unit):
-    steps = [ON_ONE, ON_ONE[::-1], ON_NONE, ON_BOTH]
-    assert run_ranks(train, way, ["mixed", unit, "last"], steps) == [[], []]
-
-
-@pytest.mark.parametrize("way", ["rows", "originals"])
-def test_a_frozen_unit_needs_a_gradient_on_one_rank_alone_after_a_first_pass_on_none(run_ranks, way):
-    units, steps = ["mixed", "frozen", "last"], [ON_NONE, ON_ONE, ON_ONE[::-1]]
-    assert run_ranks(partial(train, unused="zeros"), way, units, steps) == [[], []]
+@pytest.mark.parametrize("unit", CASES)
+@on_ranks
+def test_a_unit_needs_a_gradient_on_one_rank(way: str, unit: str) -> list[str]:
+    units, steps, settings = CASES[unit]
+    return train(way, units, steps, **settings)
 
 
 def gathers(steps: list[tuple[bool, bool]]) -> list[int]:

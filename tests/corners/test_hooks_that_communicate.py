@@ -31,16 +31,13 @@ class Polled:
     """A pending collective that is waited for only when it is said to be done, or when the engine waits."""
 
     def __init__(self, inner: Any, comm: Differing) -> None:
-        self.inner, self.comm = inner, comm
-
-    def wait(self) -> object:
-        return self.inner.wait()
+        self.inner, self.comm, self.wait = inner, comm, inner.wait
 
     def is_completed(self) -> bool:
         self.comm.asked += 1
         if not POLLS[self.comm.polls](dist.get_rank(), self.comm.asked):
             return False
-        self.inner.wait()
+        self.wait()
         return True
 
 
@@ -52,17 +49,18 @@ class Differing(fullshard.RecordingComm):
         self.polls, self.asked = polls, 0
         self.log: list[str] = []
 
+    def asks(self, verb: str, tensor: Tensor, *given: Any) -> Any:
+        self.log.append(f"{verb} {tensor.numel()}")
+        return Polled(getattr(self.inner, verb)(*given), self)
+
     def gather(self, axis: Any, out: Tensor, shard: Tensor) -> Any:
-        self.log.append(f"gather {out.numel()}")
-        return Polled(self.inner.gather(axis, out, shard), self)
+        return self.asks("gather", out, axis, out, shard)
 
     def reduce(self, axis: Any, out: Tensor, buffer: Tensor, mean: bool) -> Any:
-        self.log.append(f"reduce {buffer.numel()}")
-        return Polled(self.inner.reduce(axis, out, buffer, mean), self)
+        return self.asks("reduce", buffer, axis, out, buffer, mean)
 
     def all_reduce(self, axis: Any, tensor: Tensor, mean: bool) -> Any:
-        self.log.append(f"all_reduce {tensor.numel()}")
-        return Polled(self.inner.all_reduce(axis, tensor, mean), self)
+        return self.asks("all_reduce", tensor, axis, tensor, mean)
 
 
 class Network(nn.Module):
@@ -83,10 +81,10 @@ class Network(nn.Module):
 
 
 def sharded(way: str, comm: Differing, mesh: str = "1d") -> nn.Module:
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"comm": comm}
     if mesh == "hybrid":
         given["mesh"] = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    return shard(Network(), way, blocks_of, comm=comm, **given)
+    return shard(Network(), way, blocks_of, **given)
 
 
 def backward(model: nn.Module, step: int) -> None:

@@ -100,8 +100,7 @@ def test_what_is_kept_of_a_gradient_stays(way: str) -> list[str]:
                 problems.append(f"{name}: its memory is gone")  # reading it would end the process
                 continue
             next_step(model, 1)
-            if not all(map(torch.equal, map(value, kept), before)):
-                problems.append(f"{name}: changed by the next step")
+            assert all(map(torch.equal, map(value, kept), before)), f"{name}: changed by the next step"
             problems += gradient_problems(f"{name}: next", model, reference)[:1]
     return problems
 
@@ -127,35 +126,23 @@ def test_gradients_collected_over_steps(way: str) -> list[str]:
     return differences("the sum of four kept gradients of", whole_parameters(model), want)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat"])
+@pytest.mark.parametrize("of", ["whole rows", "whole flat", "views of flat", "views of owner"])
 @on_ranks
-def test_whole_gradients_of_one_rank_stay(way: str) -> list[str]:
-    """On a mesh of one rank `full_tensor()` is the gradient itself."""
+def test_other_forms_of_gradients_stay(of: str) -> list[str]:
+    """Whole ones, on a mesh of one rank, where `full_tensor()` is the gradient itself; and of an optimizer's view."""
+    form, _, way = of.replace("of ", "").partition(" ")
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shard"))
-    model = shard(layers(), way, but_last, mesh=meshes["shard"])
-    problems: list[str] = []
-    for graph in (False, True):
-        next_step(model, 0)
-        with torch.set_grad_enabled(graph):
-            kept = [grad.full_tensor() for grad in gradients(model)]
-        before = [each.clone() for each in kept]
-        next_step(model, 1)
-        problems += [] if all(map(torch.equal, kept, before)) else [f"whole gradients changed, graph={graph}"]
-    return problems
-
-
-@pytest.mark.parametrize("way", ["flat", "owner"])
-@on_ranks
-def test_gradients_of_an_optimizers_view_stay(way: str) -> list[str]:
-    model = shard(layers(), way, but_last)
-    views = list(fullshard.optimizer_view(model))
-    problems: list[str] = []
+    model = shard(layers(), way, but_last, **({"mesh": meshes["shard"]} if form == "whole" else {}))
+    views, problems = fullshard.optimizer_view(model) if form == "views" else [], []
     for name in ("object", "detached", "slice"):
-        next_step(model, 0)
-        kept = [KEEPS[name](view.grad) for view in views]
-        before = [each.clone() for each in kept]
-        next_step(model, 1)
-        problems += [] if kept and all(map(torch.equal, kept, before)) else [f"{name} of a view's gradient changed"]
+        for graph in (False, True):
+            next_step(model, 0)
+            with torch.set_grad_enabled(graph):
+                grads = [view.grad for view in views] or [grad.full_tensor() for grad in gradients(model)]
+                kept = [KEEPS[name](grad) for grad in grads]
+            before = [each.clone() for each in kept]
+            next_step(model, 1)
+            problems += [] if all(map(torch.equal, kept, before)) else [f"{name} changed, graph={graph}"]
     return problems
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import memory_use
 from models import blocks_of
-from ways import backward, gradient_problems, on_ranks, shard, some_ways
+from ways import alone, backward, gradient_problems, on_ranks, shard
 
 WIDE = 6
 BLOCKS = 6
@@ -114,7 +114,7 @@ def most_gathered(events: Iterable[fullshard.Event]) -> int:
     return most
 
 
-@some_ways
+@pytest.mark.parametrize("way", ["rows", "wrapper"])
 @on_ranks
 def test_units_are_freed_in_backward(way: str) -> list[str]:
     """One that computes and one that is prefetched, whatever forwards do with their inputs."""
@@ -144,7 +144,7 @@ def test_units_are_freed_in_backward(way: str) -> list[str]:
 def test_unshard_before_the_first_forward_is_counted_once(fake_world, way):
     fake_world(2)
     model: Any = shard(Network("plain"), way, blocks_of)
-    x = torch.ones(2, WIDE)
+    one, two = model.blocks[:2]
 
     def check(gathered: int | None) -> None:
         held = memory_use(model)
@@ -153,33 +153,26 @@ def test_unshard_before_the_first_forward_is_counted_once(fake_world, way):
         assert held.peak_transient >= held.gathered + held.reducing
 
     check(0)
-    model.blocks[0].unshard()
+    one.unshard()
     once = memory_use(model).gathered
     assert once >= 4 * WIDE * (WIDE + 1), "whole rows and a whole bias"
     check(once)
-    model.blocks[0].reshard()
+    one.reshard()
     check(0)
-    model.blocks[0].unshard()
-    model.blocks[1].unshard(async_op=True)
+    one.unshard(), two.unshard(async_op=True)
     check(2 * once)
     with fullshard.record_events() as events:
-        loss = model(x).square().mean()
+        loss = model(torch.ones(2, WIDE)).square().mean()
         check(None)
         loss.backward()
     check(0)
     assert all(event.live >= 0 for event in events)
-    model.blocks[0].unshard()
+    one.unshard()
     check(once)
-    model.blocks[0].reshard()
+    one.reshard()
     check(0)
-
-
-@pytest.mark.parametrize("way", ["rows", "flat"])
-def test_unshard_of_units_without_a_root(fake_world, way):
-    """Units that run alone have accounts of their own."""
-    fake_world(2)
-    for unit in Network("plain").blocks[:2]:
-        block: Any = shard(unit, way, lambda model: [])
+    for unit in Network("plain").blocks[:2]:  # units that run alone have accounts of their own
+        block: Any = shard(unit, way, alone)
         block.unshard()
         block(torch.ones(2, WIDE)).sum().backward()
         block.reshard()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from drop_in import WRAPPERS, batch, layers, shard, trains_as
+from drop_in import WRAPPERS, layers, shard, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,21 +17,22 @@ from ways import on_ranks, wrap
 both_wrappers = pytest.mark.parametrize("originals", WRAPPERS, ids=["flat parameter", "original parameters"])
 
 
+def mesh_settings(*shape: int) -> dict[str, Any]:
+    """A mesh without names, and the strategy for it."""
+    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
+    return {"device_mesh": init_device_mesh("cpu", shape), "sharding_strategy": strategy}
+
+
 @pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("front_end", ["rows", "flat", True], ids=str)
-def test_meshes_without_dim_names(run_ranks, front_end, shape):
+@on_ranks
+def test_meshes_without_dim_names(front_end: Any, shape: tuple[int, ...]) -> None:
     """PyTorch's needs names for a hybrid mesh."""
-    assert all(run_ranks(nameless, front_end, shape))
-
-
-def nameless(front_end: Any, shape: tuple[int, ...]) -> bool:
-    mesh = init_device_mesh("cpu", shape)
-    if not isinstance(front_end, bool):
-        model = shard(layers(), layout=front_end, mesh=mesh)
-        return trains_as(model, layers())
-    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
-    model = wrap(layers(), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=front_end)
-    return trains_as(model, layers())
+    if isinstance(front_end, bool):
+        model = wrap(layers(), use_orig_params=front_end, **mesh_settings(*shape))
+    else:
+        model = shard(layers(), layout=front_end, mesh=init_device_mesh("cpu", shape))
+    trains_as(model, layers())
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
@@ -45,34 +45,11 @@ def test_hybrid_without_a_policy_or_groups(strategy: str) -> None:
 
 
 @both_wrappers
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize("writeback", [False, True], ids=["", "written back"])
-@on_ranks
-def test_gradients_in_summon_full_params(writeback: bool, offload: bool, originals: bool) -> None:
-    """PyTorch's has them with original parameters and without offloading only."""
-    parts, whole = layers(), layers()
-    parts[2] = wrap(parts[2], use_orig_params=originals)
-    model = wrap(parts, use_orig_params=originals)
-    model(batch(0, dist.get_rank())).square().mean().backward()
-    whole(torch.cat([batch(0, rank) for rank in range(2)])).square().mean().backward()
-    summon = FullyShardedDataParallel.summon_full_params
-    keywords: dict[str, Any] = {"with_grads": True, "writeback": writeback, "offload_to_cpu": offload}
-    for factor in (1.0, 3.0 if writeback else 1.0):
-        with summon(model, **keywords):
-            for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad * factor)
-                if factor == 1.0:
-                    mine.grad.mul_(3.0)
-
-
-@both_wrappers
 @pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=str)
 @on_ranks
 def test_local_state_dicts_with_a_mesh(shape: tuple[int, ...], originals: bool) -> None:
     """PyTorch's raises. Saved and loaded, values and training are as before."""
-    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
-    keywords = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])}
-    keywords |= {"sharding_strategy": strategy, "use_orig_params": originals}
+    keywords = {**mesh_settings(*shape), "use_orig_params": originals}
     model, reference, other = wrap(layers(), **keywords), layers(), wrap(layers(seed=1), **keywords)
     assert trains_as(model, reference)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):

@@ -45,16 +45,19 @@ def stepped(model: nn.Module, where: str) -> list[str]:
     return problems + ([f"{where}: {left} keep gradients"] if left else [])
 
 
-@pytest.mark.parametrize(("when", "hook"), [("before", True), ("after", False)])
+@pytest.mark.parametrize(
+    ("way", "when", "hook"),
+    [("originals", "before", True), ("originals", "after", False), ("rows", "after", True), ("flat", "after", False)],
+)
 @on_ranks
-def test_original_parameters_step_in_backward(when: str, hook: bool) -> list[str]:
-    """As PyTorch's wrapper does: whether attached before wrapping or after it, and whether a hook was asked for."""
+def test_parameters_step_in_backward(way: str, when: str, hook: bool) -> list[str]:
+    """As those of PyTorch's wrapper do (its `fully_shard` ignores them): attached before or after, hook or not."""
     problems = []
-    for library in (torch_fsdp, fullshard):
+    for library in (torch_fsdp, fullshard) if way == "originals" else (fullshard,):
         model = two_layers()
         if when == "before":
             attach(model, hook)
-        model = shard(model, "originals", library=library)
+        model = shard(model, way, library=library)
         if when == "after":
             attach(model, hook)
         problems += stepped(model, library.__name__)
@@ -74,16 +77,6 @@ def test_flat_parameters_refuse_it() -> list[str]:
         elif not isinstance(error, RuntimeError):
             problems.append(f"PyTorch's: {error!r}")
     return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@on_ranks
-def test_sharded_parameters_step_in_backward(layout: str) -> list[str]:
-    """Attached to sharded parameters they step in backward as well (PyTorch's `fully_shard` ignores them)."""
-    hook = layout == "rows"
-    model = shard(two_layers(), layout)
-    attach(model, hook)
-    return stepped(model, layout)
 
 
 @pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import DivergenceError, fully_shard
-from ways import assert_equal, example_of, sharded, whole_gradients
+from ways import assert_equal, example_of, on_ranks, sharded, whole_gradients
 
 pytestmark = pytest.mark.gloo("a watcher ends what waits")
 
@@ -56,52 +56,6 @@ def assert_step_is_right(model: nn.Module) -> None:
     assert_equal(whole_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "after the error")
 
 
-def differ(way: str, how: str) -> str:
-    """Returns what the ranks were told."""
-    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
-    mine = ALIKE if rank == 0 else ALIKE[::-1]
-    loss_of(model, rank).backward()
-    with torch.no_grad():
-        loss_of(model, rank)
-    model.zero_grad()
-    with pytest.raises(DivergenceError) as error:
-        if how == "evaluated":
-            with torch.no_grad():
-                loss_of(model, rank, mine)
-            loss_of(model, rank).backward()
-        elif how == "not differentiated":
-            loss_of(model, rank, mine)
-            loss_of(model, rank).backward()
-        else:
-            loss_of(model, rank, mine).backward()
-    make_groups_anew()
-    model = sharded(EXAMPLE, way)
-    assert_step_is_right(model)
-    with torch.no_grad():
-        loss_of(model, rank)
-    assert_step_is_right(model)
-    return str(error.value)
-
-
-def cast(way: str, how: str) -> str:
-    """Returns what the ranks were told."""
-    rank, model = dist.get_rank(), sharded(EXAMPLE, way, dtype=torch.float32)
-    for _ in range(1 if how == "soon" else 3):
-        loss_of(model, rank, dtype=torch.float32).backward()
-        model.zero_grad()
-    if how == "both":
-        model.double()
-        assert_step_is_right(model)
-        return "right"
-    if rank == (how != "first"):
-        model.double()  # twice the bytes of what the other rank gathers
-    with pytest.raises(DivergenceError) as error:
-        loss_of(model, rank, dtype=next(model.parameters()).dtype).backward()
-    make_groups_anew()
-    assert_step_is_right(sharded(EXAMPLE, way))
-    return str(error.value)
-
-
 def make_groups_anew() -> None:
     """What the watcher ended has cut the ranks' connections: only new process groups have others."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -112,50 +66,66 @@ def make_groups_anew() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
 
 
+LEFT = "left the order that all ranks share"
+
+
 @pytest.mark.parametrize(
     ("way", "how"), [("rows", "evaluated"), ("flat", "not differentiated"), ("rows", "trained"), ("wrapper", "trained")]
 )
-def test_an_order_of_one_rank_s_own(run_ranks, way, how):
-    for rank, told in enumerate(run_ranks(differ, way, how)):
-        assert "left the order that all ranks share" in told and "rank 1" in told and f"rank {rank}" in told
+@on_ranks
+def test_an_order_of_one_rank_s_own(way: str, how: str) -> None:
+    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
+    mine = ALIKE if rank == 0 else ALIKE[::-1]
+    loss_of(model, rank).backward()
+    with torch.no_grad():
+        loss_of(model, rank)
+    model.zero_grad()
+    with pytest.raises(DivergenceError, match=rf"(?s)(?=.*rank 1)(?=.*rank {rank}).*{LEFT}"):
+        with torch.set_grad_enabled(how != "evaluated"):
+            loss = loss_of(model, rank, mine)
+        (loss if how == "trained" else loss_of(model, rank)).backward()
+    make_groups_anew()
+    model = sharded(EXAMPLE, way)
+    assert_step_is_right(model)
+    with torch.no_grad():
+        loss_of(model, rank)
+    assert_step_is_right(model)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("first", "rank 0 left the order that all ranks share"),
-        ("second", "rank 1 left the order that all ranks share"),
-        ("soon", "rank 1: has replaced parameters by ones of another dtype"),
-    ],
-)
-def test_another_dtype_on_one_rank_between_steps(run_ranks, how, words):
+CASTS = {  # what is told
+    "first": f"rank 0 {LEFT}",
+    "second": f"rank 1 {LEFT}",
+    "soon": "rank 1: has replaced parameters by ones of another dtype",
+    "between forward and backward": f"rank 1 {LEFT}",
+}
+
+
+@pytest.mark.parametrize("how", CASTS)
+@on_ranks
+def test_another_dtype_on_one_rank(how: str) -> None:
     """Gathers of unequal sizes would end the process in native code."""
-    for told in run_ranks(cast, "rows", how):
-        assert words in told
+    rank, model, between = dist.get_rank(), sharded(EXAMPLE, "rows", dtype=torch.float32), how.startswith("between")
+    for _ in range(1 if how == "soon" else 3):
+        loss_of(model, rank, dtype=torch.float32).backward()
+        model.zero_grad()
+    loss = loss_of(model, rank, dtype=torch.float32) if between else None
+    if rank == (how != "first"):
+        (model.units[2] if between else model).double()  # twice the bytes of what the other rank gathers
+    with pytest.raises(DivergenceError, match=CASTS[how]):
+        (loss_of(model, rank, dtype=next(model.parameters()).dtype) if loss is None else loss).backward()
+    make_groups_anew()
+    assert_step_is_right(sharded(EXAMPLE, "rows"))
 
 
 @pytest.mark.parametrize("way", ["rows", "wrapper"])
-def test_another_dtype_on_all_ranks_between_steps(run_ranks, way):
-    assert set(run_ranks(cast, way, "both")) == {"right"}
-
-
-def cast_between(layout: str) -> str:
-    rank, model = dist.get_rank(), fully_shard(EXAMPLE.make(torch.float32), auto_wrap_policy={nn.Linear}, layout=layout)
+@on_ranks
+def test_another_dtype_on_all_ranks_between_steps(way: str) -> None:
+    model = sharded(EXAMPLE, way, dtype=torch.float32)
     for _ in range(3):
-        loss_of(model, rank, dtype=torch.float32).backward()
+        loss_of(model, dist.get_rank(), dtype=torch.float32).backward()
         model.zero_grad()
-    loss = loss_of(model, rank, dtype=torch.float32)
-    if rank == 1:
-        model.units[2].double()
-    with pytest.raises(DivergenceError) as error:
-        loss.backward()
-    make_groups_anew()
-    return str(error.value)
-
-
-def test_another_dtype_on_one_rank_between_forward_and_backward(run_ranks):
-    for told in run_ranks(cast_between, "rows"):
-        assert "rank 1 left the order that all ranks share" in told
+    model.double()
+    assert_step_is_right(model)
 
 
 class Adapted(nn.Module):
@@ -168,22 +138,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.adapter(x)
 
 
-def unit_of_its_own(when: str) -> str:
-    rank, model = dist.get_rank(), fully_shard(EXAMPLE.make(torch.float64), auto_wrap_policy={nn.Linear})
-    for _ in range(3):
-        loss_of(model, rank).backward()
-        model.zero_grad()
-    loss = loss_of(model, rank)
-    with pytest.raises(DivergenceError) as error:
-        if rank == 1:
-            model.units[2] = Adapted(model.units[2])
-        if when == "after a backward":
-            loss.backward()
-        loss_of(model, rank).backward()
-    make_groups_anew()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("when", "words"),
     [
@@ -191,21 +145,29 @@ def unit_of_its_own(when: str) -> str:
         ("after a forward", "rank 1: uses a model, or a part that was sharded since, for the first time"),
     ],
 )
-def test_a_unit_that_one_rank_alone_adds(run_ranks, when, words):
+@on_ranks
+def test_a_unit_that_one_rank_alone_adds(when: str, words: str) -> None:
     """Its first use compares weights: with whatever the others do, and in native code, if nothing was said before."""
-    for told in run_ranks(unit_of_its_own, when):
-        assert words in told
-
-
-def run_one_more(way: str) -> str:
-    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
-    with pytest.raises(DivergenceError) as error:
-        loss_of(model, rank, ALIKE if rank == 0 else (*ALIKE, UNITS - 1)).backward()
-    assert_step_is_right(model)
-    return str(error.value)
+    rank, model = dist.get_rank(), fully_shard(EXAMPLE.make(torch.float64), auto_wrap_policy={nn.Linear})
+    for _ in range(3):
+        loss_of(model, rank).backward()
+        model.zero_grad()
+    loss = loss_of(model, rank)
+    with pytest.raises(DivergenceError, match=words):
+        if rank == 1:
+            model.units[2] = Adapted(model.units[2])
+        if when == "after a backward":
+            loss.backward()
+        loss_of(model, rank).backward()
+    make_groups_anew()
 
 
 @pytest.mark.parametrize("way", ["rows", "wrapper"])
-def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(run_ranks, way):
-    for told in run_ranks(run_one_more, way):
-        assert f"runs unit 'units.{UNITS - 1}'" in told and "has come to the end of unit '(root)'" in told
+@on_ranks
+def test_a_unit_that_one_rank_runs_once_more_in_the_first_forward(way: str) -> None:
+    rank, model = dist.get_rank(), sharded(EXAMPLE, way)
+    with pytest.raises(DivergenceError) as error:
+        loss_of(model, rank, ALIKE if rank == 0 else (*ALIKE, UNITS - 1)).backward()
+    told = str(error.value)
+    assert f"runs unit 'units.{UNITS - 1}'" in told and "has come to the end of unit '(root)'" in told
+    assert_step_is_right(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fullshard
 from fullshard import fully_shard
 from fullshard.optim import outside
+from ways import on_ranks
 
 pytestmark = pytest.mark.gloo("DDP needs a backend in C++, and parameters are looked at once a process")
 
@@ -69,47 +71,42 @@ def without_the_root(form: str, separately: bool) -> list[str]:
     return told_at_steps(model, SGD(model.parameters()))
 
 
-def test_a_root_that_was_forgotten_is_named_once(run_ranks):
+@on_ranks
+def test_a_root_that_was_forgotten_is_named_once() -> None:
     for form, separately in itertools.product(FORMS, [False, True]):
-        for told in run_ranks(without_the_root, form, separately):
-            assert len(told) == 1, (form, separately)
-            assert "embedding.weight, head.weight" in told[0]
-            assert "call fully_shard(model) on the whole model" in told[0]
+        (told,) = without_the_root(form, separately)
+        assert "embedding.weight, head.weight" in told, (form, separately)
+        assert "call fully_shard(model) on the whole model" in told
 
 
-def averaged(way: str) -> list[str]:
-    """Models of which everything is averaged, or said to be."""
-    model: Any = Model()
-    if way == "all in units":
-        shard_blocks(model, "fully_shard")
-        fully_shard(model)
-    elif way == "ignored":
-        shard_blocks(model, "fully_shard")
-        fully_shard(model, ignored_params={model.embedding.weight, model.head.weight})
-    elif way == "hooks of the user's":
-        shard_blocks(model, "fully_shard")
-        model.embedding.weight.register_hook(lambda gradient: gradient / 2)
-        model.head.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
-    elif way == "frozen":
-        shard_blocks(model, "fully_shard")
-        model.embedding.requires_grad_(False)
-        model.head.requires_grad_(False)
-    elif way == "under DDP":
-        shard_blocks(model, "fully_shard")
-        model.embedding = DistributedDataParallel(model.embedding)
-        model.head = DistributedDataParallel(model.head)
-    else:
-        assert way == "a model of its own"
-        fully_shard(model)
-        beside = nn.Linear(4, 4)
-        beside(torch.ones(1, 4)).sum().backward()
-        return told_at_steps(model, SGD(model.parameters()), SGD(beside.parameters()))
-    return told_at_steps(model, SGD(model.parameters()))
+def hooked(model: Model) -> None:
+    model.embedding.weight.register_hook(lambda gradient: gradient / 2)
+    model.head.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
 
 
-def test_no_word_where_gradients_are_averaged(run_ranks):
-    for way in ("all in units", "ignored", "hooks of the user's", "frozen", "under DDP", "a model of its own"):
-        assert run_ranks(averaged, way) == [[], []], way
+def under_ddp(model: Any) -> None:
+    model.embedding, model.head = (DistributedDataParallel(part) for part in (model.embedding, model.head))
+
+
+AVERAGED: dict[str, Callable[[Any], object]] = {  # models of which everything is averaged, or said to be
+    "all in units": fully_shard,
+    "ignored": lambda model: fully_shard(model, ignored_params={model.embedding.weight, model.head.weight}),
+    "hooks of the user's": hooked,
+    "frozen": lambda model: [part.requires_grad_(False) for part in (model.embedding, model.head)],
+    "under DDP": under_ddp,
+}
+
+
+@on_ranks
+def test_no_word_where_gradients_are_averaged() -> None:
+    for how, average in AVERAGED.items():
+        model = Model()
+        shard_blocks(model, "fully_shard")
+        average(model)
+        assert told_at_steps(model, SGD(model.parameters())) == [], how
+    model, beside = fully_shard(Model()), nn.Linear(4, 4)  # a model of its own
+    beside(torch.ones(1, 4)).sum().backward()
+    assert told_at_steps(model, SGD(model.parameters()), SGD(beside.parameters())) == []
 
 
 def test_one_rank_drifts_from_nobody(fake_world):

@@ -15,43 +15,43 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import fully_shard
-from ways import LAYOUTS, differences, error_of, on_ranks, shard, two_layers, whole, whole_state, wide_batch
+from ways import (
+    LAYOUTS,
+    differences,
+    error_of,
+    inner,
+    named_error,
+    on_ranks,
+    shard,
+    two_layers,
+    whole,
+    whole_state,
+    wide_batch,
+)
 
 
 @pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (-3, 2), (1, 1)])
 @on_ranks
 def test_a_dim_that_the_parameter_does_not_have(dim: int, ndim: int) -> list[str]:
     """Refused by name, before anything changes; PyTorch's refuses it, too."""
-    problems = []
-    for library in (torch_fsdp, fullshard):
-        model = nn.Linear(6, 6)
-        before = list(model.parameters())
-        error = error_of(
-            lambda m=model, lib=library: lib.fully_shard(
-                m, shard_placement_fn=lambda p: Shard(dim) if p.dim() == ndim else None
-            )
-        )
-        if library is torch_fsdp:
-            problems += [] if error is not None else ["PyTorch's takes it"]
-            continue
-        name = "weight" if ndim == 2 else "bias"
-        if not isinstance(error, (fullshard.LayoutError, fullshard.ConfigError)) or name not in str(error):
-            problems.append(f"Shard({dim}) of {ndim} dims: {error!r}")
-        elif f"{dim}" not in str(error):
-            problems.append(f"the dim is not named: {error}")
-        if not all(a is b for a, b in zip(model.parameters(), before, strict=True)) or type(model) is not nn.Linear:
-            problems.append("the model was changed")
-    return problems
+    model = nn.Linear(6, 6)
+    before = list(model.parameters())
+    given = {"shard_placement_fn": lambda p: Shard(dim) if p.dim() == ndim else None}
+    assert error_of(lambda: torch_fsdp.fully_shard(nn.Linear(6, 6), **given)) is not None, "PyTorch's takes it"
+    error = error_of(lambda: fully_shard(model, **given))
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True)) and type(model) is nn.Linear
+    return named_error(
+        error, "weight" if ndim == 2 else "bias", f"{dim}", kinds=(fullshard.LayoutError, fullshard.ConfigError)
+    )
 
 
 @pytest.mark.parametrize("dim", [1, -2])
 @on_ranks
-def test_dims_counted_from_behind(dim: int) -> list[str]:
+def test_dims_counted_from_behind(dim: int) -> None:
     """Dims counted from behind are dims, as PyTorch's has them."""
-    model = fullshard.fully_shard(nn.Linear(6, 4), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
-    want = nn.Linear(6, 4).weight.chunk(2, dim)[0].shape
-    problems = [] if model.weight.to_local().shape == want else [f"local shape {tuple(model.weight.to_local().shape)}"]
-    return problems + ([] if model.weight.placements == (Shard(dim % 2),) else [f"{model.weight.placements}"])
+    model = fully_shard(nn.Linear(6, 4), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
+    assert model.weight.to_local().shape == nn.Linear(6, 4).weight.chunk(2, dim)[0].shape
+    assert model.weight.placements == (Shard(dim % 2),)
 
 
 class Named(nn.Sequential):
@@ -71,45 +71,21 @@ SLICES = {
 def test_slices_of_a_sharded_sequential(way: str, kind: str) -> list[str]:
     """A plain container of the same modules, of the class that the model had, which runs and trains its units."""
     cut, length = SLICES[kind]
-    problems = []
-    model = shard(Named(*two_layers()), way)
-    piece = cut(model)
-    if type(piece) is not Named:
-        problems.append(f"the slice is a {type(piece).__name__}")
-    modules = list(model.children() if way in LAYOUTS else model.module.children())
-    if len(piece) != length or any(a is not b for a, b in zip(piece, cut(modules), strict=True)):
-        problems.append(f"the slice has {len(piece)} modules")
-    if isinstance(piece, fullshard.FSDPModule):
-        problems.append("the slice counts as sharded")
-    if not isinstance(model, fullshard.FSDPModule) and way in LAYOUTS:
-        problems.append("the model does not count as sharded")
-    reference = two_layers()
-    out = piece(wide_batch(0, dist.get_rank()))
-    problems += differences("out", {"": out.detach()}, {"": cut(reference)(wide_batch(0, dist.get_rank())).detach()})
+    model, reference, mine = shard(Named(*two_layers()), way), two_layers(), wide_batch(0, dist.get_rank())
+    piece, modules = cut(model), list(inner(model).children())
+    assert type(piece) is Named and not isinstance(piece, fullshard.FSDPModule)
+    assert isinstance(model, fullshard.FSDPModule) or way not in LAYOUTS
+    assert len(piece) == length and all(a is b for a, b in zip(piece, cut(modules), strict=True))
+    out = piece(mine)
+    problems = differences("out", {"": out.detach()}, {"": cut(reference)(mine).detach()})
     if any(p.requires_grad for p in piece.parameters()):
         out.square().mean().backward()
-        together = torch.cat([wide_batch(0, rank) for rank in range(dist.get_world_size())])
-        cut(reference)(together).square().mean().backward()
+        cut(reference)(wide_batch(0)).square().mean().backward()
         if way in LAYOUTS:
             got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-            problems += differences(
-                "grad", got, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-            )
+            want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+            problems += differences("grad", got, want)
     return problems
-
-
-@on_ranks
-def test_containers_and_instances_made_from_a_sharded_one() -> list[str]:
-    """What else makes containers from containers; the model itself stays sharded and goes on training."""
-    model = shard(two_layers(), "rows")
-    made = {"sum": model + nn.Sequential(nn.Tanh()), "twice": model * 2}
-    problems = [f"{k}: {type(m).__name__}" for k, m in made.items() if type(m) is not nn.Sequential]
-    del made
-    fresh = type(model)(nn.Linear(2, 2))
-    if type(fresh) is not nn.Sequential or not isinstance(fresh(torch.ones(1, 2)), torch.Tensor):
-        problems.append(f"type(model)(...) is a {type(fresh).__name__}")
-    model(wide_batch(0, dist.get_rank())).sum().backward()
-    return problems + differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
 class Inner(nn.Linear):
@@ -120,17 +96,18 @@ class Inner(nn.Linear):
 
 
 @on_ranks
-def test_an_instance_of_the_class_of_a_sharded_module_is_unsharded() -> list[str]:
-    layout = "flat"
-    model = fullshard.fully_shard(Inner(4, 4), layout=LAYOUTS[layout])
-    twin = model.twin()
-    problems = [] if type(twin) is Inner else [f"the twin is a {type(twin).__name__}"]
-    alias = copy.copy(model)
-    if type(alias) is not type(model) or alias.weight is not model.weight:
-        problems.append(f"copy.copy gives a {type(alias).__name__}")
-    if (error := error_of(lambda: twin(torch.ones(1, 4)))) is not None:
-        problems.append(f"the twin does not run: {error!r}")
-    return problems
+def test_containers_and_instances_made_from_a_sharded_one() -> list[str]:
+    """They are unsharded, but for a copy; the model itself stays sharded and goes on training."""
+    model = shard(two_layers(), "rows")
+    fresh = type(model)(nn.Linear(2, 2))
+    assert {type(each) for each in (model + nn.Sequential(nn.Tanh()), model * 2, fresh)} == {nn.Sequential}
+    assert isinstance(fresh(torch.ones(1, 2)), torch.Tensor)
+    model(wide_batch(0, dist.get_rank())).sum().backward()
+    one = fully_shard(Inner(4, 4), layout="flat")
+    twin, alias = one.twin(), copy.copy(one)
+    assert type(twin) is Inner and type(alias) is type(one) and alias.weight is one.weight
+    twin(torch.ones(1, 4))
+    return differences("values", whole_state(model), dict(two_layers().state_dict()))
 
 
 class Experts(nn.Module):

@@ -54,7 +54,7 @@ def no_sync(model: Any, *micros: int) -> None:
 
 @on_ranks
 def test_kept_gradients_are_reduced_once() -> None:
-    """By the callback that pipelines call, over two rounds without `zero_grad`; by `finalize_backward` at once or not."""
+    """By the callback that pipelines call, two rounds without `zero_grad`; by `finalize_backward`, at once or not."""
     model, reference = shard(layers()), layers()
     callback = fully_shard.state(model)._root_post_backward_final_callback
     for round_ in range(2):
@@ -64,7 +64,7 @@ def test_kept_gradients_are_reduced_once() -> None:
         check_gradients(model, micros, reference)
     callback()  # nothing was kept: nothing changes
     check_gradients(model, (), reference)
-    model.zero_grad()
+    model = shard(layers())
     assert model.finalize_backward() is None
     assert isinstance(model.finalize_backward(async_op=True), GradientReductionHandle)
     for asynchronous in (False, True):

@@ -127,33 +127,34 @@ class Order:
         return self.own if self.blocks == 3 else True
 
 
-Case = tuple[Spoilt, dict[str, Any], type]  # "order": arguments of the third block
-FUNCTIONAL: dict[str, Case] = {
-    "a scalar in rows": (SCALAR, {}, LayoutError),
-    "shared memory": (SHARED, {}, LayoutError),
-    "shared memory, flat": (SHARED, {"layout": "flat"}, LayoutError),
-    "shared memory in the root": (SHARED_IN_ROOT, {}, LayoutError),
-    "a placement that is none": (NOTHING, {"shard_placement_fn": bad_placement}, ConfigError),
-    "a placement function that raises": (NOTHING, {"shard_placement_fn": raising_placement}, KeyError),
-    "an int that divides nothing": (NOTHING, {"order": {"reshard_after_forward": 3}}, ConfigError),
-    "a layout that is none": (NOTHING, {"order": {"layout": "columns"}}, ConfigError),
-    "a block's placement that is none": (NOTHING, {"order": {"shard_placement_fn": bad_placement}}, ConfigError),
-}
-WRAPPED: dict[str, Case] = {
-    "mixed dtypes": (DTYPES, {}, ConfigError),
-    "mixed requires_grad": (TRAINING, {}, ConfigError),
-    "shared memory": (SHARED, {"use_orig_params": True}, LayoutError),
-    "shared memory, flat": (SHARED, {}, LayoutError),
-    "shared memory in the root": (SHARED_IN_ROOT, {"use_orig_params": True}, LayoutError),
-    "mixed dtypes, states synchronised": (DTYPES, {"sync_module_states": True}, ConfigError),
-    "a block's strategy without replicas": (NOTHING, {"order": {"process_group": (None, None)}}, ConfigError),
-    "a block's argument that is none": (NOTHING, {"order": {"sharding_strategy": "FULL"}}, ConfigError),
-    "a block's argument that no wrapper has": (NOTHING, {"order": {"colour": "red"}}, TypeError),
+ORIG: dict[str, Any] = {"use_orig_params": True}
+SHARD, WRAP = fullshard.fully_shard, FullyShardedDataParallel
+CASES: dict[str, tuple[Callable[..., Any], Spoilt, dict[str, Any], type]] = {  # "order": arguments of the third block
+    "a scalar in rows": (SHARD, SCALAR, {}, LayoutError),
+    "shared memory": (SHARD, SHARED, {}, LayoutError),
+    "shared memory, flat": (SHARD, SHARED, {"layout": "flat"}, LayoutError),
+    "shared memory in the root": (SHARD, SHARED_IN_ROOT, {}, LayoutError),
+    "a placement that is none": (SHARD, NOTHING, {"shard_placement_fn": bad_placement}, ConfigError),
+    "a placement function that raises": (SHARD, NOTHING, {"shard_placement_fn": raising_placement}, KeyError),
+    "an int that divides nothing": (SHARD, NOTHING, {"order": {"reshard_after_forward": 3}}, ConfigError),
+    "a layout that is none": (SHARD, NOTHING, {"order": {"layout": "columns"}}, ConfigError),
+    "a block's placement that is none": (SHARD, NOTHING, {"order": {"shard_placement_fn": bad_placement}}, ConfigError),
+    "mixed dtypes": (WRAP, DTYPES, {}, ConfigError),
+    "mixed requires_grad": (WRAP, TRAINING, {}, ConfigError),
+    "wrapped: shared memory": (WRAP, SHARED, ORIG, LayoutError),
+    "wrapped: shared memory, flat": (WRAP, SHARED, {}, LayoutError),
+    "wrapped: shared memory in the root": (WRAP, SHARED_IN_ROOT, ORIG, LayoutError),
+    "mixed dtypes, states synchronised": (WRAP, DTYPES, {"sync_module_states": True}, ConfigError),
+    "a block's strategy without replicas": (WRAP, NOTHING, {"order": {"process_group": (None, None)}}, ConfigError),
+    "a block's argument that is none": (WRAP, NOTHING, {"order": {"sharding_strategy": "FULL"}}, ConfigError),
+    "a block's argument that no wrapper has": (WRAP, NOTHING, {"order": {"colour": "red"}}, TypeError),
 }
 
 
-def by_policy(case: Case, apply: Callable[..., Any]) -> None:
-    (spoil, mend), given, error = case
+@pytest.mark.parametrize("case", CASES)
+@on_ranks
+def test_a_later_block_of_a_policy(case: str) -> None:
+    apply, (spoil, mend), given, error = CASES[case]
     given = dict(given)
     order = given.pop("order", None)
     policy = ModuleWrapPolicy({Block}) if order is None else CustomPolicy(Order(**order))
@@ -162,18 +163,6 @@ def by_policy(case: Case, apply: Callable[..., Any]) -> None:
     refused(lambda: apply(model, auto_wrap_policy=policy, **given), error, model)
     mend(model)
     trains(apply(model, auto_wrap_policy=ModuleWrapPolicy({Block})))
-
-
-@pytest.mark.parametrize("case", FUNCTIONAL)
-@on_ranks
-def test_a_later_block_of_fully_shard(case: str) -> None:
-    by_policy(FUNCTIONAL[case], fullshard.fully_shard)
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-@on_ranks
-def test_a_later_block_of_the_wrapper(case: str) -> None:
-    by_policy(WRAPPED[case], FullyShardedDataParallel)
 
 
 @on_ranks

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import state_dict as helpers
 from fullshard.state_dict import StateDictOptions
-from training import assert_same
 from ways import WRAPPERS, children, inner, on_ranks, shard
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -160,23 +161,22 @@ def readers(way: str, folder: str) -> dict[str, Callable[[], str]]:
     return found
 
 
-def taken_over(way: str, folder: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper", "originals"])
+@on_ranks
+def test_readers_and_writers_take_over(way: str, tmp_path: Path) -> list[str]:
     problems = []
-    for name, reader in readers(way, folder).items():
+    for name, reader in readers(way, str(tmp_path)).items():
         try:
             wrong = reader()
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
-        problems += [f"{way}, {name}: {wrong}"] if wrong else []
+        problems += [f"{name}: {wrong}"] if wrong else []
     return problems
 
 
-def test_readers_and_writers_take_over(run_ranks, tmp_path):
-    for way in ("rows", "flat", "wrapper", "originals"):
-        assert_same(run_ranks(taken_over, way, str(tmp_path)))
-
-
-def materialized(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["rows", "flat"])
+@on_ranks
+def test_set_model_state_dict_fills_a_model_on_meta(way: str) -> list[str]:
     """`set_model_state_dict` onto a model on the meta device fills it, whatever the form of the values."""
     problems = []
     source = shard(Net(), way, units)
@@ -206,11 +206,6 @@ def materialized(way: str) -> list[str]:
             wrong = wrong or ("" if len(moved) == len(before) - 1 else f"only {moved} trained")
             problems += [f"{name}, {dtype}: {wrong}"] if wrong else []
     return problems
-
-
-def test_set_model_state_dict_fills_a_model_on_meta(run_ranks):
-    for way in ("rows", "flat"):
-        assert_same(run_ranks(materialized, way))
 
 
 @on_ranks

@@ -34,12 +34,14 @@ def test_norms_of_flat_shards() -> list[str]:
         want = [torch.linalg.vector_norm(one, order) for one in wholes]
         lists = torch._foreach_norm(shards, order)
         for mine, listed, theirs in zip(got, lists, want, strict=True):
-            if not torch.allclose(mine, theirs) or not torch.allclose(listed, theirs):
-                problems.append(f"order {order}: {mine}, in a list {listed}, for {theirs}")
+            assert torch.allclose(mine, theirs) and torch.allclose(listed, theirs), (
+                f"order {order}: {mine}, in a list {listed}, for {theirs}"
+            )
     if hasattr(torch, "_foreach_powsum"):
         for mine, theirs in zip(torch._foreach_powsum(shards, 2), wholes, strict=True):
-            if mine.shape != () or not torch.allclose(mine, theirs.square().sum()):
-                problems.append(f"powsum {mine} for {theirs.square().sum()}")
+            assert mine.shape == () and torch.allclose(mine, theirs.square().sum()), (
+                f"powsum {mine} for {theirs.square().sum()}"
+            )
     multiplies = [lambda many: torch._foreach_mm(many, many)] if hasattr(torch, "_foreach_mm") else []  # torch 2.11
     for reduction in (torch._foreach_max, *multiplies):
         problems += named_error(error_of(lambda reduction=reduction: reduction(shards)), "flat shard", where="lists")
@@ -77,13 +79,9 @@ def test_grad_of_a_backward_with_create_graph() -> list[str]:
     return problems
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDE, 3)
-
+class Sparse(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sparse.mm(x, self.layer.weight.t()) if x.layout is torch.sparse_coo else self.layer(x)
+        return torch.sparse.mm(x, self.weight.t()) if x.layout is torch.sparse_coo else super().forward(x)
 
 
 def test_inputs_of_other_layouts(fake_world):
@@ -92,7 +90,7 @@ def test_inputs_of_other_layouts(fake_world):
     sparse = torch.eye(WIDE).to_sparse()
     jagged = torch.nested.nested_tensor([torch.randn(2, WIDE), torch.randn(3, WIDE)])
     for inputs in (sparse, jagged):
-        model = fully_shard(Sparse())
+        model = fully_shard(Sparse(WIDE, 3))
         for factor in (None, 2.0):
             leaf = inputs.detach().clone().requires_grad_()
             out = model(leaf if factor is None else leaf * factor)
@@ -101,19 +99,15 @@ def test_inputs_of_other_layouts(fake_world):
             assert all(parameter.grad is not None for parameter in model.parameters() if parameter.ndim == 2)
 
 
-class TwoSparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDE, WIDE)
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self.linear(left.to_dense() + right.to_dense())
+class TwoSparse(nn.Linear):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return super().forward(left.to_dense() + right.to_dense())
 
 
 def test_hooks_on_inputs_go_with_their_calls(fake_world):
     """Two inputs that are watched as they are and outlive many forwards keep no hook of a forward that is gone."""
     fake_world(2)
-    model = fully_shard(TwoSparse())
+    model = fully_shard(TwoSparse(WIDE, WIDE))
     left, right = (torch.eye(WIDE).to_sparse().requires_grad_() * factor for factor in (2.0, 3.0))
     for _ in range(5):
         model(left, right)

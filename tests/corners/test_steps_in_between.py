@@ -58,19 +58,10 @@ def problems_of_a_step(model: nn.Module, reference: nn.Module, where: str, seed:
 # Steps that change what a backward still needs.
 
 
-def by_foreach(model: nn.Module) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step()
-
-
-def by_hand_in_a_unit(model: nn.Module) -> None:
-    """A weight that the unit's backward needs, of a unit that is freed in between."""
+def halve(model: nn.Module, name: str = "") -> None:
     with torch.no_grad():
-        for parameter in inner(model)[1].parameters():
+        for parameter in (inner(model).get_submodule(name) if name else model).parameters():
             parameter.mul_(0.5)
-
-
-def by_load(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
 
 def by_data(model: nn.Module) -> None:
@@ -79,14 +70,21 @@ def by_data(model: nn.Module) -> None:
         parameter.data = parameter.data * 0.5
 
 
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], bool]] = {  # and whether units stay gathered after forward
+    "foreach": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step(), False),
+    "foreach, kept": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step(), True),
+    "by hand in a unit": (lambda model: halve(model, "1"), False),
+    "load": (lambda model: model.load_state_dict({n: v * 0.5 for n, v in model.state_dict().items()}), True),
+    "data": (by_data, True),
+}
+
+
 @three_ways
-@pytest.mark.parametrize(
-    ("change", "keep"),
-    [(by_foreach, False), (by_foreach, True), (by_hand_in_a_unit, False), (by_load, True), (by_data, True)],
-)
+@pytest.mark.parametrize("how", CHANGES)
 @on_ranks
-def test_a_step_between_forward_and_backward_is_refused(change: Callable, keep: bool, way: str) -> list[str]:
+def test_a_step_between_forward_and_backward_is_refused(how: str, way: str) -> list[str]:
     """As the unsharded model refuses it; `weight` is in the name of what needs the old values. Then all goes on."""
+    change, keep = CHANGES[how]
     model, reference = pair(way, keep)
     problems: list[str] = []
     for each in (model, reference):
@@ -95,7 +93,7 @@ def test_a_step_between_forward_and_backward_is_refused(change: Callable, keep: 
         change(each)
         if each is model:  # PhaseError is a RuntimeError: code that catches PyTorch's catches it
             problems += named_error(error_of(late.backward), "weight", kinds=RuntimeError)
-        elif change is not by_data:
+        elif how != "data":
             assert "modified by an inplace operation" in str(error_of(late.backward))
     return problems or problems_of_a_step(model, reference, "after it", 2)
 
@@ -180,53 +178,40 @@ def parts_of(way: str) -> list[str]:
     return [part for part in PARTS if part != "weights" or way != "wrapper"]
 
 
-def nothing(model: nn.Module, other: Tensor) -> None:
-    pass
-
-
 def a_reference_forward(model: nn.Module, other: Tensor) -> None:
     with torch.no_grad():
         model(other)
 
 
-def a_forward_with_gradients(model: nn.Module, other: Tensor) -> None:
-    """Nothing is done with what it returns."""
-    model(other)
-
-
-def a_backward_of_another_batch(model: nn.Module, other: Tensor) -> None:
-    """To the batch itself: all that needs a gradient, where all parameters are switched off."""
-    loss_of(model, other.clone().requires_grad_()).backward()
+BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], object], tuple[bool, ...]]] = {  # and whether on again after it
+    "nothing": (lambda model, other: None, (True, False)),
+    "a reference's forward": (a_reference_forward, (True, False)),
+    "a forward with gradients, in vain": (lambda model, other: model(other), (True,)),
+    # To the batch itself: all that needs a gradient, where all parameters are switched off.
+    "another batch": (lambda model, other: loss_of(model, other.clone().requires_grad_()).backward(), (True,)),
+}
 
 
 @three_ways
-@pytest.mark.parametrize(
-    ("between", "again"),
-    [
-        (nothing, True),
-        (nothing, False),
-        (a_reference_forward, True),
-        (a_reference_forward, False),
-        (a_forward_with_gradients, True),
-        (a_backward_of_another_batch, True),
-    ],
-)
+@pytest.mark.parametrize("between", BETWEEN)
 @on_ranks
-def test_switched_off_between_forward_and_backward(between: Callable, again: bool, way: str) -> list[str]:
+def test_switched_off_between_forward_and_backward(between: str, way: str) -> list[str]:
     """What is on again has its gradients; plain PyTorch gives nothing to what is left off."""
     problems: list[str] = []
-    model, reference = pair(way, keep=between is a_reference_forward)
-    for step, part in enumerate([*parts_of(way), "all"]):
-        for each in (model, reference):
-            loss = loss_of(each, inputs_of(each, reference, step))
-            switch(each, part, False)
-            between(each, inputs_of(each, reference, 9))
-            switch(each, part, again)
-            loss.backward()
-        problems += gradient_problems(part, model, reference)[:1]
-        for each in (model, reference):
-            each.requires_grad_(True)
-            each.zero_grad()
+    act, agains = BETWEEN[between]
+    model, reference = pair(way, keep=act is a_reference_forward)
+    for again in agains:
+        for step, part in enumerate([*parts_of(way), "all"]):
+            for each in (model, reference):
+                loss = loss_of(each, inputs_of(each, reference, step))
+                switch(each, part, False)
+                act(each, inputs_of(each, reference, 9))
+                switch(each, part, again)
+                loss.backward()
+            problems += gradient_problems(f"{part}, again={again}", model, reference)[:1]
+            for each in (model, reference):
+                each.requires_grad_(True)
+                each.zero_grad()
     return problems
 
 
@@ -250,36 +235,25 @@ def test_switched_on_between_forward_and_backward(way: str) -> list[str]:
 # backward(inputs=...): gradients for these tensors alone.
 
 
-@pytest.mark.parametrize(
-    ("part", "way"), [(part, way) for way in ("rows", "flat", "wrapper", "originals") for part in parts_of(way)]
-)
+@pytest.mark.parametrize("way", ["rows", "flat", "wrapper", "originals"])
 @on_ranks
-def test_backward_for_some_parameters(part: str, way: str) -> list[str]:
-    """The unsharded model's gradients, or an error that names a parameter and says what to do. Never nothing."""
-    model, reference = pair(way)
-    chosen = []
-    for each in (model, reference):
-        names = inner(each).named_parameters()
-        chosen.append([p for n, p in names if re.search(PARTS[part], n.replace("_fsdp_wrapped_module.", ""))])
-    error = error_of(lambda: loss_of(model, mine(0)).backward(inputs=chosen[0]))
-    if error is not None:
-        return named_error(error, "inputs")
-    loss_of(reference, batch(0)).backward(inputs=chosen[1])
-    return gradient_problems(part, model, reference)
-
-
-@three_ways
-@pytest.mark.parametrize("how", ["backward", "grad"])
-@on_ranks
-def test_the_step_after_a_backward_for_some_parameters_is_right(how: str, way: str) -> list[str]:
-    """Whatever became of it: the next ordinary step has nothing of it."""
-    model, reference = pair(way)
-    wanted = list(model.parameters())[:2]
-    if how == "backward":
-        error_of(lambda: loss_of(model, mine(0)).backward(inputs=wanted))
-    elif error_of(lambda: torch.autograd.grad(loss_of(model, mine(0)), wanted)) is None:
-        return ["torch.autograd.grad of sharded parameters says nothing"]
-    return problems_of_a_step(model, reference, "the next step", 1)
+def test_backward_for_some_parameters(way: str) -> list[str]:
+    """The unsharded model's gradients, or an error that says what to do; the next step has nothing of either."""
+    problems = []
+    for part in parts_of(way):
+        model, reference = pair(way)
+        chosen = []
+        for each in (model, reference):
+            names = inner(each).named_parameters()
+            chosen.append([p for n, p in names if re.search(PARTS[part], n.replace("_fsdp_wrapped_module.", ""))])
+        error = error_of(lambda: loss_of(model, mine(0)).backward(inputs=chosen[0]))  # noqa: B023
+        if error is not None:
+            problems += named_error(error, "inputs", where=part)
+        else:
+            loss_of(reference, batch(0)).backward(inputs=chosen[1])
+            problems += gradient_problems(part, model, reference)
+        problems += problems_of_a_step(model, reference, f"{part}, the next step", 1)
+    return problems
 
 
 @three_ways

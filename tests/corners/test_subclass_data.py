@@ -7,25 +7,24 @@
 from __future__ import annotations
 
 import gc
-import types
 import weakref
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from drop_in import layers, shard, trains_as
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fullshard
 import quantised
 from quantised import StoredInt8
-from training import LAYOUTS, assert_same
+from training import LAYOUTS
 from ways import on_ranks
 
 aten = torch.ops.aten
 WIDE = 16
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Scaled(Tensor):
@@ -111,85 +110,32 @@ class Unlisted(Scaled):
 CLASSES = {"in place": Scaled, "attributes": Reassigning, "unlisted": Unlisted}
 
 
-def network(kind: type[Scaled] | None) -> nn.Sequential:
-    """Two linear layers with weights of that class (None: plain ones), and a plain one."""
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    for _ in range(2):
-        layer = nn.Linear(WIDE, WIDE)
-        if kind is not None:
-            layer.weight = nn.Parameter(kind.of(layer.weight.detach().clone()))
-            layer.weight.note = "a user's"
-        model.extend([layer, nn.Tanh()])
-    return model.append(nn.Linear(WIDE, 2))
+def network(kind: type[Scaled]) -> nn.Sequential:
+    """Two linear layers with weights of that class."""
+    model = layers(width=WIDE)
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(kind.of(layer.weight.detach().clone()))
+        layer.weight.note = "a user's"
+    return model
 
 
-def train(model: nn.Module, ranks: list[int]) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
-    losses = []
-    for step in range(4):
-        x = torch.cat([torch.randn(5, WIDE, generator=torch.Generator().manual_seed(10 * step + r)) for r in ranks])
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def mean_losses(losses: list[float]) -> list[float]:
-    total = torch.tensor(losses)
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
-
-
-def shard(library: types.ModuleType, model: nn.Module, **settings: Any) -> nn.Module:
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            library.fully_shard(layer, **settings)
-    return library.fully_shard(model, **settings)
-
-
-def differ(got: list[float], want: list[float], against: str) -> list[str]:
-    close = torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-7)
-    return [] if close else [f"losses {got}, of {against} {want}"]
-
-
-@layouts
-@pytest.mark.parametrize("kind", CLASSES)
-def test_trains_as_unsharded(run_ranks, kind, layout):
-    for reshard in (True, False):
-        assert_same(run_ranks(trains, kind, layout, reshard))
-
-
-def trains(kind: str, layout: str, reshard: bool) -> list[str]:
-    model = shard(fullshard, network(CLASSES[kind]), layout=layout, reshard_after_forward=reshard)
-    world = dist.get_world_size()
-    got = mean_losses(train(model, [dist.get_rank()]))
-    return differ(got, train(network(None), list(range(world))), "one process")
-
-
-@layouts
+@every_layout
 @pytest.mark.parametrize("kind", CLASSES)
 @on_ranks
-def test_whole_weight_is_let_go(kind: str, layout: str) -> list[str]:
+def test_trains_as_unsharded_and_the_whole_weight_is_let_go(kind: str, layout: str) -> None:
     """The original's inner tensors die with sharding; a user's attributes stay, on both forms."""
-    model = network(CLASSES[kind])
-    held = [weakref.ref(model[0].weight.mantissa), weakref.ref(model[0].weight.scale)]
-    shard(fullshard, model, layout=layout)
-    gc.collect()
-    problems = [f"inner tensor {i} lives" for i, ref in enumerate(held) if ref() is not None]
-    if getattr(model[0].weight, "note", None) != "a user's":
-        problems.append("the user's attribute of the sharded weight is gone")
-    model[0].unshard()
-    if getattr(model[0].weight, "note", None) != "a user's":
-        problems.append("the user's attribute of the unsharded weight is gone")
-    unsharded = model[0].weight
-    for name in ("mantissa", "scale"):
-        if getattr(unsharded, name).shape[0] != WIDE:
-            problems.append(f"unsharded {name} is not whole")
-    model[0].reshard()
-    return problems
+    for reshard in (True, False):
+        model = network(CLASSES[kind])
+        held = [weakref.ref(model[0].weight.mantissa), weakref.ref(model[0].weight.scale)]
+        shard(model, layout=layout, reshard_after_forward=reshard)
+        gc.collect()
+        assert [ref() for ref in held] == [None, None], "inner tensors live"
+        assert model[0].weight.note == "a user's"
+        model[0].unshard()
+        assert model[0].weight.note == "a user's"
+        assert len(model[0].weight.mantissa) == len(model[0].weight.scale) == WIDE
+        model[0].reshard()
+        trains_as(model, layers(width=WIDE))
 
 
 class Frozen(nn.Module):
@@ -206,9 +152,9 @@ class Frozen(nn.Module):
         return self.head(self.base(x))
 
 
-@layouts
+@every_layout
 @on_ranks
-def test_frozen_weight_changed_after_the_first_gather(layout: str) -> list[str]:
+def test_frozen_weight_changed_after_the_first_gather(layout: str) -> None:
     """Loading another quantised weight into a model that already ran."""
     x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(1))
     model, other, plain = Frozen(1), Frozen(2), Frozen(2)
@@ -218,5 +164,4 @@ def test_frozen_weight_changed_after_the_first_gather(layout: str) -> list[str]:
     with torch.no_grad():
         model(x)
         model.base.weight.to_local().copy_(other.base.weight.to_local())
-        found = torch.allclose(model(x), plain(x), rtol=1e-5, atol=1e-6)
-    return [] if found else ["the weight from before is still computed with"]
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)

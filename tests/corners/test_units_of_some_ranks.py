@@ -143,17 +143,17 @@ def test_as_one_process(way: str) -> list[str]:
 
 
 @rows_and_wrapper
+@on_ranks(world=4)
+def test_on_hybrid_meshes(way: str) -> list[str]:
+    return trained(way, 1, 2, hybrid=True)
+
+
+@rows_and_wrapper
 @pytest.mark.parametrize("kind", [Recomputed, Reentered, BranchesAlone])
 @on_ranks
 def test_recomputed_together(way: str, kind: type[Branches]) -> list[str]:
     """Ranks say what comes next in backwards, too; one that is done with its own takes part in those of others."""
     return trained(way, 1, 1, kind, check="every")
-
-
-@rows_and_wrapper
-@on_ranks(world=4)
-def test_on_hybrid_meshes(way: str) -> list[str]:
-    return trained(way, 1, 2, hybrid=True)
 
 
 @pytest.mark.parametrize(
@@ -174,25 +174,19 @@ def test_what_is_needed_is_named(kind: type[Branches], settings: dict, words: tu
 
 @rows_and_wrapper
 @on_ranks
-def test_another_order_than_at_first_is_refused_by_name(way: str) -> list[str]:
+def test_units_in_another_order_need_every_check(way: str) -> list[str]:
+    """Refused by name without it; with it they are run in any order, and as often as they like."""
     model, _ = pair(way)
     model(batch(0, 0), [0, 2]).sum().backward()
     error = error_of(lambda: model(batch(0, 0), [2, 0]))
-    return named_error(error, "branches.0", 'check="every"', kinds=fullshard.DivergenceError)
-
-
-@rows_and_wrapper
-@on_ranks
-def test_units_in_any_order_and_often_with_every_check(way: str) -> list[str]:
-    model, reference = pair(way, check="every")
-    problems = []
+    problems = named_error(error, "branches.0", 'check="every"', kinds=fullshard.DivergenceError)
+    checked, reference = pair(way, check="every")
     for step, order in enumerate([([0, 2, 0], [2]), ([3, 0], [0, 0, 0]), ([], [2, 1, 2])]):
         for rank in range(2):
             (loss_of(reference, batch(step, rank), order[rank]) / 2).backward()
-        loss_of(model, batch(step, dist.get_rank()), order[dist.get_rank()]).backward()
-        problems += gradient_problems(f"step {step}", model, reference)
-        reference.zero_grad()
-        model.zero_grad()
+        loss_of(checked, batch(step, dist.get_rank()), order[dist.get_rank()]).backward()
+        problems += gradient_problems(f"step {step}", checked, reference)
+        reference.zero_grad(), checked.zero_grad()
     return problems
 
 

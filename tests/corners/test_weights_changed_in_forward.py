@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import record_events
-from training import assert_same
 from ways import assert_equal, example_of, on_ranks, sharded, whole_gradients, whole_parameters
 
 HOWS = ["in place", ".data =", "foreach", "detached"]
@@ -29,6 +28,8 @@ def move(keys: list[Tensor], queries: list[Tensor], how: str) -> None:
             key.data = key.data * 0.5 + query.data * 0.5
         elif how == "detached":
             key.detach().lerp_(query.detach(), 0.5)
+    if how == "foreach":
+        torch._foreach_lerp_(keys, queries, 0.5)
 
 
 class Momentum(nn.Module):
@@ -56,24 +57,28 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
-def test_units_compute_with_weights_that_a_forward_changed(run_ranks, way):
-    assert_same(run_ranks(trains, way, HOWS, 0, False))
+PROGRAMS = {  # ways to change, the first pass in which they do, whether keys begin as queries, and units kept gathered
+    "from the first pass on": (HOWS, 0, False, False),
+    "the same at first": (["in place", ".data ="], 0, True, False),  # the first pass changes nothing by itself
+    "kept": (["in place", ".data ="], 0, False, True),
+}
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
-def test_a_key_encoder_that_begins_as_the_query_encoder(run_ranks, way):
-    """The first pass changes nothing by itself: what it does shows all the same."""
-    assert_same(run_ranks(trains, way, ["in place", ".data ="], 0, True))
+@on_ranks
+def test_units_compute_with_weights_that_a_forward_changed(way: str, program: str) -> list[str]:
+    return trains(way, *PROGRAMS[program])
 
 
 @pytest.mark.gloo("weights are written to while they are gathered ahead; what was gathered is dropped")
 @pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])
-def test_a_forward_that_changes_weights_in_later_passes_only(run_ranks, way):
-    assert_same(run_ranks(trains, way, ["in place"], 2, False))
+@on_ranks
+def test_a_forward_that_changes_weights_in_later_passes_only(way: str) -> list[str]:
+    return trains(way, ["in place"], 2, False, False)
 
 
-def trains(way: str, hows: list[str], begins: int, alike: bool, keep: bool = False) -> list[str]:
+def trains(way: str, hows: list[str], begins: int, alike: bool, keep: bool) -> list[str]:
     """What is wrong in three steps, by way of changing; outputs, gradients and weights are held to one process."""
     problems = []
     for how in hows:
@@ -112,14 +117,9 @@ def compare(model: nn.Module, plain: nn.Module, step: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["rows", "originals"])
-def test_only_units_that_change_are_not_gathered_ahead(run_ranks, way):
-    """The others are, as before: the price is paid where it is due."""
-    for ahead in run_ranks(gathered_ahead, way, world=2):
-        assert ahead["query.1"] and not ahead["key.0"] and not ahead["key.1"], ahead
-
-
-def gathered_ahead(way: str) -> dict[str, bool]:
-    """By unit, whether its gather began before the unit that runs before it had ended."""
+@on_ranks
+def test_only_units_that_change_are_not_gathered_ahead(way: str) -> None:
+    """Before the unit that runs before them has ended; the others are, as ever: the price is paid where it is due."""
     example = example_of(lambda: Momentum("in place", 0, False), "query.0", "query.1", "key.0", "key.1")
     model = sharded(example, way)
     order: list[str] = []
@@ -131,18 +131,8 @@ def gathered_ahead(way: str) -> dict[str, bool]:
     order.clear()
     with record_events(lambda event: order.append(f"{event.verb} {event.unit}")):
         model(batch(0, dist.get_rank()))
-    begun = {name: order.index(f"gather {name}") for name in ("query.1", "key.0", "key.1")}
-    ends = {name: order.index(f"end {name}") for name in ("query.0", "key.0")}
-    return {
-        "query.1": begun["query.1"] < ends["query.0"],
-        "key.0": begun["key.0"] < ends["query.0"],
-        "key.1": begun["key.1"] < ends["key.0"],
-    }
-
-
-@pytest.mark.parametrize("way", ["rows", "wrapper"])
-def test_units_that_stay_gathered_are_gathered_anew(run_ranks, way):
-    assert_same(run_ranks(trains, way, ["in place", ".data ="], 0, False, True))
+    assert order.index("gather query.1") < order.index("end query.0") < order.index("gather key.0")
+    assert order.index("end key.0") < order.index("gather key.1")
 
 
 @pytest.mark.parametrize("way", ["rows", "flat", "wrapper"])

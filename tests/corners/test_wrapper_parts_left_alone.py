@@ -83,58 +83,37 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)), nn.Linear(6, 6))
 
 
-def backward_of_all(model: nn.Module) -> None:
-    together = torch.cat([wide_batch(0, rank) for rank in range(dist.get_world_size())])
-    model(together).square().mean().backward()
-
-
-def average_gradients(parameters: Any) -> None:
-    """What a program does itself with the gradients of parameters that nothing manages."""
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
-@pytest.mark.parametrize(("way", "how"), [("wrapper", "states"), ("originals", "modules")])
+@pytest.mark.parametrize(("way", "how"), [("wrapper", "states"), ("originals", "modules"), ("rows", "params")])
 @on_ranks
-def test_modules_ignored_by_an_instance_below(way: str, how: str) -> list[str]:
-    """An instance's ignored modules are ignored by those around it: whole, alive, trained beside the shards."""
-    problems = []
-    for library in LIBRARIES:
-        model, reference = layers(), layers()
-        norm = model[0][1]
-        before = list(norm.parameters())
-        given: dict[str, Any] = {"ignored_modules": [norm]} if how == "modules" else {"ignored_states": before}
-        model[0] = wrap(model[0], library, use_orig_params=WRAPPERS[way], **given)
-        wrapped = wrap(model, library, use_orig_params=WRAPPERS[way])
-        optimizer, other = adam(wrapped.parameters()), adam(reference.parameters())
-        for _ in range(2):
-            wrapped(mine()).square().mean().backward()
-            average_gradients(before)
-            backward_of_all(reference)
-            for each in (optimizer, other):
-                each.step(), each.zero_grad()
-        assert all(a is b and a.shape == (6,) for a, b in zip(norm.parameters(), before, strict=True))
-        assert {id(p) for p in before} <= {id(p) for p in wrapped.parameters()}
-        problems += differences(library.__name__, full_state(library, wrapped), dict(reference.state_dict()))
-    return problems
-
-
-@on_ranks
-def test_parameters_ignored_by_a_unit_below() -> list[str]:
-    """The same of `fully_shard`: parameters ignored by a unit stay plain and whole when the root is made."""
+def test_what_a_unit_below_ignores(way: str, how: str) -> list[str]:
+    """Is ignored by those around it: whole, alive, trained beside the shards."""
     problems = []
     for library in LIBRARIES:
         model, reference = layers(), layers()
         norm, before = model[0][1], list(model[0][1].parameters())
-        library.fully_shard(model[0], ignored_params=set(before))
-        library.fully_shard(model)
-        model(mine()).square().mean().backward()
-        assert all(a is b and type(a) is nn.Parameter for a, b in zip(norm.parameters(), before, strict=True))
-        average_gradients(before)
-        backward_of_all(reference)
-        got = {name: whole(p.grad) for name, p in model.named_parameters()}
-        problems += differences(library.__name__, got, {name: p.grad for name, p in reference.named_parameters()})
+        if way == "rows":
+            library.fully_shard(model[0], ignored_params=set(before))
+            wrapped = library.fully_shard(model)
+        else:
+            given = {"ignored_modules": [norm]} if how == "modules" else {"ignored_states": before}
+            model[0] = wrap(model[0], library, use_orig_params=WRAPPERS[way], **given)
+            wrapped = wrap(model, library, use_orig_params=WRAPPERS[way])
+        optimizer, other = adam(wrapped.parameters()), adam(reference.parameters())
+        for _ in range(2):
+            wrapped(mine()).square().mean().backward()
+            for parameter in before:  # what a program does itself with what nothing manages
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            reference(wide_batch(0)).square().mean().backward()
+            for each in (optimizer, other):
+                each.step(), each.zero_grad()
+        assert all(a is b and a.shape == (6,) for a, b in zip(norm.parameters(), before, strict=True))
+        assert all(type(parameter) is nn.Parameter for parameter in before)
+        assert {id(p) for p in before} <= {id(p) for p in wrapped.parameters()}
+        state = (
+            {n: whole(v) for n, v in wrapped.state_dict().items()} if way == "rows" else full_state(library, wrapped)
+        )
+        problems += differences(library.__name__, state, dict(reference.state_dict()))
     return problems
 
 

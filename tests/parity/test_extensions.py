@@ -177,9 +177,8 @@ def test_attributes_set_on_out_reach_the_module() -> list[str]:
 
 
 @on_ranks
-def test_a_refusal_takes_nothing_from_units_below() -> list[str]:
+def test_a_refusal_takes_nothing_from_units_below() -> None:
     """A unit below keeps its tied weight when the unit above is refused, and gives it up when it is not."""
-    problems = []
     for kind in (Uncuttable, GatheredInt8):
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 8))
         model[1].weight = model[0].weight
@@ -190,12 +189,9 @@ def test_a_refusal_takes_nothing_from_units_below() -> list[str]:
             refused = False
         except fullshard.ConfigError:
             refused = True
-        if refused != (kind is Uncuttable):
-            problems.append(f"{kind.__name__}: refused {refused}")
+        assert refused == (kind is Uncuttable), f"{kind.__name__}: refused {refused}"
         (model[0] if refused else model)(torch.ones(1, 6)).sum().backward()
-        if model[0].weight.grad is None:
-            problems.append("no gradient")
-    return problems
+        assert model[0].weight.grad is not None, "no gradient"
 
 
 class ShortForm(GatheredInt8):
@@ -235,36 +231,29 @@ def test_the_rest() -> list[str]:
     x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(0))
     before = model(x)
     twin = copy.deepcopy(model)
-    if not torch.equal(twin(x), before):
-        problems.append("deepcopy")
+    assert torch.equal(twin(x), before), "deepcopy"
     views = fullshard.optimizer_view(model)
-    if not any(view is model[0].weight for view in views) or len(views) != 3:
-        problems.append(f"{len(views)} views")
+    assert any(view is model[0].weight for view in views) and len(views) == 3, f"{len(views)} views"
     optimizer = torch.optim.SGD(views, lr=0.1, foreach=False)
     model(x).square().sum().backward()
     norm = fullshard.clip_grad_norm_(model.parameters(), 1e9)
     squares = sum(p.grad.full_tensor().square().sum() for p in model.parameters())
-    if not torch.allclose(norm, squares.sqrt()):
-        problems.append("clip_grad_norm_")
+    assert torch.allclose(norm, squares.sqrt()), "clip_grad_norm_"
     optimizer.step()
-    if torch.equal(model(x), before):
-        problems.append("the step changed nothing")
+    assert not torch.equal(model(x), before), "the step changed nothing"
     state = {name: value.full_tensor() if "weight" not in name else None for name, value in twin.state_dict().items()}
-    if state.keys() != dict(network(1).named_parameters()).keys():
-        problems.append("state dict")
+    assert state.keys() == dict(network(1).named_parameters()).keys(), "state dict"
     whole = {name: p.detach() for name, p in network(1).named_parameters()}
     whole["0.weight"] = whole["0.weight"].values
     model.load_state_dict(whole)
-    if not torch.allclose(model(x), before):
-        problems.append("load_state_dict of whole values")
+    assert torch.allclose(model(x), before), "load_state_dict of whole values"
 
     def attempt(what: nn.Module, text: str) -> None:
         kind = type(what)
         try:
             fullshard.fully_shard(what)
         except fullshard.ConfigError as error:
-            if text not in str(error) or type(what) is not kind:
-                problems.append(f"{error}")
+            assert text in str(error) and type(what) is kind, f"{error}"
         else:
             problems.append(f"{text}: not refused")
 
@@ -274,18 +263,15 @@ def test_the_rest() -> list[str]:
     expected = nn.functional.linear(x, weight, odd.bias.detach())
     odd.weight = nn.Parameter(GatheredInt8(odd.weight.detach().clone()))
     fullshard.fully_shard(odd)
-    if not torch.allclose(odd(x), expected):
-        problems.append("uneven rows")
+    assert torch.allclose(odd(x), expected), "uneven rows"
     stiff = nn.Linear(4, 4)
     stiff.weight = nn.Parameter(Uncuttable(torch.ones(4, 4)))
     attempt(stiff, "cannot be cut into chunks")
-    if not isinstance(stiff.weight, Uncuttable):
-        problems.append("a refused parameter was changed")
+    assert isinstance(stiff.weight, Uncuttable), "a refused parameter was changed"
     try:
         fullshard.FullyShardedDataParallel(network(1))
     except fullshard.ConfigError as error:
-        if "0.weight" not in str(error):
-            problems.append(str(error))
+        assert "0.weight" in str(error), str(error)
     else:
         problems.append("the wrapper took a subclass")
     return problems

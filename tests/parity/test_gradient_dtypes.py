@@ -115,18 +115,15 @@ def run(library: types.ModuleType, name: str, **settings: Any) -> tuple[Any, ...
     return *dtypes, [g.full_tensor() for g in grads] if library is torch_fsdp or not settings else None
 
 
-def everywhere(layout: str) -> list[Any]:
-    """Per case, ours, and PyTorch's where it has these rules."""
-    settings = {} if layout == "rows" else {"layout": layout}
-    theirs = layout == "rows" and not REDUCES_AS_COMPUTED
-    return [(name, run(fullshard, name, **settings), run(torch_fsdp, name) if theirs else None) for name in CASES]
-
-
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_gradients_are_reduced_in_grad_dtype(run_ranks, layout):
-    for name, ours, theirs in [case for rank in run_ranks(everywhere, layout) for case in rank]:
-        assert ours[:3] == ({CASES[name][3]}, *CASES[name][4:]), name
-        if theirs is not None:
+@on_ranks
+def test_gradients_are_reduced_in_grad_dtype(layout: str) -> None:
+    """And as PyTorch's are, where it has these rules."""
+    for name, case in CASES.items():
+        ours = run(fullshard, name, **({} if layout == "rows" else {"layout": layout}))
+        assert ours[:3] == ({case[3]}, *case[4:]), name
+        if layout == "rows" and not REDUCES_AS_COMPUTED:
+            theirs = run(torch_fsdp, name)
             assert ours[:3] == theirs[:3], name
             for mine, other in zip(ours[3], theirs[3], strict=True):
                 torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-2, msg=name)
@@ -142,47 +139,28 @@ def test_a_copy_keeps_grad_dtype() -> None:
     assert grads == [(FP64, FP64), (None, FP64)]  # one unit: both are reduced in the promoted dtype
 
 
-def test_one_buffer_has_one_grad_dtype(run_ranks):
-    for error in run_ranks(of_different_dtypes):
-        assert "grad_dtype" in error and "bias" in error and "C340" in error
-
-
-def of_different_dtypes() -> str:
+@on_ranks
+def test_one_buffer_has_one_grad_dtype() -> None:
+    """In a unit, and on all ranks."""
     model = fullshard.fully_shard(Layer())
     model.bias.grad_dtype = BF16
-    with pytest.raises(fullshard.ConfigError) as error:
+    with pytest.raises(fullshard.ConfigError, match=r"(?s)(?=.*grad_dtype)(?=.*bias).*C340"):
         model(torch.ones(2, 4))
-    return str(error.value)
-
-
-def test_ranks_that_reduce_in_different_dtypes_are_told(run_ranks):
-    for error in run_ranks(on_one_rank):
-        assert "reduced in bfloat16" in error
-
-
-def on_one_rank() -> str:
     model = Layer()
     if dist.get_rank():
         setting(BF16, BF16)(model)
     fullshard.fully_shard(model)
-    with pytest.raises(fullshard.DivergenceError) as error:
+    with pytest.raises(fullshard.DivergenceError, match="reduced in bfloat16"):
         model(torch.ones(2, 4)).sum().backward()
-    return str(error.value)
 
 
 def keeps_bias(parameter: nn.Parameter) -> torch.dtype | None:
     return parameter.dtype if parameter.dim() == 1 else None
 
 
-def test_a_parameter_may_keep_its_dtype(run_ranks):
+@on_ranks
+def test_a_parameter_may_keep_its_dtype() -> None:
     """Computed in its own dtype, beside others in `param_dtype`; as PyTorch's from 2.15 on."""
-    for ours, theirs in run_ranks(overridden):
-        assert ours[:2] == ([BF16, FP32], {FP32})
-        for mine, other in zip(ours[2], theirs[2], strict=True):
-            torch.testing.assert_close(mine, other)
-
-
-def overridden() -> list[Any]:
     results = []
     for library in (fullshard, fullshard if REDUCES_AS_COMPUTED else torch_fsdp):
         asked: list[tuple[int, ...]] = []
@@ -200,7 +178,10 @@ def overridden() -> list[Any]:
         model(torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
         assert asked == [(4, 4), (4,)]
         results.append((dtypes, set(comm.seen), [p.grad.full_tensor() for p in model.parameters()]))
-    return results
+    ours, theirs = results
+    assert ours[:2] == ([BF16, FP32], {FP32})
+    for mine, other in zip(ours[2], theirs[2], strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 @on_ranks

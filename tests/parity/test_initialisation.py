@@ -15,7 +15,6 @@ from training import (
     FP64,
     LAYOUTS,
     Options,
-    assert_same,
     compare,
     compare_tensors,
     full_gradients,
@@ -53,11 +52,10 @@ def trains_like_one_process(model: nn.Module, name: str, options: Options) -> li
 
 
 @both_layouts
-def test_meta_then_reset_parameters(run_ranks, layout):
-    assert_same(run_ranks(from_meta_by_reset, "odd_mlp", double(layout)))
-
-
-def from_meta_by_reset(name: str, options: Options) -> list[str]:
+@on_ranks
+def test_meta_then_reset_parameters(layout: str) -> list[str]:
+    name = "odd_mlp"
+    options = double(layout)
     model = sharded(name, options, "meta")
     problems = [f"{n} is on {p.device}, not meta" for n, p in model.named_parameters() if p.device.type != "meta"]
     model.to_empty(device="cpu")
@@ -74,11 +72,9 @@ def from_meta_by_reset(name: str, options: Options) -> list[str]:
 
 
 @pytest.mark.parametrize(("assign", "layout"), [(True, "rows"), (False, "flat")])
-def test_meta_then_state_dict(run_ranks, assign, layout):
-    assert_same(run_ranks(from_meta_by_state_dict, double(layout), assign))
-
-
-def from_meta_by_state_dict(options: Options, assign: bool) -> list[str]:
+@on_ranks
+def test_meta_then_state_dict(assign: bool, layout: str) -> list[str]:
+    options = double(layout)
     source = sharded("odd_mlp", options)
     model = sharded("odd_mlp", options, "meta")
     if not assign:
@@ -103,21 +99,18 @@ def test_full_state_dict_through_pytorch() -> list[str]:
     return compare(got, want, FP64, "one process")
 
 
-def test_one_call_shards_the_whole_model(run_ranks):
-    assert_same(run_ranks(by_auto_wrap_policy, "frozen", double("flat")))
-
-
-def by_auto_wrap_policy(name: str, options: Options) -> list[str]:
-    example = EXAMPLES[name]
+@on_ranks
+def test_one_call_shards_the_whole_model() -> list[str]:
+    options = double("flat")
+    example = EXAMPLES["frozen"]
     model = example.make(options.dtype)
     returned = fullshard.fully_shard(model, auto_wrap_policy="auto", layout=options.layout)
     problems = [] if returned is model else ["fully_shard returned another module"]
     units = {n for n, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)}
     wanted = {"", *(f"blocks.{index}" for index in range(len(model.blocks)))}
-    if units != wanted:
-        problems.append(f"units {sorted(units)} where {sorted(wanted)} are wanted")
+    assert units == wanted, f"units {sorted(units)} where {sorted(wanted)} are wanted"
     got = train_sharded(fullshard, example, options, model)
-    want = reference(name, Options(dtype=options.dtype), dist.get_world_size())
+    want = reference("frozen", Options(dtype=options.dtype), dist.get_world_size())
     return problems + compare(got, want, FP64, "one process")
 
 
@@ -131,12 +124,10 @@ def test_the_blocks_of_a_sequential_become_units() -> list[str]:
 
 
 @both_layouts
-def test_ignored_parameters(run_ranks, layout):
-    assert_same(run_ranks(with_ignored_parameters, double(layout)))
-
-
-def with_ignored_parameters(options: Options) -> list[str]:
+@on_ranks
+def test_ignored_parameters(layout: str) -> list[str]:
     """Ignored parameters stay as they are: plain and whole, with this rank's own gradients, as in PyTorch."""
+    options = double(layout)
     example, records, problems = EXAMPLES["gpt"], {}, []
     for library in (fullshard, torch_fsdp):
         model = example.make(options.dtype)
@@ -147,8 +138,7 @@ def with_ignored_parameters(options: Options) -> list[str]:
         if library is fullshard:
             found = dict(model.named_parameters())
             for name in ("head.weight", "blocks.0.norm1.weight"):
-                if not any(found[name] is p for p in ignored):
-                    problems.append(f"{name} was replaced, though ignored")
+                assert any(found[name] is p for p in ignored), f"{name} was replaced, though ignored"
         take_step(model, example, 0, [dist.get_rank()], options)
         records[library] = full_gradients(model)
     return problems + compare_tensors("gradient of", records[fullshard], records[torch_fsdp], FP64)

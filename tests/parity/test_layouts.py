@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,14 @@ import fullshard
 from fullshard import Blocks
 from models import EXAMPLES
 from training import FP64, Options, assert_same, compare_tensors, full_parameters, mesh_of, shard
+from ways import on_ranks
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"), [("foreach", "flat"), ("fused", Blocks("row")), ("view", Blocks(5)), ("loop", "owner")], ids=str
 )
-def test_adamw_of_every_kind(run_ranks, kind, layout):
-    for problems in run_ranks(steps_of, kind, layout):
-        assert not problems
-
-
-def steps_of(kind: str, layout: object) -> list[str]:
+@on_ranks
+def test_adamw_of_every_kind(kind: str, layout: Any) -> list[str]:
     """The same numbers as the loop over DTensors; and padding, which lies between parameters, stays zero."""
     results = []
     for how, where in (("loop", "rows"), (kind, layout)):
@@ -45,8 +43,7 @@ def steps_of(kind: str, layout: object) -> list[str]:
         held = torch.ones_like(bucket.shard, dtype=torch.bool)
         for member in bucket.members:
             bucket.part(held, member).fill_(False)
-        if bucket.shard[held].any():
-            problems.append("padding is not zero any more")
+        assert not bucket.shard[held].any(), "padding is not zero any more"
     return problems
 
 
@@ -94,25 +91,16 @@ def test_the_plan_is_told(fake_world, caplog):
     assert "blocks(row)" in fullshard.describe(model)
 
 
-class Fast:
+class Fast(fullshard.RecordingComm):
     """Communication without latency, for which padding is never worth one collective less."""
 
-    def __init__(self, inner: object) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
-
-    def costs(self, axis: object) -> object:
+    def costs(self, axis: Any) -> Any:
         return replace(self.inner.costs(axis), latency=0.0)
 
 
-def test_rows_are_dtensors_cut_as_chunk_does(run_ranks):
-    assert_same(run_ranks(local_chunks, "default", world=4))
-    assert_same(run_ranks(local_chunks, "hybrid", world=4))
-
-
-def local_chunks(mesh: str) -> list[str]:
+@pytest.mark.parametrize("mesh", ["default", "hybrid"])
+@on_ranks(world=4)
+def test_rows_are_dtensors_cut_as_chunk_does(mesh: str) -> list[str]:
     """Names, shapes, placements and local parts of every sharded parameter; some parts are empty."""
     model = made(Options(mesh=mesh))
     ways = dist.get_world_size() // (2 if mesh == "hybrid" else 1)
@@ -120,18 +108,17 @@ def local_chunks(mesh: str) -> list[str]:
     problems = []
     plain = dict(EXAMPLES["odd_mlp"].make().named_parameters())
     if [name for name, _ in model.named_parameters()] != list(plain):
-        problems.append(f"names {[name for name, _ in model.named_parameters()]}, wanted {list(plain)}")
+        raise AssertionError(f"names {[name for name, _ in model.named_parameters()]}, wanted {list(plain)}")
     mesh_shape = (mesh_of(mesh) or mesh_of("1d")).shape
     for name, p in model.named_parameters():
-        if p.device_mesh.shape != mesh_shape:
-            problems.append(f"{name} lies on {p.device_mesh}")
+        assert p.device_mesh.shape == mesh_shape, f"{name} lies on {p.device_mesh}"
         if not isinstance(p, DTensor) or not isinstance(p, nn.Parameter) or tuple(p.placements) != want:
             problems.append(f"{name} is a {type(p)} with placements {getattr(p, 'placements', None)}")
             continue
         chunks = list(plain[name].chunk(ways)) + [plain[name][:0]] * ways
         local = p.to_local()
         if p.shape != plain[name].shape or not torch.equal(local, chunks[dist.get_rank() % ways]):
-            problems.append(f"{name}: local part {tuple(local.shape)} of {tuple(p.shape)} is not its chunk")
+            raise AssertionError(f"{name}: local part {tuple(local.shape)} of {tuple(p.shape)} is not its chunk")
     return problems
 
 

@@ -18,7 +18,6 @@ from training import (
     Options,
     assert_same,
     compare,
-    one_batch,
     parity,
     reference,
     shard,
@@ -82,23 +81,14 @@ def clipped(name: str, options: Options) -> list[str]:
     return parity(name, options, FP64, check_torch=False)
 
 
-def test_same_seed_twice_is_bitwise_equal(run_ranks):
-    assert_same(run_ranks(twice, Options(clip="fullshard")))
-
-
-def twice(options: Options) -> list[str]:
+@on_ranks
+def test_same_seed_twice_is_bitwise_equal() -> list[str]:
+    options = Options(clip="fullshard")
     first, second = (train_sharded(fullshard, EXAMPLES["odd_mlp"], options) for _ in range(2))
     return compare(first, second, 0.0, "the same once more")
 
 
-# Shapes of steps that PyTorch promises, too; others are the stateful machine's (`tests/property`).
-
-
-def two_backwards_of_one_loss(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    loss = example.loss(model, batch_of(0))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return loss
+# Shapes of steps: two that PyTorch promises, too; others are the stateful machine's (`tests/property`).
 
 
 def two_losses_of_one_forward(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
@@ -110,51 +100,18 @@ def two_losses_of_one_forward(model: nn.Module, example: Example, batch_of: Batc
     return first + second
 
 
-def two_forwards_two_backwards(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+def two_forwards_after_an_evaluation(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        example.loss(model, batch_of(1))
+    model.train()
     first, second = example.loss(model, batch_of(0)), example.loss(model, batch_of(1))
     first.backward()
     second.backward()
     return first + second
 
 
-def two_forwards_one_backward(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    loss = example.loss(model, batch_of(0)) + example.loss(model, batch_of(1))
-    loss.backward()
-    return loss
-
-
-def evaluation_before(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    model.eval()
-    with torch.no_grad():
-        example.loss(model, batch_of(1))
-    model.train()
-    return one_batch(model, example, batch_of)
-
-
-def gradients_zeroed_not_dropped(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    one_batch(model, example, batch_of)
-    model.zero_grad(set_to_none=False)
-    return one_batch(model, example, batch_of)
-
-
-def gradients_kept_over_steps(model: nn.Module, example: Example, batch_of: BatchOf) -> Tensor:
-    """As with `retain_graph`, but through the optimizer's eyes: two backwards with no zero_grad between."""
-    first = one_batch(model, example, lambda index: batch_of(1))
-    return first.detach() + one_batch(model, example, batch_of)
-
-
-SCENARIOS = [
-    two_backwards_of_one_loss,
-    two_losses_of_one_forward,
-    two_forwards_two_backwards,
-    two_forwards_one_backward,
-    evaluation_before,
-    gradients_zeroed_not_dropped,
-    gradients_kept_over_steps,
-]
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", [two_losses_of_one_forward, two_forwards_after_an_evaluation])
 def test_scenario(run_ranks, scenario):
     options = Options(dtype=DOUBLE, scenario=scenario, steps=2)
     assert_same(run_ranks(parity, "odd_mlp", options, FP64))

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from training import (
     shard,
     train_sharded,
 )
+from ways import on_ranks
 from wrapped import Wrapping, wrap_example
 
 API, WRAPPER = (
@@ -121,15 +123,12 @@ def test_same_bits(run_ranks, layout, settings):
     assert_same(run_ranks(both, "odd_mlp", Options(layout=layout, steps=2, **settings), world=world))
 
 
-def test_deepcopy_and_recovery(run_ranks):
-    assert_same(run_ranks(copied_and_recovered, "flat"))
-
-
-def copied_and_recovered(layout: str) -> list[str]:
+@on_ranks
+def test_deepcopy_and_recovery() -> list[str]:
     example, batch = EXAMPLES["gpt"], EXAMPLES["gpt"].batch(0, 0, torch.float32)
-    plain = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+    plain = shard(fullshard, example.make(torch.float32), example, Options(layout="flat"))
     with forced():
-        model = shard(fullshard, example.make(torch.float32), example, Options(layout=layout))
+        model = shard(fullshard, example.make(torch.float32), example, Options(layout="flat"))
 
     def fail(grad: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("in mid-backward")
@@ -159,12 +158,13 @@ def test_who_gets_a_home():
         assert (home.device, home.compute, home.pinned) == (cpu, gpu, pin)
 
 
-def wrapped(orig: bool) -> list[str]:
+@on_ranks
+def test_wrapper() -> list[str]:
     """The wrapper with its parameters at home: the same losses and state as without."""
     example, results = EXAMPLES["gpt"], []
     for enter in (nullcontext, forced):
         with enter():
-            model = wrap_example(fullshard, example.make(), example, Wrapping(orig))
+            model = wrap_example(fullshard, example.make(), example, Wrapping(False))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             for part in range(2):
@@ -181,39 +181,31 @@ def wrapped(orig: bool) -> list[str]:
     return problems + compare_tensors("state", results[1], results[0], 0.0)
 
 
-def test_wrapper(run_ranks):
-    assert_same(run_ranks(wrapped, False))
-
-
-def hooks_and_checkpoints(layout: str, folder: str) -> list[str]:
+@on_ranks
+def test_hooks_and_checkpoints(tmp_path: Path) -> list[str]:
     """Post-accumulate hooks see whole gradients; DCP saves and loads; `to_empty` and `to` keep shards at home."""
     import torch.distributed.checkpoint as dcp
 
     problems, example = [], EXAMPLES["gpt"]
     with forced():
-        model = shard(fullshard, example.make(), example, Options(layout=layout))
+        model = shard(fullshard, example.make(), example, Options(layout="rows"))
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: problems.append(name) if p.grad._local_tensor.isnan().any() else None
         )
     example.loss(model, example.batch(0, 0)).backward()
     before = full_parameters(model)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "checkpoint"))
     with torch.device("meta"):
         plain = example.make()
     with forced():
-        empty = shard(fullshard, plain, example, Options(layout=layout))
+        empty = shard(fullshard, plain, example, Options(layout="rows"))
     empty.to_empty(device="cpu")
     state = empty.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=str(tmp_path / "checkpoint"))
     empty.load_state_dict(state)
     problems += compare_tensors("loaded", full_parameters(empty), before, 0.0)
     example.loss(empty, example.batch(0, 0)).backward()
     problems += compare_tensors("gradient", full_gradients(empty), full_gradients(model), 0.0)
-    if any(unit.buckets[0].home is None for unit in units_of(empty)):
-        problems.append("a unit lost its home")
+    assert not any(unit.buckets[0].home is None for unit in units_of(empty)), "a unit lost its home"
     return problems
-
-
-def test_hooks_and_checkpoints(run_ranks, tmp_path):
-    assert_same(run_ranks(hooks_and_checkpoints, "rows", str(tmp_path / "checkpoint")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,16 @@ from torch import Tensor, nn
 
 import fullshard
 from models import EXAMPLES
-from training import LAYOUTS, Options, assert_same, compare, parity, reference, train_sharded
+from training import LAYOUTS, Options, compare, parity, reference, train_sharded
+from ways import on_ranks
 
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def test_bf16(run_ranks):
+@on_ranks
+def test_bf16() -> list[str]:
     """Computed in bf16 (8 bits of mantissa, so 2**-8 = 4e-3 a rounding), reduced in fp32."""
-    assert_same(run_ranks(bf16_parity, Options(layout="flat", precision="bf16")))
-
-
-def bf16_parity(options: Options) -> list[str]:
-    """Against PyTorch's own within one rounding of bf16, against fp32 training within a few."""
+    options = Options(layout="flat", precision="bf16")
     exact = reference("gpt", replace(options, layout="rows", precision="none"), dist.get_world_size())
     got = train_sharded(fullshard, EXAMPLES["gpt"], options)
     dtypes = {tensor.dtype for tensor in got.parameters.values()}
@@ -82,19 +81,11 @@ POLICIES = {
 
 
 @both_layouts
-def test_dtypes_as_pytorch_has_them(run_ranks, layout):
+@on_ranks
+def test_dtypes_as_pytorch_has_them(layout: str) -> None:
     """Inputs in nested containers and keyword arguments, integers, buffers, outputs and gradients."""
-    for ours, theirs in run_ranks(dtypes_under_each_policy, layout):
-        for name, dtypes in theirs.items():
-            assert ours[name] == dtypes, name
-
-
-def dtypes_under_each_policy(layout: str) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
-    ours, theirs = (
-        {name: dtypes_heard(library, layout, policy) for name, policy in POLICIES.items()}
-        for library in (fullshard, torch_fsdp)
-    )
-    return ours, theirs
+    for name, policy in POLICIES.items():
+        assert dtypes_heard(fullshard, layout, policy) == dtypes_heard(torch_fsdp, layout, policy), name
 
 
 class Normed(nn.Module):
@@ -128,19 +119,12 @@ def normed_model(library: types.ModuleType, layout: str) -> nn.Module:
     return library.fully_shard(model, **keywords)
 
 
-@pytest.mark.parametrize("layout", ["flat"])
-def test_norms_in_fp32_within_blocks_in_bf16(run_ranks, layout):
-    for ours, theirs in run_ranks(both_normed, layout):
-        assert ours[0] == theirs[0]
-        assert ours[1] == theirs[1]  # losses, to the last bit: the same dtypes at every operation
-        for mine, other in zip(ours[2], theirs[2], strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
-
-
-def both_normed(layout: str) -> list[object]:
-    results = []
+@on_ranks
+def test_norms_in_fp32_within_blocks_in_bf16() -> None:
+    """Losses are alike to the last bit: the same dtypes at every operation."""
+    results: list[Any] = []
     for library in (fullshard, torch_fsdp):
-        model = normed_model(library, layout)
+        model = normed_model(library, "flat")
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
         out = model(x)
         loss = out.square().mean()
@@ -149,18 +133,19 @@ def both_normed(layout: str) -> list[object]:
         gradients = [p.grad.full_tensor() for p in model.parameters()]
         dtypes += [gradient.dtype for gradient in gradients]
         results.append((dtypes, loss.item(), gradients))
-    return results
+    ours, theirs = results
+    assert ours[:2] == theirs[:2]
+    for mine, other in zip(ours[2], theirs[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("reduce_dtype", "layout"), [(torch.float32, "rows"), (torch.bfloat16, "flat")])
-def test_gradients_without_sync_are_added_up_in_the_dtype_of_the_reduction(run_ranks, reduce_dtype, layout):
+@on_ranks
+def test_gradients_without_sync_are_added_up_in_the_dtype_of_the_reduction(
+    reduce_dtype: torch.dtype, layout: str
+) -> None:
     """1, and eight times 2**-9: bf16 has 8 bits, so there each addition of 2**-9 to 1 is lost, and fp32 loses none."""
     expected = 1.0 + 8 * 2.0**-9 if reduce_dtype == torch.float32 else 1.0
-    for got in run_ranks(small_gradients_after_a_large_one, reduce_dtype, layout):
-        assert got == (expected, torch.float32)
-
-
-def small_gradients_after_a_large_one(reduce_dtype: torch.dtype, layout: str) -> tuple[float, torch.dtype]:
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model = fullshard.fully_shard(nn.Linear(4, 4, bias=False), mp_policy=policy, layout=layout)
     model.set_requires_gradient_sync(False)
@@ -171,5 +156,4 @@ def small_gradients_after_a_large_one(reduce_dtype: torch.dtype, layout: str) ->
         model(torch.full((1, 4), size)).sum().backward()
     grad = model.weight.grad
     whole = grad.full_tensor()
-    assert (whole == whole[0, 0]).all()
-    return whole[0, 0].item(), grad.dtype
+    assert (whole == expected).all() and grad.dtype == torch.float32

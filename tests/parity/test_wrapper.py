@@ -102,15 +102,28 @@ def test_clipping_of_mixed_strategies_and_unmanaged_parameters(orig: bool, norm_
     with SHARDED.summon_full_params(root, with_grads=True, writeback=False):
         mine = {name: p.grad for name, p in root.named_parameters()}
     for name, parameter in plain.named_parameters():
-        if not torch.allclose(mine[name], parameter.grad, rtol=1e-5, atol=1e-7):
-            problems.append(f"gradient of {name}")
+        assert torch.allclose(mine[name], parameter.grad, rtol=1e-5, atol=1e-7), f"gradient of {name}"
     return problems
 
 
 # Communication hooks.
 
 
-def hooked(orig: bool, strategy: str, library: str, hook_name: str) -> list[str]:
+OURS, TORCHS = "fullshard.comm_hooks", "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+
+@pytest.mark.parametrize(
+    ("orig", "strategy", "library", "hook_name"),
+    [
+        (False, "FULL_SHARD", OURS, "default"),
+        (True, "FULL_SHARD", OURS, "fp16"),
+        (False, "NO_SHARD", OURS, "bf16"),
+        (True, "SHARD_GRAD_OP", TORCHS, "default"),  # its compressing ones run on CUDA only
+        (True, "NO_SHARD", TORCHS, "default"),
+    ],
+)
+@on_ranks
+def test_communication_hook(orig: bool, strategy: str, library: str, hook_name: str) -> None:
     """One step with a hook; compare with one process, and count the calls."""
     hooks_of = importlib.import_module(library)
     example = EXAMPLES["odd_mlp"]
@@ -136,35 +149,13 @@ def hooked(orig: bool, strategy: str, library: str, hook_name: str) -> list[str]
     plain = example.make()
     batches = [example.batch(0, rank) for rank in range(world)]
     (sum(example.loss(plain, batch) for batch in batches) / world).backward()
-    problems = []
     with SHARDED.summon_full_params(model, with_grads=True, writeback=False):
         mine = {name: p.grad.clone() for name, p in model.named_parameters()}
     for name, parameter in plain.named_parameters():
         error = (mine[name] - parameter.grad).norm() / parameter.grad.norm()
-        if not error <= tolerance:
-            problems.append(f"{name}: {error:.1e}")
+        assert error <= tolerance, f"{name}: {error:.1e}"
     units = len(example.units(plain)) + 1
     with_parameters = len([u for u in model.fsdp_modules(model) if u._runner().unit.buckets])
-    if len(seen) != with_parameters or with_parameters > units:
-        problems.append(f"{len(seen)} calls of the hook for {with_parameters} instances")
+    assert len(seen) == with_parameters and with_parameters <= units
     for dims, numel, rest in seen:
-        if dims != 1 or (sharded and (len(rest) != 1 or rest[0] * world != numel)) or (not sharded and rest):
-            problems.append(f"hook got {dims} dims of {numel} and {rest}")
-    return problems
-
-
-OURS, TORCHS = "fullshard.comm_hooks", "torch.distributed.algorithms._comm_hooks.default_hooks"
-
-
-@pytest.mark.parametrize(
-    ("orig", "strategy", "library", "hook"),
-    [
-        (False, "FULL_SHARD", OURS, "default"),
-        (True, "FULL_SHARD", OURS, "fp16"),
-        (False, "NO_SHARD", OURS, "bf16"),
-        (True, "SHARD_GRAD_OP", TORCHS, "default"),  # its compressing ones run on CUDA only
-        (True, "NO_SHARD", TORCHS, "default"),
-    ],
-)
-def test_communication_hook(run_ranks, orig, strategy, library, hook):
-    assert_same(run_ranks(hooked, orig, strategy, library, hook))
+        assert dims == 1 and (not sharded or (len(rest) == 1 and rest[0] * world == numel)) and (sharded or not rest)

@@ -69,7 +69,8 @@ def test_models_on_meta_get_values(given: bool, originals: bool, policy: bool) -
     same(found["ours"][1], trained(reference))
 
 
-def synced(originals: bool) -> None:
+@on_ranks
+def test_sync_module_states_spreads_rank_0s() -> None:
     rank = dist.get_rank()
     model = mlp(seed=10 + rank)
     model.register_buffer("noise", torch.full((3,), float(rank)))
@@ -79,16 +80,12 @@ def synced(originals: bool) -> None:
         model,
         auto_wrap_policy=fullshard.wrap.ModuleWrapPolicy({nn.Linear}),
         sync_module_states=True,
-        use_orig_params=originals,
+        use_orig_params=False,
     )
     found = whole(fullshard, model)
     assert not found["noise"].any() and found["count"] == 0
     for name, tensor in mlp(seed=10).state_dict().items():
         assert torch.equal(found[name], tensor), name
-
-
-def test_sync_module_states_spreads_rank_0s(run_ranks) -> None:
-    run_ranks(synced, False)
 
 
 # Groups and meshes.
@@ -98,19 +95,16 @@ def halves() -> Any:
     return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])], [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
 
 
-def separate_groups(originals: bool) -> None:
+@on_ranks(world=4)
+def test_groups_of_ranks_train_on_their_own() -> None:
     rank = dist.get_rank()
     mine = rank // 2
     group = halves()[0][mine]
-    model = wrap(fullshard, mlp(mine), process_group=group, use_orig_params=originals)
+    model = wrap(fullshard, mlp(mine), process_group=group, use_orig_params=True)
     assert (model.rank, model.world_size) == (rank % 2, 2) and model.process_group is not None
     train(model)
     expected = trained(mlp(mine), ranks=[2 * mine, 2 * mine + 1])
     same(whole(fullshard, model), expected)
-
-
-def test_groups_of_ranks_train_on_their_own(run_ranks) -> None:
-    run_ranks(separate_groups, True, world=4)
 
 
 # Being a module.

@@ -13,7 +13,6 @@ from torch import nn
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OptimStateKeyType
-from training import assert_same
 from ways import on_ranks
 from wrapped import differences, make_net, train_net, typed, whole_values, wrap_net
 
@@ -85,20 +84,17 @@ def test_state_is_the_unsharded_optimizers_by_name(orig: bool) -> list[str]:
             problems += differences(where, flattened(state["state"]), flattened(by_name(plain, other)), 2e-6)
             got = [{**g, "params": sorted(g["params"])} for g in state["param_groups"]]
             want = [{**g, "params": sorted(names[id(p)] for p in g["params"])} for g in other.param_groups]
-            if got != want:
-                problems.append(f"{where}: groups {got} where {want}")
+            assert got == want, f"{where}: groups {got} where {want}"
     with typed("FULL", model, None, FULL(rank0_only=True, offload_to_cpu=True)):
         state = FSDP.optim_state_dict(model, optimizer)
-    if (dist.get_rank() == 0) != bool(state):
-        problems.append(f"rank0_only: rank {dist.get_rank()} has {list(state)}")
+    assert (dist.get_rank() == 0) == bool(state), f"rank0_only: rank {dist.get_rank()} has {list(state)}"
     return problems
 
 
 @ORIG
 @on_ranks
-def test_training_goes_on_with_the_same_losses(orig: bool) -> list[str]:
+def test_training_goes_on_with_the_same_losses(orig: bool) -> None:
     """Every kind into other wrappings; the steps after it equal those of one process without interruption."""
-    problems = []
     _, _, want = reference("adamw", dist.get_world_size(), steps=2 * STEPS)
     source, optimizer = trained(orig)
     targets: list[dict[str, Any]] = [{}, {"auto_wrap_policy": None}, {"strategy": "NO_SHARD"}, {"mesh": True}]
@@ -114,14 +110,15 @@ def test_training_goes_on_with_the_same_losses(orig: bool) -> list[str]:
         if options:
             loaded.load_state_dict(made)
         got = train_net(target, loaded, range(STEPS, 2 * STEPS))
-        if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
-            problems.append(f"{kind} {config} -> {other} {options}: losses {got} where {want[STEPS:]}")
-    return problems
+        assert got == pytest.approx(want[STEPS:], abs=1e-6), (
+            f"{kind} {config} -> {other} {options}: losses {got} where {want[STEPS:]}"
+        )
 
 
-def never_updated(orig: bool) -> list[str]:
+@on_ranks
+def test_parameters_never_updated_have_no_state() -> list[str]:
     """Parameters without gradients have no state, in the state dict and after loading it."""
-    model = wrap_net(make_net(), use_orig_params=orig)
+    model = wrap_net(make_net(), use_orig_params=True)
     for parameter in model.module.layers[1].parameters():
         parameter.requires_grad_(False)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -129,19 +126,14 @@ def never_updated(orig: bool) -> list[str]:
     state = FSDP.optim_state_dict(model, optimizer)
     extra = [name for name in state["state"] if name.startswith("layers.1.")]
     missing = {n for n, _ in make_net().named_parameters() if not n.startswith("layers.1.")} - state["state"].keys()
-    target = wrap_net(make_net(), use_orig_params=not orig)
+    target = wrap_net(make_net(), use_orig_params=False)
     loaded = OPTIMIZERS["adamw"](target.parameters())
     FSDP.optim_state_dict_to_load(target, loaded, state, load_directly=True)
     again = FSDP.optim_state_dict(target, loaded)
     problems = differences("again", flattened(again["state"]), flattened(state["state"]))
     named = FSDP.optim_state_dict_to_load(target, loaded, state, is_named_optimizer=True)
-    if not all(isinstance(key, str) for key in [*named["state"], *named["param_groups"][0]["params"]]):
-        problems.append(f"is_named_optimizer gave {list(named['state'])}")
+    assert all(isinstance(key, str) for key in [*named["state"], *named["param_groups"][0]["params"]])
     return problems + ([f"state of {extra}, none of {missing}"] if extra or missing else [])
-
-
-def test_parameters_never_updated_have_no_state(run_ranks):
-    assert_same(run_ranks(never_updated, True))
 
 
 class RowMeans(torch.optim.Optimizer):
@@ -185,9 +177,13 @@ def test_state_that_is_not_element_wise(orig: bool) -> list[str]:
     return problems
 
 
-def legacy(orig: bool) -> list[str]:
+OPTIONS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+
+
+@on_ranks
+def test_older_methods() -> list[str]:
     problems = []
-    model, optimizer = trained(orig)
+    model, optimizer = trained(False)
     plain, reference_optimizer, want = reference("adamw", dist.get_world_size(), steps=2 * STEPS)
     plain, reference_optimizer, _ = reference("adamw", dist.get_world_size())
     names = [n for n, _ in plain.named_parameters()]
@@ -199,11 +195,10 @@ def legacy(orig: bool) -> list[str]:
         shards = FSDP.sharded_optim_state_dict(model, optimizer)
         problems += differences("full", flattened(everywhere["state"]), wanted, 2e-6)
         problems += differences("sharded", flattened(shards["state"]), wanted, 2e-6)
-        if bool(rank0) != (dist.get_rank() == 0):
-            problems.append(f"full_optim_state_dict on rank {dist.get_rank()}: {list(rank0)}")
+        assert bool(rank0) == (dist.get_rank() == 0), f"full_optim_state_dict on rank {dist.get_rank()}: {list(rank0)}"
         values = model.state_dict()
         for kind in ("shard", "scatter", "flatten", "input"):
-            target = wrap_net(make_net(4), use_orig_params=not orig)
+            target = wrap_net(make_net(4), use_orig_params=True)
             target.load_state_dict(values)
             loaded = OPTIMIZERS["adamw"](target.parameters())
             made = {
@@ -216,26 +211,15 @@ def legacy(orig: bool) -> list[str]:
             }[kind]()
             loaded.load_state_dict(made)
             got = train_net(target, loaded, range(STEPS, 2 * STEPS))
-            if max(abs(a - b) for a, b in zip(got, want[STEPS:], strict=True)) > 1e-6:
-                problems.append(f"{kind}: losses {got} where {want[STEPS:]}")
+            assert got == pytest.approx(want[STEPS:], abs=1e-6), f"{kind}: losses {got} where {want[STEPS:]}"
         numbered = FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, plain, optim=reference_optimizer)
         reference_optimizer.load_state_dict(numbered)
         problems += differences("rekeyed", flattened(by_name(plain, reference_optimizer)), wanted, 2e-6)
         back = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain, list(plain.parameters()))
         problems += differences("back", flattened(back["state"]), flattened(everywhere["state"]))
-        if (
-            numbered["param_groups"][0]["params"] != list(range(len(names)))
-            or back["param_groups"][0]["params"] != names
-        ):
-            problems.append(f"rekeyed groups: {numbered['param_groups']}, {back['param_groups']}")
+        assert numbered["param_groups"][0]["params"] == list(range(len(names)))
+        assert back["param_groups"][0]["params"] == names
         with pytest.raises(fullshard.CheckpointError, match=r"missing\.name"):
             wrong = {"state": {"missing.name": {}}, "param_groups": []}
             FSDP.rekey_optim_state_dict(wrong, OptimStateKeyType.PARAM_ID, plain)
     return problems
-
-
-OPTIONS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
-
-
-def test_older_methods(run_ranks):
-    assert_same(run_ranks(legacy, False))

@@ -55,10 +55,11 @@ def test_a_policys_arguments_train_as_pytorchs(originals: bool) -> None:
     same(found["ours"][2], found["theirs"][2])
 
 
-def wrap_contexts(originals: bool) -> None:
+@on_ranks
+def test_wrap_contexts() -> None:
     found = {}
     for label, library in LIBRARIES.items():
-        keywords = {"device_id": CPU, "use_orig_params": originals}
+        keywords = {"device_id": CPU, "use_orig_params": True}
         with library.wrap.enable_wrap(wrapper_cls=library.FullyShardedDataParallel, **keywords):
             model = mlp()
             model[0][0] = library.wrap.wrap(model[0][0], sharding_strategy=library.ShardingStrategy.NO_SHARD)
@@ -69,10 +70,6 @@ def wrap_contexts(originals: bool) -> None:
         found[label] = (instances(library, model), whole(library, model))
     assert found["ours"][0] == found["theirs"][0]
     same(found["ours"][1], found["theirs"][1])
-
-
-def test_wrap_contexts(run_ranks) -> None:
-    run_ranks(wrap_contexts, True)
 
 
 # What is left alone.

@@ -81,22 +81,19 @@ def run_precision(library: types.ModuleType, options: dict[str, Any], originals:
     }
 
 
-def compare_precision(options: dict[str, Any], originals: bool) -> None:
-    mine, expected = (run_precision(library, options, originals) for library in LIBRARIES.values())
+@pytest.mark.parametrize(("name", "originals"), [(name, bool(n % 2)) for n, name in enumerate(PRECISIONS)])
+@on_ranks
+def test_dtypes_and_values_are_pytorchs(name: str, originals: bool) -> None:
+    mine, expected = (run_precision(library, PRECISIONS[name], originals) for library in LIBRARIES.values())
     for key in ("seen", "grads", "clipped", "sharded", "state"):
         assert mine[key] == expected[key], (key, mine[key], expected[key])
     assert mine["norm"].dtype == expected["norm"].dtype
-    low = any(isinstance(value, torch.dtype) for value in options.values())
+    low = any(isinstance(value, torch.dtype) for value in PRECISIONS[name].values())
     tolerance = 2e-2 if low else 1e-5
     torch.testing.assert_close(mine["losses"], expected["losses"], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine["norm"], expected["norm"], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine["out"], expected["out"], rtol=tolerance, atol=tolerance)
     same(mine["whole"], expected["whole"], tolerance, tolerance)
-
-
-@pytest.mark.parametrize(("name", "originals"), [(name, bool(n % 2)) for n, name in enumerate(PRECISIONS)])
-def test_dtypes_and_values_are_pytorchs(run_ranks, name: str, originals: bool) -> None:
-    run_ranks(compare_precision, PRECISIONS[name], originals)
 
 
 # Batch norms and other classes that mixed precision leaves alone.
@@ -155,11 +152,12 @@ def test_ignored_classes_get_instances_in_full_precision(
     same(mine[4], expected[4], 2e-2, 2e-2)
 
 
-def buffers_come_back(originals: bool) -> None:
+@on_ranks
+def test_state_dicts_hold_buffers_in_their_own_dtype() -> None:
     model = blocks()
-    model[1] = wrap(fullshard, model[1], mixed_precision=fullshard.MixedPrecision(), use_orig_params=originals)
+    model[1] = wrap(fullshard, model[1], mixed_precision=fullshard.MixedPrecision(), use_orig_params=False)
     mixed = fullshard.MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
-    model = wrap(fullshard, model, mixed_precision=mixed, use_orig_params=originals)
+    model = wrap(fullshard, model, mixed_precision=mixed, use_orig_params=False)
     assert model.module[0].offset.dtype == FP32  # before the first forward
     train(model, steps=1)
     found = {name: buffer.dtype for name, buffer in model.named_buffers()}
@@ -178,15 +176,12 @@ def buffers_come_back(originals: bool) -> None:
     torch.testing.assert_close(model.module[0].offset.float(), torch.full((6,), 0.7), rtol=1e-2, atol=1e-2)
 
 
-def test_state_dicts_hold_buffers_in_their_own_dtype(run_ranks) -> None:
-    run_ranks(buffers_come_back, False)
-
-
-def full_precision_in_eval(originals: bool) -> None:
+@on_ranks
+def test_eval_in_full_precision() -> None:
     mixed = fullshard.MixedPrecision(param_dtype=BF16, reduce_dtype=BF16, buffer_dtype=BF16)
     model = blocks()
-    model[1] = wrap(fullshard, model[1], mixed_precision=mixed, use_orig_params=originals)
-    model = wrap(fullshard, model, mixed_precision=mixed, use_orig_params=originals, full_precision_in_eval=True)
+    model[1] = wrap(fullshard, model[1], mixed_precision=mixed, use_orig_params=True)
+    model = wrap(fullshard, model, mixed_precision=mixed, use_orig_params=True, full_precision_in_eval=True)
     train(model, steps=2)
     reference = blocks()
     reference.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
@@ -212,16 +207,13 @@ def full_precision_in_eval(originals: bool) -> None:
     assert grad_dtypes(model) == {FP32}
 
 
-def test_eval_in_full_precision(run_ranks) -> None:
-    run_ranks(full_precision_in_eval, True)
-
-
-def summoned_in_full_precision(originals: bool) -> None:
+@on_ranks
+def test_summoned_parameters_are_in_full_precision() -> None:
     model = wrap(
         fullshard,
         blocks(),
         mixed_precision=fullshard.MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
-        use_orig_params=originals,
+        use_orig_params=False,
     )
     initial = blocks().state_dict()
     model(batch(0, 0)).float().sum().backward()
@@ -229,7 +221,3 @@ def summoned_in_full_precision(originals: bool) -> None:
         for name, parameter in model.named_parameters():
             assert parameter.dtype == FP32 and parameter.grad.dtype == FP32
             assert torch.equal(parameter, initial[name])  # bits that bfloat16 would have lost
-
-
-def test_summoned_parameters_are_in_full_precision(run_ranks) -> None:
-    run_ranks(summoned_in_full_precision, False)

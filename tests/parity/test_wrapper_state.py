@@ -63,57 +63,32 @@ def test_names_order_and_values_are_the_unwrapped_models(cases: list[str], orig:
             with typed(kind, model, config):
                 state = model.state_dict()
             problems += differences(f"{case} {kind} {config}", whole_values(state), want)
-            if state._metadata.keys() != want._metadata.keys():
-                problems.append(f"{case} {kind}: metadata {state._metadata.keys() ^ want._metadata.keys()}")
+            assert state._metadata.keys() == want._metadata.keys(), case
             problems += types_wrong(f"{case} {kind} {config}", state, kind, config)
-            if case == "nested" and list(model.state_dict(prefix="a.b.")) != [f"a.b.{key}" for key in want]:
-                problems.append("the prefix is not there")
+            assert case != "nested" or list(model.state_dict(prefix="a.b.")) == [f"a.b.{key}" for key in want]
         with typed("FULL", model, FULL(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
         if dist.get_rank() == 0 and case != "inside_plain":
             problems += differences(f"{case} rank0_only", state, want)
         elif dist.get_rank() and [key for key in state if key.startswith("layers.0.")]:
             problems.append(f"{case} rank0_only: rank 1 got {list(state)}")
-        if before != [(n, p.data_ptr()) for n, p in model.named_parameters()]:
-            problems.append(f"{case}: saving changed the model's parameters")
+        assert before == [(n, p.data_ptr()) for n, p in model.named_parameters()], case
         model(torch.tensor([1, 2])).sum().backward()
     return problems
 
 
-def test_names_order_and_values_on_a_hybrid_mesh(run_ranks):
-    assert_same(run_ranks(saves_hybrid, True, world=4))
-
-
-def saves_hybrid(orig: bool) -> list[str]:
+@on_ranks(world=4)
+def test_names_order_and_values_on_a_hybrid_mesh() -> list[str]:
     problems = []
     for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        model, plain = net_case(f"tied-{strategy}", orig)
+        model, plain = net_case(f"tied-{strategy}", True)
         for kind, config in KINDS[:1] + KINDS[-1:]:
             with typed(kind, model, config):
                 state = model.state_dict()
             problems += differences(f"{strategy} {kind}", whole_values(state), plain.state_dict())
-            if kind == "SHARDED" and not isinstance(state["tokens.weight"], DTensor):
-                problems.append(f"{strategy}: {type(state['tokens.weight'])}")
-    return problems
-
-
-def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
-    """Each case's state into each other case with other numbers, and into the plain model."""
-    problems = []
-    for case in cases:
-        for other in others:
-            for kind, config in (KINDS[0], *KINDS[2:]) if other != "inside_plain" else KINDS[:1]:
-                source, plain = net_case(case, orig, seed=3)
-                target, _ = net_case(other, not orig, seed=4)
-                with typed(kind, source, config):
-                    state = source.state_dict()
-                given = dict(state)
-                with typed(kind, target, config):
-                    keys = target.load_state_dict(state)
-                if keys.missing_keys or keys.unexpected_keys or given.keys() != state.keys():
-                    problems.append(f"{case} -> {other} {kind}: {keys}")
-                with typed("FULL", target):
-                    problems += differences(f"{case} -> {other} {kind}", target.state_dict(), plain.state_dict())
+            assert kind != "SHARDED" or isinstance(state["tokens.weight"], DTensor), (
+                f"{strategy}: {type(state['tokens.weight'])}"
+            )
     return problems
 
 
@@ -126,8 +101,25 @@ def roundtrips(cases: list[str], orig: bool, others: list[str]) -> list[str]:
         ("tied-NO_SHARD", True, ["tied"]),
     ],
 )
-def test_loads_across_wrappings_and_strategies(run_ranks, case, orig, others):
-    assert_same(run_ranks(roundtrips, [case], orig, others))
+@on_ranks
+def test_loads_across_wrappings_and_strategies(case: Any, orig: bool, others: list[str]) -> list[str]:
+    """Each case's state into each other case with other numbers, and into the plain model."""
+    problems = []
+    for other in others:
+        for kind, config in (KINDS[0], *KINDS[2:]) if other != "inside_plain" else KINDS[:1]:
+            source, plain = net_case(case, orig, seed=3)
+            target, _ = net_case(other, not orig, seed=4)
+            with typed(kind, source, config):
+                state = source.state_dict()
+            given = dict(state)
+            with typed(kind, target, config):
+                keys = target.load_state_dict(state)
+            assert not keys.missing_keys and not keys.unexpected_keys and given.keys() == state.keys(), (
+                f"{case} -> {other} {kind}: {keys}"
+            )
+            with typed("FULL", target):
+                problems += differences(f"{case} -> {other} {kind}", target.state_dict(), plain.state_dict())
+    return problems
 
 
 def save_files(folder: str, orig: bool) -> None:
@@ -187,8 +179,9 @@ def test_state_dicts_are_pytorchs_key_for_key(orig: bool) -> list[str]:
                     got, want = ours.state_dict(), theirs.state_dict()
                 problems += differences(where, whole_values(got), whole_values(want))
                 for key in want:
-                    if described(got[key]) != described(want[key]):
-                        problems.append(f"{where} {key}: {described(got[key])} where {described(want[key])}")
+                    assert described(got[key]) == described(want[key]), (
+                        f"{where} {key}: {described(got[key])} where {described(want[key])}"
+                    )
     return problems
 
 
@@ -235,10 +228,19 @@ def test_a_full_state_dict_holds_one_unit_above_its_result(fake_world, rank):
 # What does not fit.
 
 
-def strictness(orig: bool) -> list[str]:
+def refused(model: nn.Module, state: Any, strict: bool) -> str:
+    try:
+        model.load_state_dict(dict(state), strict=strict)
+    except (RuntimeError, fullshard.CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+@on_ranks
+def test_missing_and_unexpected_keys_are_named_as_by_the_unwrapped_model() -> list[str]:
     problems = []
     for case in ("nested", "inside_plain", "tied", "tied_across", "ignored"):
-        model, plain = net_case(case, orig, seed=4)
+        model, plain = net_case(case, False, seed=4)
         state = make_net(3, tied=case.startswith("tied")).state_dict()
         for key in ("layers.1.up.weight", "layers.0.calls", "head.weight", "shift"):
             del state[key]
@@ -248,50 +250,32 @@ def strictness(orig: bool) -> list[str]:
         got_error = refused(model, state, True)
         for line in want_error.splitlines()[1:]:
             names = sorted(line.split(":", 1)[1].replace('"', "").replace(" ", "").strip(".").split(","))
-            if not any(
+            assert any(
                 sorted(g.split(":", 1)[-1].replace('"', "").replace(" ", "").strip(".").split(",")) == names
                 for g in got_error.splitlines()
-            ):
-                problems.append(f"{case}: {got_error} where {want_error}")
+            ), f"{case}: {got_error} where {want_error}"
         plain = make_net(4, tied=case.startswith("tied"))
         want, got = plain.load_state_dict(state, strict=False), model.load_state_dict(dict(state), strict=False)
-        if [sorted(k) for k in want] != [sorted(k) for k in got]:
-            problems.append(f"{case}: {got} where {want}")
+        assert [sorted(k) for k in want] == [sorted(k) for k in got], f"{case}: {got} where {want}"
         problems += differences(f"{case} not strict", model.state_dict(), plain.state_dict())
     return problems
 
 
-def refused(model: nn.Module, state: Any, strict: bool) -> str:
-    try:
-        model.load_state_dict(dict(state), strict=strict)
-    except (RuntimeError, fullshard.CheckpointError) as error:
-        return str(error)
-    return ""
-
-
-def test_missing_and_unexpected_keys_are_named_as_by_the_unwrapped_model(run_ranks):
-    assert_same(run_ranks(strictness, False))
-
-
-def wrong_shapes(orig: bool) -> list[str]:
+@on_ranks
+def test_wrong_shapes_are_refused_before_anything_changes() -> list[str]:
     problems = []
     for case in ("nested", "ignored", "checkpoint_outside", "inside_plain"):
         for key in ("layers.2.up.weight", "layers.2.scale", "layers.1.up.weight"):
             if case == "inside_plain" and key.startswith("layers.2.s"):
                 continue
-            model, plain = net_case(case, orig, seed=4)
+            model, plain = net_case(case, True, seed=4)
             state = make_net(3).state_dict()
             state[key] = torch.zeros(1, 4)
             error = refused(model, state, True)
-            if key not in error or "(1, 4)" not in error:
-                problems.append(f"{case} {key}: {error}")
+            assert key in error and "(1, 4)" in error, f"{case} {key}: {error}"
             if case != "inside_plain":
                 problems += differences(f"{case} {key}", model.state_dict(), plain.state_dict())
     return problems
-
-
-def test_wrong_shapes_are_refused_before_anything_changes(run_ranks):
-    assert_same(run_ranks(wrong_shapes, True))
 
 
 @on_ranks

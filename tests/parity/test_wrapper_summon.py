@@ -55,7 +55,7 @@ def build(orig: bool, strategy: str = "FULL_SHARD") -> tuple[Net, nn.Module]:
     ],
 )
 @on_ranks
-def test_writeback(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[str]:
+def test_writeback(orig: bool, writeback: bool, how: str, to_cpu: bool) -> None:
     """Write to a whole parameter in one of three ways; what a later summon shows, and what the forward computes."""
     plain, model = build(orig)
     target = torch.arange(15.0).view(5, 3) / 15
@@ -69,16 +69,11 @@ def test_writeback(orig: bool, writeback: bool, how: str, to_cpu: bool) -> list[
             model.module.first.weight = nn.Parameter(target.clone())
     if writeback:
         plain.first.weight.data.copy_(target)
-    problems = []
     with SHARDED.summon_full_params(model, writeback=False):
-        if not torch.equal(model.module.first.weight, plain.first.weight):
-            problems.append("value")
+        assert torch.equal(model.module.first.weight, plain.first.weight), "value"
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    if not torch.allclose(model(x), plain(x), atol=1e-6):
-        problems.append("forward")
-    if len(list(model.parameters())) != (3 if not orig else 10):
-        problems.append(f"{len(list(model.parameters()))} parameters")
-    return problems
+    assert torch.allclose(model(x), plain(x), atol=1e-6), "forward"
+    assert len(list(model.parameters())) == (10 if orig else 3), f"{len(list(model.parameters()))} parameters"
 
 
 @both
@@ -92,22 +87,25 @@ def test_rank0_only(orig: bool) -> list[str]:
     return [] if whole == wanted else [f"{whole}"]
 
 
-@pytest.mark.parametrize(("orig", "writeback"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("orig", "writeback", "to_cpu"),
+    [(False, True, False), (False, True, True), (False, False, True), (True, True, True), (True, False, False)],
+)
 @on_ranks
-def test_gradients(orig: bool, writeback: bool) -> list[str]:
+def test_gradients(orig: bool, writeback: bool, to_cpu: bool) -> list[str]:
+    """PyTorch's has them with original parameters and without offloading only."""
     plain, model = build(orig)
     plain, model = plain.double(), model.double()
     x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for one in (plain, model):
         one(x).square().sum().backward()
     problems = []
-    with SHARDED.summon_full_params(model, with_grads=True, writeback=writeback):
+    with SHARDED.summon_full_params(model, with_grads=True, writeback=writeback, offload_to_cpu=to_cpu):
         for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             if (p.grad is None) != (q.grad is None):
                 problems.append(f"{name}: {q.grad}")
             elif p.grad is not None:
-                if not torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-14):
-                    problems.append(name)
+                assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-14), name
                 q.grad.mul_(2)
                 if writeback:
                     p.grad.mul_(2)
@@ -116,8 +114,7 @@ def test_gradients(orig: bool, writeback: bool) -> list[str]:
         optimizer.step()
     with SHARDED.summon_full_params(model, writeback=False):
         for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            if not torch.allclose(p, q, rtol=1e-12, atol=1e-14):
-                problems.append(f"{name} after the step")
+            assert torch.allclose(p, q, rtol=1e-12, atol=1e-14), f"{name} after the step"
     return problems
 
 
@@ -132,8 +129,7 @@ def test_refusals(orig: bool) -> list[str]:
         try:
             what()
         except kinds as error:
-            if text not in str(error):
-                said.append(f"{error}")
+            assert text in str(error), f"{error}"
         else:
             said.append(f"{text}: not refused")
 
@@ -161,30 +157,23 @@ def test_refusals(orig: bool) -> list[str]:
     attempt(lambda: y.sum().backward(), AssertionError, "during forward/backward")
     model.zero_grad()
     model(torch.randn(2, 3)).sum().backward()
-    if any(p.grad is None for p in model.parameters() if p.requires_grad and (p.numel() or not orig)):
-        said.append("no gradients after the refusals")
+    assert not any(p.grad is None for p in model.parameters() if p.requires_grad and (p.numel() or not orig))
     return said
 
 
 @both
 @on_ranks
-def test_which_instances(orig: bool) -> list[str]:
+def test_which_instances(orig: bool) -> None:
     """Without recurse, one instance alone; nested by hand inside out; a module that only contains instances."""
     plain, model = build(orig)
-    problems = []
     with SHARDED.summon_full_params(model, recurse=False):
-        if model.module.first.weight.shape != (5, 3):
-            problems.append("own")
-        if any(p.shape == (7, 5) for p in model.parameters()):
-            problems.append("inner was summoned")
+        assert model.module.first.weight.shape == (5, 3), "own"
+        assert not any(p.shape == (7, 5) for p in model.parameters()), "inner was summoned"
         with SHARDED.summon_full_params(model.module.inner):
-            if not torch.equal(model.module.inner.module[0].weight, plain.inner[0].weight):
-                problems.append("inner")
+            assert torch.equal(model.module.inner.module[0].weight, plain.inner[0].weight), "inner"
     outer = nn.Sequential(copy.deepcopy(plain.first), model)
     with SHARDED.summon_full_params(outer):
-        if len(list(outer.parameters())) != 12:
-            problems.append("contained")
-    return problems
+        assert len(list(outer.parameters())) == 12, "contained"
 
 
 @pytest.mark.parametrize(("orig", "summoned"), [(False, True), (True, False)])

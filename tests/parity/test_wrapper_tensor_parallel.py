@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import state_dict as helpers
-from training import assert_same
+from ways import on_ranks
 from wrapped import wrap
 
 both = pytest.mark.parametrize("originals", [True, False])
@@ -45,9 +47,10 @@ def tensor_parallel_of(originals: bool, with_mesh: bool = True) -> nn.Module:
     return wrap(fullshard, model, use_orig_params=originals, auto_wrap_policy={Even}, **given)
 
 
-def tensor_parallel(originals: bool, folder: str) -> list[str]:
+@on_ranks(world=4)
+def test_tensor_parallel_parameters(tmp_path: Path) -> list[str]:
     wrapper = fullshard.FullyShardedDataParallel
-    model, plain, problems = tensor_parallel_of(originals).double(), even_blocks().double(), []
+    model, plain, problems = tensor_parallel_of(False).double(), even_blocks().double(), []
     adamw = [torch.optim.AdamW(one.parameters(), lr=0.02) for one in (model, plain)]
     data = dist.get_rank() // 2
 
@@ -69,15 +72,13 @@ def tensor_parallel(originals: bool, folder: str) -> list[str]:
             dist.all_reduce(both_losses)
             got = (both_losses.item() / 4, norm)
             for mine, theirs in zip(got, want, strict=True):
-                if abs(mine - theirs) > 1e-10 * abs(theirs):
-                    problems.append(f"step {number}: {mine}, wanted {theirs}")
+                assert abs(mine - theirs) <= 1e-10 * abs(theirs), f"step {number}: {mine}, wanted {theirs}"
 
     def same(what, values):
         for name, parameter in plain.named_parameters():
             value = values[name]
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if whole.shape != parameter.shape or not torch.allclose(whole, parameter, rtol=1e-10, atol=1e-12):
-                problems.append(f"{what}: {name}")
+            assert whole.shape == parameter.shape and torch.allclose(whole, parameter, rtol=1e-10, atol=1e-12), what
 
     steps(0, 2)
     state = model.state_dict()
@@ -85,8 +86,7 @@ def tensor_parallel(originals: bool, folder: str) -> list[str]:
     problems.extend(name for name, value in state.items() if isinstance(value, DTensor))
     with wrapper.summon_full_params(model):
         same("summoned", dict(model.named_parameters()))
-        if not isinstance(model.module[0].module.up.weight, DTensor):
-            problems.append("not shown as the DTensor it was")
+        assert isinstance(model.module[0].module.up.weight, DTensor), "not shown as the DTensor it was"
         with torch.no_grad():
             model.module[0].module.up.weight.mul_(2)
             plain[0].up.weight.mul_(2)
@@ -95,20 +95,19 @@ def tensor_parallel(originals: bool, folder: str) -> list[str]:
         sharded = model.state_dict()
         same("SHARDED", sharded)
         saved = {"model": sharded, "optim": wrapper.optim_state_dict(model, adamw[0])}
-        dcp.save(saved, checkpoint_id=folder)
-        again = tensor_parallel_of(not originals).double()
+        dcp.save(saved, checkpoint_id=str(tmp_path / "checkpoint"))
+        again = tensor_parallel_of(True).double()
         optimizer = torch.optim.AdamW(again.parameters(), lr=0.02)
         loaded = helpers.get_state_dict(again, optimizer)
         into = {"model": loaded[0], "optim": loaded[1]}
-        dcp.load(into, checkpoint_id=folder)
+        dcp.load(into, checkpoint_id=str(tmp_path / "checkpoint"))
         helpers.set_state_dict(again, optimizer, model_state_dict=into["model"], optim_state_dict=into["optim"])
     steps(3, 2, again, optimizer)
     full = wrapper.optim_state_dict(again, optimizer)
-    for i, (name, parameter) in enumerate(plain.named_parameters()):
+    for name, parameter in plain.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            if not torch.allclose(full["state"][name][key], adamw[1].state[parameter][key], rtol=1e-9, atol=1e-14):
-                problems.append(f"{key} of {name} ({i})")
-    third = tensor_parallel_of(originals).double()
+            assert torch.allclose(full["state"][name][key], adamw[1].state[parameter][key], rtol=1e-9, atol=1e-14), name
+    third = tensor_parallel_of(False).double()
     third.load_state_dict(again.state_dict())
     optimizer = torch.optim.AdamW(third.parameters(), lr=0.02)
     optimizer.load_state_dict(wrapper.optim_state_dict_to_load(third, optimizer, full))
@@ -116,13 +115,10 @@ def tensor_parallel(originals: bool, folder: str) -> list[str]:
     return problems
 
 
-def test_tensor_parallel_parameters(run_ranks, tmp_path) -> None:
-    assert_same(run_ranks(tensor_parallel, False, str(tmp_path / "checkpoint"), world=4))
-
-
-def over_a_group(originals: bool) -> None:
+@on_ranks(world=4)
+def test_tensor_parallel_parameters_over_a_process_group() -> None:
     """Without a mesh of both kinds there are whole state dicts, and sharded ones are refused with the remedy."""
-    model = tensor_parallel_of(originals, with_mesh=False)
+    model = tensor_parallel_of(True, with_mesh=False)
     model(torch.ones(2, 6)).sum().backward()
     assert all(not isinstance(value, DTensor) for value in model.state_dict().values())
     fullshard.FullyShardedDataParallel.set_state_dict_type(model, fullshard.StateDictType.SHARDED_STATE_DICT)
@@ -130,25 +126,18 @@ def over_a_group(originals: bool) -> None:
         model.state_dict()
 
 
-def test_tensor_parallel_parameters_over_a_process_group(run_ranks) -> None:
-    run_ranks(over_a_group, True, world=4)
-
-
-def over_every_other_rank(originals: bool) -> None:
+@on_ranks(world=4)
+def test_sharded_state_over_a_part_of_the_ranks() -> None:
     """SHARDED state dicts name global ranks: here those of a group of every other one."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[dist.get_rank() % 2]
     models = []
     for seed in (5, 6):
         torch.manual_seed(seed)
-        models.append(wrap(fullshard, nn.Linear(5, 3), process_group=mine, use_orig_params=originals))
+        models.append(wrap(fullshard, nn.Linear(5, 3), process_group=mine, use_orig_params=False))
         FSDP.set_state_dict_type(models[-1], fullshard.StateDictType.SHARDED_STATE_DICT)
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         FSDP.set_state_dict_type(model, fullshard.StateDictType.FULL_STATE_DICT)
     want, got = (model.state_dict() for model in models)
     assert all(torch.equal(want[name], got[name]) for name in want)
-
-
-def test_sharded_state_over_a_part_of_the_ranks(run_ranks) -> None:
-    run_ranks(over_every_other_rank, False, world=4)
