@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fullshard
 from ways import (
     LAYOUTS,
     batch,
@@ -136,17 +135,3 @@ def test_zero_grad_gives_up_what_was_not_reduced_over_replicas(way: str) -> list
         of_batch(model, 3).backward(), of_batch(reference, 3).backward()
         problems += gradient_problems(discard, model, reference)
     return problems
-
-
-@pytest.mark.parametrize("way", ["rows", "originals"])
-@on_ranks
-def test_memory_of_what_is_given_up_comes_back(way: str) -> list[str]:
-    """After `zero_grad` and the next pass nothing of the unreduced gradients is held."""
-    model = shard(layers(), way, but_last)
-    accumulate(model, False)
-    held = fullshard.memory_use(model).reducing
-    model.zero_grad()
-    with torch.no_grad():
-        model(mine(2))
-    left = fullshard.memory_use(model).reducing
-    return [] if held and not left else [f"{left} bytes wait to be reduced after zero_grad, {held} before it"]

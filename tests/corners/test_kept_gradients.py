@@ -230,8 +230,7 @@ def test_assigned_gradients_count(way: str, then: str) -> list[str]:
             if then == "zeroed":
                 model.zero_grad(set_to_none=False), plain.zero_grad(set_to_none=False)
             elif then == "parked":
-                fullshard.park(model)
-                fullshard.resume(model)
+                fullshard.park(model), fullshard.resume(model)
             if then != "stepped":
                 loss_of(model, mine(step + 10)).backward(), loss_of(plain, batch(step + 10)).backward()
                 problems += gradient_problems(f"{name}, step {step}", model, plain)

@@ -83,20 +83,16 @@ def test_resuming_into_an_optimizer_that_has_not_stepped(kind: str, way: str, tm
 def test_asking_for_state_before_the_first_step_changes_nothing(kind: str, way: str) -> list[str]:
     """Not weights, not gradients, not what follows."""
     make, settings = SETTINGS[kind]
-    results = []
-    for asks in (False, True):
-        model = shard(network(), way)
-        optimizer = make(model.parameters(), **settings)
-        model(batch(9, 0, dtype=torch.float32)).sum().backward()
-        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        if asks:
-            state_of(model, optimizer)
-        for old, p in zip(before, model.parameters(), strict=True):
-            assert p.grad is None if old is None else torch.equal(old, p.grad)
-        model.zero_grad()
-        take_steps(model, optimizer, range(3))
-        results.append({name: value.clone() for name, value in whole_state(model).items()})
-    return compare_tensors("after asking, parameter", results[1], results[0], 0.0)
+    model, other = (shard(network(), way) for _ in range(2))
+    optimizers = [make(each.parameters(), **settings) for each in (model, other)]
+    model(batch(9, 0, dtype=torch.float32)).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    state_of(model, optimizers[0])
+    for old, p in zip(before, model.parameters(), strict=True):
+        assert p.grad is None if old is None else torch.equal(old, p.grad)
+    model.zero_grad()
+    take_steps(model, optimizers[0], range(3)), take_steps(other, optimizers[1], range(3))
+    return compare_tensors("after asking, parameter", whole_state(model), whole_state(other), 0.0)
 
 
 # Optimizers that look at more than one element at a time.

@@ -177,23 +177,25 @@ def test_hooks_run_in_order_and_then_the_post_accumulate_ones(way: str, when: st
 @per_parameter
 @both_times
 @on_ranks
-def test_a_removed_hook_is_gone(way: str, when: str) -> None:
-    """Its handle works over sharding too, and so does one that is removed between two steps."""
-    handles = []
+def test_hooks_stay_over_casts_and_go_when_removed(way: str, when: str) -> None:
+    """Its handle works over sharding and over casts, which leave hooks where they are."""
+    handles, casts = [], []
 
     def register(model: nn.Module) -> None:
         handles.append(weight_of(model).register_hook(lambda grad: 2 * grad))
         handles.append(weight_of(model).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5)))
 
     model, whole = hooked(way, when, register)
-    for factor in (10, 1):
+    for factor in (10, 10, 1):
         zero(model, whole)
         backward(model)
         backward(whole, all_ranks=True)
         whole.get_parameter(WEIGHT).grad *= factor
         compare(model, whole, f"factor {factor}")
-        for handle in handles:
-            handle.remove()
+        if factor == 10 and len(casts) == 0:
+            casts += [model.float().double(), whole.float().double()]
+        else:
+            [handle.remove() for handle in handles]
 
 
 @some_ways
@@ -296,22 +298,6 @@ def test_hooks_of_a_unit_that_gave_a_tied_weight_to_another(way: str, when: str)
     model(batch(0, dist.get_rank(), 4)).square().mean().backward()
     (sum(whole(batch(0, rank, 4)).square().mean() for rank in range(2)) / 2).backward()
     compare(model, whole, "tied")
-
-
-@pytest.mark.parametrize("way", ["rows", "flat", "originals"])
-@both_times
-@on_ranks
-def test_hooks_stay_when_the_model_is_cast(way: str, when: str) -> None:
-    model, _ = hooked(way, when, lambda m: weight_of(m).register_hook(lambda grad: 2 * grad))
-    backward(model)
-    model.zero_grad()
-    model.float()
-    model.double()
-    whole = reference().float().double()
-    backward(model)
-    backward(whole, all_ranks=True)
-    whole.get_parameter(WEIGHT).grad *= 2
-    compare(model, whole, "after float() and double()")
 
 
 @rows_and_flat
