@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,3 +95,17 @@ def joined(value: torch.Tensor) -> float:
 
 def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def script(*arguments: str, code: int = 0, **environment: str) -> str:
+    """What a Python process prints; it has to end with `code`."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from small import script
 from torch import nn
 
 import fullshard
@@ -21,20 +21,6 @@ from ways import on_ranks
 
 FACES = (fullshard, fullshard.wrap, fullshard.state_dict)
 INSIDE = ("FlatParamHandle", "HandleTrainingState", "StateDictOptions")  # PyTorch's secrets; and what both share
-
-
-def script(*arguments: str, code: int = 0, **environment: str) -> str:
-    """What a Python process prints; it has to end with `code`."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 @on_ranks(by="run_adopted")
@@ -125,24 +111,18 @@ refused("FSDPLinear")
 """
 
 
+def run(folder: Path, program: str) -> str:
+    (folder / "program.py").write_text(program)
+    return script(str(folder / "program.py"))
+
+
 def test_what_was_bound_before_is_replaced_and_private_names_are_refused(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(BOUND.format(lenient=False) + REFUSED)
-    told = script(str(path))
+    """Or warned of, leniently; adopting comes first."""
+    told = run(tmp_path, BOUND.format(lenient=False) + REFUSED)
     assert "taken earlier by torch.distributed.pipelining.stage: FSDPModule, fully_shard" in told
     assert "taken earlier by __main__: FSDP, MixedPrecision" in told
-
-
-def test_private_names_are_warned_of_leniently(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(BOUND.format(lenient=True) + WARNED)
-    script(str(path))
-
-
-def test_adopting_comes_first(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(TOO_LATE)
-    script(str(path))
+    run(tmp_path, BOUND.format(lenient=True) + WARNED)
+    run(tmp_path, TOO_LATE)
 
 
 PROGRAM = """

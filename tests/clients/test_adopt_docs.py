@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import BATCH, Block, Net, rows
+from small import BATCH, Block, Net, rows, script
 from test_trl import tokenizer
 from tiny import Sentences, llama
 
@@ -102,19 +99,7 @@ def test_accelerates_launcher_and_config_file(tmp_path, version):
     config.write_text(CONFIG.format(version=version, port=29530 + version, reshard=reshard))
     path.write_text(LAUNCHED)
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    told = launched(*launcher, "-m", "fullshard", "adopt", str(path), str(version))
+    here = str(Path(__file__).parent)
+    told = script(*launcher, "-m", "fullshard", "adopt", str(path), str(version), PYTHONPATH=here)
     assert told.count("units 4") == 2 and told.count("adopts this program") == 1
     assert "where Accelerate itself would train with DDP" in told
-
-
-def launched(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+from small import script
 
 HOLDER = '''
 import functools
@@ -184,31 +182,17 @@ else:
 '''
 
 
-def run(folder: Path, program: str, *arguments: str) -> None:
-    (folder / "holder.py").write_text(HOLDER)
-    (folder / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(folder / "program.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+PROGRAMS = {
+    "what a module holds is replaced": (PROGRAM,),
+    "a running function is refused by name": (RUNNING,),
+    "or warned of": (RUNNING, "lenient"),
+    "a derived class has our base or is refused": (DERIVED,),
+}
 
 
-def test_what_a_module_holds_is_replaced(tmp_path):
-    run(tmp_path, PROGRAM)
-
-
-def test_a_running_function_is_refused_by_name(tmp_path):
-    run(tmp_path, RUNNING)
-
-
-def test_a_running_function_is_warned_of_leniently(tmp_path):
-    run(tmp_path, RUNNING, "lenient")
-
-
-def test_a_derived_class_has_our_base_or_is_refused(tmp_path):
-    run(tmp_path, DERIVED)
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_what_was_imported_before(tmp_path, what):
+    program, *arguments = PROGRAMS[what]
+    (tmp_path / "holder.py").write_text(HOLDER)
+    (tmp_path / "program.py").write_text(program)
+    script(str(tmp_path / "program.py"), *arguments)

@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Sentences, llama
+from tiny import batch, close, llama
 
 import fullshard
 from fullshard.integrations import hf
 from ways import on_ranks
-
-
-def batch() -> dict[str, torch.Tensor]:
-    return {name: value[None] for name, value in Sentences(1)[0].items()}
-
-
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
 def loss_of(model: Any) -> torch.Tensor:

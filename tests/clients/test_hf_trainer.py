@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transformers import STEPS, close, losses, norms, trainer_of
-from tiny import LENGTH, Sentences, llama
+from test_transformers import STEPS, losses, norms, trainer_of
+from tiny import LENGTH, Sentences, batch, close, llama
 
 import fullshard
 from fullshard.integrations import hf
@@ -35,10 +35,6 @@ def is_ours(trainer: Any) -> bool:
     model = trainer.model
     layers = model.get_base_model().model.layers if hasattr(model, "get_base_model") else model.model.layers
     return trainer.model_wrapped is model and all(isinstance(m, fullshard.FSDPModule) for m in (model, *layers))
-
-
-def batch() -> dict[str, torch.Tensor]:
-    return {name: value[None] for name, value in Sentences(1)[0].items()}
 
 
 # Training.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transformers import WAYS, close, losses, trainer_of
-from tiny import Sentences, llama
+from test_transformers import WAYS, losses, trainer_of
+from tiny import batch, close, llama
 
 from ways import on_ranks
 
@@ -71,19 +71,18 @@ def test_adapters_are_loaded_into_a_sharded_base(tmp_path, way):
 
     sharded = trainer_of(way, tmp_path, lora(torch.float32))
     sharded.train()
-    batch = {name: value[None] for name, value in Sentences(1)[0].items()}
     with torch.no_grad():
-        expected = sharded.model(**batch).loss
+        expected = sharded.model(**batch()).loss
     sharded.accelerator.unwrap_model(sharded.model_wrapped).save_pretrained(f"{tmp_path}/adapters")
     dist.barrier()
     plain = PeftModel.from_pretrained(llama(), f"{tmp_path}/adapters")
     with torch.no_grad():
-        close(plain(**batch).loss, expected)
+        close(plain(**batch()).loss, expected)
     model = PeftModel.from_pretrained(llama(), f"{tmp_path}/adapters", is_trainable=True)
     again = trainer_of(way, tmp_path, model, learning_rate=0.0)
     again.train()
     with torch.no_grad():
-        close(again.model(**batch).loss, expected)
+        close(again.model(**batch()).loss, expected)
 
 
 def adapter_of(kind: str) -> Any:
@@ -132,9 +131,8 @@ def saved_on_every_rank(way: str, folder: str) -> None:
             policy = ModuleWrapPolicy({LlamaDecoderLayer}) if way == "v1" else fsdp_auto_wrap_policy(model)
             cpu = torch.device("cpu")
             sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu)
-        batch = {name: value[None] for name, value in Sentences(1)[0].items()}
         for one in (plain, sharded):
-            one(**batch).loss.backward()
+            one(**batch()).loss.backward()
             torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1).step()
         where = f"{folder}/{way}/{kind}"
         model.save_pretrained(where)
@@ -150,6 +148,6 @@ def saved_on_every_rank(way: str, folder: str) -> None:
                 torch.testing.assert_close(load_file(f"{found}/adapter_model.safetensors"), expected)
             again = PeftModel.from_pretrained(llama(), where)
             with torch.no_grad():
-                close(again.eval()(**batch).loss, plain.eval()(**batch).loss)
+                close(again.eval()(**batch()).loss, plain.eval()(**batch()).loss)
         dist.barrier()
-        sharded(**batch).loss.backward()  # and nothing has changed
+        sharded(**batch()).loss.backward()  # and nothing has changed

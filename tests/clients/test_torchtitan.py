@@ -14,14 +14,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from decoder import Decoder, loss_of, plain_decoder, tokens_of
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fullshard
 from ways import on_ranks
 
 STEPS, MICRO, MAX_NORM = 3, 2, 0.5
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 # What torchtitan does to a model.
@@ -38,9 +55,6 @@ def parallelized(model: Any, *, policy: str = "default", ac: str = "none", compi
 
 
 def checkpointed(block: nn.Module, ac: str) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     if ac == "full":
         return checkpoint_wrapper(block, preserve_rng_state=False)
     if ac == "selective":
@@ -66,10 +80,6 @@ def sharded(
 
     Experts that have no mesh of their own are cut on their second dim, as where there are more ranks than experts.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import Shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     precision = MixedPrecisionPolicy(param_dtype, torch.float32, param_dtype_override_fn=override)
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
@@ -133,19 +143,14 @@ class ModelWrapper(Stateful):
         self.cache_state_dict = self._get_state_dict()
 
     def _get_state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
         return {name: value for state in map(get_model_state_dict, self.model) for name, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return self.cache_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        load = functools.partial(
-            set_model_state_dict, model_state_dict=state_dict, options=StateDictOptions(strict=False)
-        )
+        options = StateDictOptions(strict=False)
+        load = functools.partial(set_model_state_dict, model_state_dict=state_dict, options=options)
         list(map(load, self.model))
         self.cache_state_dict = self._get_state_dict()
 
@@ -166,20 +171,11 @@ class OptimizersContainer(Stateful):
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        take = functools.partial(get_optimizer_state_dict, options=StateDictOptions(flatten_optimizer_state_dict=True))
-        found = map(take, self.model_parts, self.optimizers)
+        found = map(functools.partial(get_optimizer_state_dict, options=FLAT), self.model_parts, self.optimizers)
         return {name: value for state in found for name, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        load = functools.partial(
-            set_optimizer_state_dict,
-            optim_state_dict=state_dict,
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
+        load = functools.partial(set_optimizer_state_dict, optim_state_dict=state_dict, options=FLAT)
         list(map(load, self.model_parts, self.optimizers))
 
 
@@ -226,16 +222,17 @@ def backward_of_all(plain: Any, step: int, loss: Callable[[Any, Tensor], Tensor]
     return total
 
 
-@pytest.mark.parametrize(
-    ("policy", "ac", "compiled"),
-    [
-        ("default", "none", False),
-        ("always", "full", False),
-        ("never", "selective", False),
-        ("default", "full", True),
-        ("default", "none", True),
-    ],
-)
+def step_of(*optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+TRAININGS = [("default", "none", False), ("always", "full", False), ("never", "selective", False)]
+TRAININGS += [("default", "full", True), ("default", "none", True)]
+
+
+@pytest.mark.parametrize(("policy", "ac", "compiled"), TRAININGS)
 @on_ranks(by="run_adopted")
 def test_trains_as_one_process(policy, ac, compiled):
     """Made on meta; gradients added up in shards over micro-batches, each reduced; clipped by the whole norm."""
@@ -246,8 +243,7 @@ def test_trains_as_one_process(policy, ac, compiled):
     plain = twin(model)
     optimizers = [OptimizersContainer(one) for one in (model, plain)]
     for step in range(STEPS):
-        for micro in range(MICRO):
-            seed = step * MICRO + micro
+        for seed in range(step * MICRO, step * MICRO + MICRO):
             ours = loss_of(model, tokens_of(seed, dist.get_rank()))
             (ours / MICRO).backward()
             theirs = backward_of_all(plain, seed, lambda m, t: loss_of(m, t) / MICRO)
@@ -255,42 +251,27 @@ def test_trains_as_one_process(policy, ac, compiled):
         norms = [clipped(list(one.parameters())) for one in (model, plain)]
         torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
         assert norms[0] > MAX_NORM or step
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_of(*optimizers)
     same(model, plain)
 
 
+@pytest.mark.parametrize("but_norms", [False, True])
 @on_ranks(by="run_adopted")
-def test_bfloat16_is_gathered_and_float32_reduced():
-    """To the bit: bfloat16 gradients of two ranks, of the same computation, added in float32."""
-    model, plain = sharded(plain_decoder(), param_dtype=torch.bfloat16), plain_decoder()
+def test_bfloat16_is_gathered_and_float32_reduced(but_norms):
+    """To the bit: bfloat16 gradients of two ranks, of the same computation, added in float32.
+
+    Norms stay in float32 by `param_dtype_override_fn`; and a request for symmetric memory, of which a CPU has none,
+    changes nothing.
+    """
+    given = {"override": lambda parameter: parameter.dtype if parameter.dim() == 1 else None} if but_norms else {}
+    model, plain = sharded(plain_decoder(), param_dtype=torch.bfloat16, **given), plain_decoder()
+    if but_norms:
+        model.set_symm_mem_for_comm()
     loss_of(model, tokens_of(0, dist.get_rank())).backward()
     for rank in range(2):
         cast = plain_decoder().to(torch.bfloat16)
         cast.angles.data = plain.angles
-        loss_of(cast, tokens_of(0, rank)).backward()
-        for parameter, other in zip(plain.parameters(), cast.parameters(), strict=True):
-            added = other.grad.float() / 2
-            parameter.grad = added if parameter.grad is None else parameter.grad + added
-    same(model, plain, gradient, rtol=0, atol=0)
-
-
-@on_ranks(by="run_adopted")
-def test_norms_stay_in_float32():
-    """`param_dtype_override_fn`; and a request for symmetric memory, of which a CPU has none, changes nothing."""
-
-    def override(parameter: nn.Parameter) -> torch.dtype | None:
-        return parameter.dtype if parameter.dim() == 1 else None
-
-    plain = plain_decoder()
-    model = sharded(plain_decoder(), param_dtype=torch.bfloat16, override=override)
-    model.set_symm_mem_for_comm()
-    loss_of(model, tokens_of(0, dist.get_rank())).backward()
-    for rank in range(2):
-        cast = plain_decoder().to(torch.bfloat16)
-        cast.angles.data = plain.angles
-        for norm in [module for module in cast.modules() if isinstance(module, nn.RMSNorm)]:
+        for norm in [module for module in cast.modules() if but_norms and isinstance(module, nn.RMSNorm)]:
             norm.float()
         loss_of(cast, tokens_of(0, rank)).backward()
         for parameter, other in zip(plain.parameters(), cast.parameters(), strict=True):
@@ -300,14 +281,9 @@ def test_norms_stay_in_float32():
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_experts_on_a_mesh_of_their_own_with_lists_of_what_comes_next(run_adopted, ep):
-    assert all(run_adopted(with_experts, ep))
-
-
-def with_experts(ep: int) -> bool:
+@on_ranks(by="run_adopted")
+def test_experts_on_a_mesh_of_their_own_with_lists_of_what_comes_next(ep):
     """`ep` ranks hold different experts of which each gets the tokens of all; the divisor is the data ranks'."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     model, plain = plain_decoder(experts=True), plain_decoder(experts=True)
     experts_mesh = None
     if ep > 1:
@@ -335,18 +311,12 @@ def with_experts(ep: int) -> bool:
         for some in apart:
             torch.nn.utils.clip_grads_with_norm_(some, MAX_NORM, total)
         torch.testing.assert_close(total, clipped(list(plain.parameters())), rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_of(*optimizers)
     same(model, plain)
-    return True
 
 
 def over_ranks(moe: Any, mesh: Any) -> None:
     """Expert parallelism: each rank holds some, and all tokens come to it."""
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     for name, parameter in list(moe.experts.named_parameters()):
         moe.experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
 
@@ -362,8 +332,6 @@ def over_ranks(moe: Any, mesh: Any) -> None:
 @on_ranks(by="run_adopted")
 def test_losses_by_tokens_with_gradients_that_are_not_divided():
     """`disable_fsdp_gradient_division`: sums over tokens, divided by how many all ranks have."""
-    from torch.distributed.fsdp import FSDPModule
-
     model, plain = parallelized(plain_decoder()), plain_decoder()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -440,35 +408,28 @@ def test_micro_batches_without_sync():
 def test_checkpoints_of_a_state_that_was_taken_once(run_adopted, tmp_path, mode):
     """Steps after the state was taken are in the file; resumed on two ranks and on one."""
     told = run_adopted(saved, str(tmp_path), mode)
-    assert run_adopted(resumed, str(tmp_path), told[0])[0]
-    assert run_adopted(resumed, str(tmp_path), told[0], world=1)[0]
+    run_adopted(resumed, str(tmp_path), told[0])
+    run_adopted(resumed, str(tmp_path), told[0], world=1)
 
 
 def saved(folder: str, mode: str) -> list[float]:
     """Half of the steps and a checkpoint; the losses of the other half."""
-    import torch.distributed.checkpoint as dcp
-
     model = parallelized(plain_decoder(), ac="full")
     states: dict[str, Any] = {"model": ModelWrapper(model), "optimizer": OptimizersContainer(model)}
-    optimizer, losses = states["optimizer"], []
+    losses = []
     for step in range(2 * STEPS):
-        if step == STEPS:
-            if mode == "save":
-                dcp.save(states, checkpoint_id=folder)
-            else:
-                dcp.async_save(states, checkpoint_id=folder).result()
+        if step == STEPS and mode == "save":
+            dcp.save(states, checkpoint_id=folder)
+        elif step == STEPS:
+            dcp.async_save(states, checkpoint_id=folder).result()
         loss = loss_of(model, tokens_of(step, dist.get_rank()))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= STEPS:
-            losses.append(mean_over_ranks(loss).item())
-    return losses
+        step_of(states["optimizer"])
+        losses.append(mean_over_ranks(loss).item())
+    return losses[STEPS:]
 
 
-def resumed(folder: str, expected: list[float]) -> bool:
-    import torch.distributed.checkpoint as dcp
-
+def resumed(folder: str, expected: list[float]) -> None:
     with torch.device("meta"):
         model: Any = Decoder()
     model = materialized(parallelized(model))
@@ -479,20 +440,14 @@ def resumed(folder: str, expected: list[float]) -> bool:
         ranks = [dist.get_rank()] if dist.get_world_size() == 2 else range(2)
         loss = loss_of(model, torch.cat([tokens_of(step, rank) for rank in ranks]))
         loss.backward()
-        states["optimizer"].step()
-        states["optimizer"].zero_grad()
+        step_of(states["optimizer"])
         found.append(mean_over_ranks(loss).item())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    return True
 
 
 @on_ranks(by="run_adopted")
 def test_export_with_the_names_of_hugging_face(tmp_path):
     """Renamed DTensors, in another dtype: by the DCP writer for safetensors, and whole by `full_tensor()`."""
-    import torch.distributed.checkpoint as dcp
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-
     plain = plain_decoder()
     model = parallelized(plain_decoder(), ac="full")
 
@@ -513,8 +468,6 @@ def test_export_with_the_names_of_hugging_face(tmp_path):
         assert torch.equal(loaded[name].full_tensor(), value.to(torch.bfloat16)), name
     whole = {name: value.full_tensor() for name, value in state.items()}
     if dist.get_rank() == 0:
-        from safetensors.torch import save_file
-
         save_file(whole, f"{tmp_path}/whole.safetensors")
         found = load_file(f"{tmp_path}/whole.safetensors")
         assert all(torch.equal(found[name], value) for name, value in wanted.items()) and len(found) == len(wanted)

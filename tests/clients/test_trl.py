@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` with FSDP, both versions, on adopted CPU ranks: the numbers of the same program under DDP."""
+"""TRL's `SFTTrainer`, with FSDP on adopted ranks or behind `ShardedTrainerMixin`: the numbers of DDP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transformers import STEPS, WAYS, close, is_ours, losses
-from tiny import VOCABULARY, Sentences, llama
+from test_transformers import STEPS, WAYS, is_ours, losses
+from tiny import VOCABULARY, Sentences, close, llama
 
 import fullshard
+from fullshard.integrations import hf
 from ways import on_ranks
 
 pytest.importorskip("trl", reason="needs the extra trl: pip install -e '.[trl]'")
@@ -81,3 +82,25 @@ def exported(model: Any) -> dict[str, torch.Tensor]:
                         found[clean] = value.detach().clone()
     assert isinstance(model, fullshard.FullyShardedDataParallel) and dist.is_initialized()
     return found
+
+
+@on_ranks(by="run_clients")
+def test_fine_tunes_behind_the_mixin_as_ddp(tmp_path):
+    """Without adopting."""
+    from trl import SFTTrainer
+
+    class ShardedSFTTrainer(hf.ShardedTrainerMixin, SFTTrainer):
+        """What users write."""
+
+    plain: Any = sft("ddp", tmp_path)
+    plain.train()
+    sharded = sft("ddp", tmp_path, ShardedSFTTrainer)
+    sharded.train()
+    assert isinstance(sharded.model, fullshard.FSDPModule) and sharded.model_wrapped is sharded.model
+    close(losses(sharded), losses(plain))
+    expected = dict(plain.accelerator.unwrap_model(plain.model_wrapped).state_dict())
+    found = {name: value.full_tensor() for name, value in sharded.model.state_dict().items()}
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    streamed = dict(fullshard.full_parameters(sharded.model, dtype=torch.bfloat16))
+    assert streamed.keys() == dict(llama().named_parameters()).keys()
+    torch.testing.assert_close(streamed["lm_head.weight"], expected["lm_head.weight"].bfloat16(), rtol=1e-2, atol=1e-2)

@@ -14,8 +14,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small import close, joined
 from tiny import LENGTH, Sentences, llama
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
 
 import fullshard
 from ways import on_ranks
@@ -30,8 +49,6 @@ every_version = pytest.mark.parametrize("version", [1, 2])
 
 def version_of(model: nn.Module) -> int:
     """`fsdp_version`."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     return 1 if isinstance(model, FullyShardedDataParallel) else 2 if isinstance(model, FSDPModule) else 0
 
 
@@ -54,38 +71,24 @@ def patched_for_abstract_classes(module: nn.Module) -> Any:
 
 
 def apply_fsdp2(model: Any, settings: dict[str, Any]) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     chosen = getattr(model, "_no_split_modules", None) or ["LlamaDecoderLayer"]
-    modules = [
-        module
-        for module in model.modules()
-        if module.__class__.__name__ in chosen
-        or (isinstance(module, nn.Embedding) and not model.config.tie_word_embeddings)
-    ]
-    for module in modules:
+    apart = (nn.Embedding,) if not model.config.tie_word_embeddings else ()
+    modules = [one for one in model.modules() if one.__class__.__name__ in chosen or isinstance(one, apart)]
+    for module in [*modules, model]:
         with patched_for_abstract_classes(module):
             fully_shard(module, **settings)
-    with patched_for_abstract_classes(model):
-        fully_shard(model, **settings)
+
+
+def trains_alone(module: nn.Module) -> bool:
+    leaf = len(list(module.named_children())) == 0
+    return bool(leaf and getattr(module, "weight", None) is not None and module.weight.requires_grad)
 
 
 def wrap_policy(is_lora: bool = False) -> Any:
     """`get_fsdp_wrap_policy`: adapters in instances of their own, and each decoder layer."""
-    from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    policies = []
-    if is_lora:
-
-        def trains_alone(module: nn.Module) -> bool:
-            return bool(
-                len(list(module.named_children())) == 0
-                and getattr(module, "weight", None) is not None
-                and module.weight.requires_grad
-            )
-
-        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=trains_alone))
+    policies = [functools.partial(lambda_auto_wrap_policy, lambda_fn=trains_alone)] if is_lora else []
     policies.append(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}))
     return functools.partial(_or_policy, policies=policies)
 
@@ -104,9 +107,6 @@ def made(version: int, **more: Any) -> Any:
 
 
 def sharded(model: Any, version: int, is_lora: bool = False, **settings: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if version == 1:
         settings.setdefault("use_orig_params", False)
@@ -117,9 +117,7 @@ def sharded(model: Any, version: int, is_lora: bool = False, **settings: Any) ->
             auto_wrap_policy=wrap_policy(is_lora),
             device_id=torch.device("cpu"),
             sharding_strategy=ShardingStrategy.FULL_SHARD,
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.float32, reduce_dtype=torch.float32, buffer_dtype=torch.float32
-            ),
+            mixed_precision=MixedPrecision(*[torch.float32] * 3),
             sync_module_states=True,
             device_mesh=mesh,
             forward_prefetch=False,
@@ -134,12 +132,7 @@ def sharded(model: Any, version: int, is_lora: bool = False, **settings: Any) ->
 
 def load_full_state_dict(model: nn.Module, whole: dict[str, Any]) -> None:
     """`fsdp2_load_full_state_dict`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    if dist.get_rank() == 0:
-        model = model.to(device="cpu", non_blocking=True)
-    else:
-        model = model.to_empty(device="cpu")
+    model = model.to(device="cpu", non_blocking=True) if dist.get_rank() == 0 else model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, cpu_offload=False, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
     for buffer in model.buffers():
@@ -150,38 +143,23 @@ def clipped(version: int, model: Any) -> Tensor:
     """`fsdp2_clip_grad_norm_`, or the wrapper's own."""
     if version == 1:
         return model.clip_grad_norm_(MAX_NORM)
-    from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
-
     parameters = list(model.parameters())
-    grads = [p.grad for p in parameters if p.grad is not None]
-    total = _get_total_norm(grads, 2.0, False, None)
+    total = _get_total_norm([p.grad for p in parameters if p.grad is not None], 2.0, False, None)
     total = total.to("cpu", non_blocking=True)
     _clip_grads_with_norm_(parameters, MAX_NORM, total, None)
     return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 @torch.no_grad()
-def to_cpu(model: Any, way: str) -> None:
-    """`offload_fsdp_model_to_cpu`; of `fully_shard` in its older and its newer form, and by Fullshard's own call."""
+def moved(model: Any, way: str, back: bool) -> None:
+    """`offload_fsdp_model_to_cpu`, `load_fsdp_model_to_gpu`; of `fully_shard` in its older and its newer form."""
     if version_of(model) == 1:
         moved_flat(model)
     elif way == "data":
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.device("cpu"), copy=True)
+            parameter.data = parameter.data.to("cpu" if back else torch.device("cpu"), copy=True)
     else:
-        model.cpu()
-
-
-@torch.no_grad()
-def to_device(model: Any, way: str) -> None:
-    """`load_fsdp_model_to_gpu`."""
-    if version_of(model) == 1:
-        moved_flat(model)
-    elif way == "data":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to("cpu", copy=True)
-    else:
-        model.to("cpu")
+        model.to("cpu") if back else model.cpu()
 
 
 def moved_flat(model: Any) -> None:
@@ -240,16 +218,6 @@ def reference(steps: int = STEPS, **more: Any) -> tuple[list[float], list[float]
     return losses, norms, model
 
 
-def joined(loss: Tensor) -> float:
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()
-
-
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> tuple[float, float]:
     loss = loss_of(model, rows_of(step, dist.get_rank()))
     loss.backward()
@@ -277,9 +245,6 @@ def test_values_of_the_first_rank_reach_all(version, tied):
 
 def full_state_dict(model: Any, offload_to_cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """`get_fsdp_full_state_dict`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-
     if version_of(model) == 1:
         config = FullStateDictConfig(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, None):
@@ -308,10 +273,9 @@ def test_a_model_and_its_optimizer_on_the_cpu_and_back(version, way):
             full_state_dict(model)
             fullshard.resume(model, optimizer)
             return
-        to_cpu(model, way)
-        move_state(optimizer)
-        to_device(model, way)
-        move_state(optimizer)
+        for back in (False, True):
+            moved(model, way, back)
+            move_state(optimizer)
 
     away_and_back()
     for step in range(STEPS):
@@ -332,9 +296,6 @@ def test_a_model_and_its_optimizer_on_the_cpu_and_back(version, way):
 @on_ranks(by="run_adopted")
 def test_weights_for_an_engine_that_generates(version):
     """DTensors of the sharded state dict, made whole one by one, between steps that go on."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
-    from torch.distributed.tensor import DTensor
-
     losses, _, _ = reference()
     model = made(version)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -379,8 +340,6 @@ def summon_lora_params(model: Any) -> dict[str, Tensor]:
 
     It has PEFT pick adapters from a layer's own state dict, of whose names PEFT 0.21 knows none: they are picked here.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     found: dict[str, Tensor] = {}
     wrapped = "_fsdp_wrapped_module."
     starts = ["base_model.model.", "base_model.model.model.", "base_model.model.model.layers."]
@@ -404,12 +363,6 @@ def summon_lora_params(model: Any) -> dict[str, Tensor]:
 @on_ranks(by="run_adopted")
 def test_each_rank_saves_what_it_has(tmp_path, version):
     """The checkpoint manager: sharded states, one file a rank; another model goes on from them."""
-    from torch.distributed.fsdp import (
-        FullyShardedDataParallel,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        StateDictType,
-    )
 
     def states(model: Any) -> Any:
         if version == 2:
@@ -446,10 +399,6 @@ def test_each_rank_saves_what_it_has(tmp_path, version):
 
 def safe() -> list[Any]:
     """What a file of DTensors holds besides tensors."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     return [DTensor, DTensorSpec, TensorMeta, DeviceMesh, Shard]
 
 

@@ -46,3 +46,11 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {name: value[None] for name, value in Sentences(1)[0].items()}
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)

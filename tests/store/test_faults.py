@@ -32,12 +32,7 @@ from memory_ranks import HERE, ThreadRanks
 
 BEFORE, NEW, AFTER = 1, 2, 3
 """Steps: of the checkpoint that is there, of the save that is broken off, and of the next one."""
-WORDS = {
-    "EIO": "Input/output error",
-    "raise": "planted",
-    "kill": "exit code",
-    "torn": "exit code",
-}
+WORDS = {"EIO": "Input/output error", "raise": "planted", "kill": "exit code", "torn": "exit code"}
 RUN = "runs/run"
 MODES = [(False, True), (True, True), (False, False)]
 """In the background or not; whether there is a checkpoint, and what a broken-off save left, or no folder yet."""
