@@ -228,10 +228,6 @@ def without_head(model: nn.Module) -> Any:
     return torch.optim.AdamW([p for name, p in model.named_parameters() if "blocks.1" not in name])
 
 
-def unfrozen(model: nn.Module) -> nn.Module:
-    return by_blocks(model.requires_grad_(True))
-
-
 def decayed(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -254,11 +250,6 @@ def seeded_alike(model: nn.Module, optimizer: Any, batches: list[Tensor]) -> lis
     return usual(model, optimizer, batches)
 
 
-def ignoring(model: nn.Module) -> nn.Module:
-    """A parameter that no unit shards, and nobody averages."""
-    return by_blocks(model, ignored_params={model.blocks[0][0].weight})
-
-
 def averaged_at_last(model: Any, optimizer: Any, batches: list[Tensor]) -> None:
     """By hand, and of the last micro-batch only: what was kept before that is never reduced."""
     weight = model.blocks[0][0].weight
@@ -274,14 +265,6 @@ def mean_over_ranks(grad: Tensor) -> Tensor:
     mean = grad / dist.get_world_size()
     dist.all_reduce(mean)
     return mean
-
-
-def half_of_it(model: nn.Module) -> Any:
-    return without_head(model) if is_sharded(model) else torch.optim.AdamW(model.parameters())
-
-
-def twice_the_rate(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.2 if is_sharded(model) else 0.1)
 
 
 def doubled(model: nn.Module) -> None:
@@ -300,6 +283,10 @@ def hooked(model: nn.Module) -> nn.Module:
     return by_blocks(model)
 
 
+def by_optimizer(make: Any) -> dict[str, Any]:
+    return {"shard_fn": by_blocks, "optimizer_fn": make}
+
+
 def step(function: Any, **more: Any) -> dict[str, Any]:
     return {"shard_fn": by_blocks, "train_step_fn": function, **more}
 
@@ -308,14 +295,21 @@ PARTS = {"modules": ["blocks.0", "blocks.1.0"]}
 TOKENS = {"reduction": "tokens", "tokens_fn": Tensor.numel}
 BROKEN_TIE = partial(materialised, tie=False, buffers=True)
 LEFT_BUFFER = partial(materialised, tie=True, buffers=False)
-UNSTEPPED = {"shard_fn": by_blocks, "optimizer_fn": half_of_it}
-RATE = {"shard_fn": by_blocks, "optimizer_fn": twice_the_rate}
+UNSTEPPED = by_optimizer(lambda m: without_head(m) if is_sharded(m) else torch.optim.AdamW(m.parameters()))
+RATE = by_optimizer(lambda m: torch.optim.SGD(m.parameters(), lr=0.2 if is_sharded(m) else 0.1))
+THAWED = {"shard_fn": lambda m: by_blocks(m.requires_grad_(True))}
+IGNORING = {"shard_fn": lambda m: by_blocks(m, ignored_params={m.blocks[0][0].weight})}  # nobody averages it
 FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     # name: arguments, kind of the first finding, its parameter, what the cause says
     "tie": ({"shard_fn": BROKEN_TIE}, "tie", "head.weight", "to_empty"),
     "optimizer": ({"shard_fn": optimizer_before}, "error", "gain", "build the optimizer after fully_shard"),
     "master": ({"shard_fn": lambda m: by_blocks(m.bfloat16())}, "dtype", "gain", "no full-precision master"),
-    "unfrozen": ({"shard_fn": unfrozen}, "gradient", "gain", "a frozen parameter is trained"),
+    "unfrozen": (
+        {"shard_fn": lambda m: by_blocks(m.requires_grad_(True))},
+        "gradient",
+        "gain",
+        "a frozen parameter is trained",
+    ),
     "decayed": (step(partial(usual, after=decayed)), "parameter", "gain", "a frozen parameter was"),
     "stale": (UNSTEPPED, "parameter", "blocks.1.0.weight", "no rank updates it"),
     "tokens": (step(usual, **TOKENS), "gradient", "tokens.weight", "unequal token counts"),
@@ -327,10 +321,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "not stepped": (step(without_step), "step", None, "was not called"),
     "rate": (RATE, "parameter", "tokens.weight", "2 times the expected"),
     "no sync": (
-        {"shard_fn": ignoring, "train_step_fn": averaged_at_last, "micro_batches": 2},
+        {**IGNORING, "train_step_fn": averaged_at_last, "micro_batches": 2},
         *("gradient", "blocks.0.0.weight", "a missing reduce in no_sync()"),
     ),
-    "unaveraged": ({"shard_fn": ignoring}, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
+    "unaveraged": (IGNORING, "gradient", "blocks.0.0.weight", "never reduced over ranks"),
     "parts, output": ({"shard_fn": hooked, **PARTS}, "output", "blocks.1.0", "computes something else"),
     "parts, gradient": (step(never_synchronised, **PARTS), "gradient", "blocks.0.0.weight", "no_sync"),
 }
