@@ -130,17 +130,14 @@ def evaluated_first(folder: str) -> list[float]:
 
 
 def test_resumes_on_other_numbers_of_ranks(run_clients, tmp_path):
-    together = run_clients(checkpointed, str(tmp_path))
-    names = {path.name for path in (tmp_path / f"checkpoint-{STEPS // 2}").iterdir()}
+    for ranks, worlds in ((2, (2, 1)), (1, (2,))):
+        folder = tmp_path / str(ranks)
+        together = run_clients(checkpointed, str(folder), world=ranks)[0]
+        for world in worlds:
+            run_clients(resumed, str(folder), together, world=world)
+    names = {path.name for path in (tmp_path / "2" / f"checkpoint-{STEPS // 2}").iterdir()}
     assert {"fullshard", "config.json", "trainer_state.json", "scheduler.pt", "training_args.bin"} <= names
     assert not any(name.endswith((".safetensors", ".bin")) and name != "training_args.bin" for name in names)
-    run_clients(resumed, str(tmp_path), together[0])
-    run_clients(resumed, str(tmp_path), together[0], world=1)
-
-
-def test_resumes_on_more_ranks(run_clients, tmp_path):
-    alone = run_clients(checkpointed, str(tmp_path), world=1)
-    run_clients(resumed, str(tmp_path), alone[0])
 
 
 def checkpointed(folder: str) -> list[float]:

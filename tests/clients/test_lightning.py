@@ -52,55 +52,46 @@ def fabric_of(kind: str) -> Any:
     return fabric
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "functional"])
-@on_ranks(by="run_adopted")
-def test_fabric(tmp_path, kind):
-    losses = alone()
-    fabric = fabric_of(kind)
-    model, optimizer = made(fabric, kind)
-    data = fabric.setup_dataloaders(loader(sampled=False, **DATA))
-    found = []
-    for step, batch in enumerate(data):
-        events = []
-        with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=False):
-            loss = loss_of(model, batch)
-            fabric.backward(loss)
-        events += [event.verb for event in recorded]
-        assert any("reduce" in verb for verb in events)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(joined(loss))
-        if step == 1:
-            fabric.save(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
-    close(found, losses)
-    model, optimizer = made(fabric, kind)
-    fabric.load(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
-    again = []
-    for step, batch in enumerate(data):
-        if step > 1:
-            loss = loss_of(model, batch)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            again.append(joined(loss))
-    close(again, losses[2:])
+every_kind = pytest.mark.parametrize("kind", ["wrapper", "functional"])
 
 
-def made(fabric: Any, kind: str) -> tuple[Any, Any]:
-    model = net()
-    if kind == "functional":
-        model = fabric.setup(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return model, fabric.setup_optimizers(optimizer)
-    model = fabric.setup(model)
+def made(fabric: Any) -> tuple[Any, Any]:
+    model = fabric.setup(net())
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "functional"])
+@every_kind
+@on_ranks(by="run_adopted")
+def test_fabric(tmp_path, kind):
+    fabric, losses = fabric_of(kind), alone()
+
+    def train(model: Any, optimizer: Any, first: int) -> list[float]:
+        found = []
+        for step, batch in enumerate(fabric.setup_dataloaders(loader(sampled=False, **DATA))):
+            if step < first:
+                continue
+            with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=False):
+                loss = loss_of(model, batch)
+                fabric.backward(loss)
+            assert any("reduce" in event.verb for event in recorded)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(joined(loss))
+            if step == 1:
+                fabric.save(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
+        return found
+
+    close(train(*made(fabric), 0), losses)
+    model, optimizer = made(fabric)
+    fabric.load(f"{tmp_path}/half", {"model": model, "optimizer": optimizer})
+    close(train(model, optimizer, 2), losses[2:])
+
+
+@every_kind
 @on_ranks(by="run_adopted")
 def test_no_backward_sync_skips_communication(kind):
     fabric = fabric_of(kind)
-    model, _ = made(fabric, kind)
+    model, _ = made(fabric)
     for step, batch in enumerate(loader(**DATA)):
         with fullshard.record_events() as recorded, fabric.no_backward_sync(model, enabled=step % 2 == 0):
             fabric.backward(loss_of(model, batch))
@@ -132,7 +123,7 @@ def task(lightning: Any, strategy: str) -> Any:
     return Task()
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "functional"])
+@every_kind
 @on_ranks(by="run_adopted")
 def test_trainer(tmp_path, kind):
     losses = alone()

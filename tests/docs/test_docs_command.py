@@ -104,19 +104,18 @@ def test_the_searchs_data_has_every_name(site, odd):
 
 
 def test_markdown_is_a_page_and_an_index_a_file(odd_folder, odd, tmp_path):
-    assert main(["docs", str(odd_folder), "--markdown", "--out", str(tmp_path / "md")]) == 1
-    there = {path.relative_to(tmp_path / "md").as_posix() for path in (tmp_path / "md").rglob("*.md")}
+    out = tmp_path / "md"
+    assert main(["docs", str(odd_folder), "--markdown", "--out", str(out)]) == 1
+    there = {path.relative_to(out).as_posix() for path in out.rglob("*.md")}
     assert there >= {f"{path}{end}" for path in odd.package.files for end in (".md", ".names.md")}
     for name in there:
-        text = (tmp_path / "md" / name).read_text()
+        text = (out / name).read_text()
         front = re.match(r"---\n(.*?)\n---\n", text, re.S)
         assert front is not None, name
-        assert {key: json.loads(value) for key, value in (line.split(": ", 1) for line in front[1].split("\n"))}[
-            "title"
-        ]
+        assert {key: json.loads(value) for key, value in (one.split(": ", 1) for one in front[1].split("\n"))}["title"]
         for target in re.findall(r"\]\(([^)#]+)", text.partition("## Source")[0]):
-            assert ((tmp_path / "md" / name).parent / target).exists(), (name, target)
-    assert "```python\nVALUE = 3\n```" in (tmp_path / "md/odd/no_docstring.py.md").read_text()
+            assert ((out / name).parent / target).exists(), (name, target)
+    assert "```python\nVALUE = 3\n```" in (out / "odd/no_docstring.py.md").read_text()
 
 
 # -- the folder that is written
@@ -135,42 +134,38 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-def test_a_folder_with_other_things_is_left_alone(small, tmp_path, capsys):
-    out = tmp_path / "mine"
-    out.mkdir()
-    (out / "thesis.txt").write_text("years of work")
-    code, told = docs(small, out, capsys)
+def test_what_is_not_its_own_is_left_alone(small, tmp_path, capsys):
+    """A folder with other things, the package's own folder, a file, and what lies below one."""
+    mine, file = tmp_path / "mine", tmp_path / "file"
+    mine.mkdir()
+    for path in (mine / "thesis.txt", file):
+        path.write_text("years of work")
+    code, told = docs(small, mine, capsys)
     assert code == 2 and "thesis.txt" in told and re.fullmatch(r"fullshard: .+\n(  .+\n)*", told)
-    assert [one.name for one in out.iterdir()] == ["thesis.txt"]
-    assert docs(small, small, capsys)[0] == 2, "nor the package's own folder"
+    for out in (small, file, file / "below"):
+        assert docs(small, out, capsys)[0] == 2, out
+    assert [one.name for one in mine.iterdir()] == ["thesis.txt"] and file.read_text() == "years of work"
 
 
 def test_a_second_run_replaces_its_own_pages_and_nothing_else(small, tmp_path, capsys):
-    out = tmp_path / "out"
+    """Nor does it write over someone else's file, or through a link."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere.html"
     assert docs(small, out, capsys)[0] == 0
-    (out / "notes.txt").write_text("mine")
-    (out / "small/notes.txt").write_text("mine")
+    for path in (notes := [out / "notes.txt", out / "small/notes.txt", elsewhere]):
+        path.write_text("mine")
     (small / "extra.py").unlink()
     assert docs(small, out, capsys)[0] == 0
     assert not (out / "small/extra.py.html").exists() and (out / "small/__init__.py.html").exists()
-    assert (out / "notes.txt").read_text() == (out / "small/notes.txt").read_text() == "mine"
-
-
-def test_a_page_is_not_written_over_someone_elses_file_or_through_a_link(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert docs(small, out, capsys)[0] == 0
     (out / "small/new.py.html").write_text("mine")
     (small / "new.py").write_text("")
     code, told = docs(small, out, capsys)
     assert code == 2 and "new.py.html" in told
     assert (out / "small/new.py.html").read_text() == "mine"
     (out / "small/new.py.html").unlink()
-    elsewhere = tmp_path / "elsewhere.html"
-    elsewhere.write_text("mine")
     (out / "small/__init__.py.html").unlink()
     (out / "small/__init__.py.html").symlink_to(elsewhere)
     assert docs(small, out, capsys)[0] == 2
-    assert elsewhere.read_text() == "mine"
+    assert all(path.read_text() == "mine" for path in notes)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +187,6 @@ def test_bad_input_is_refused(given, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().err
     assert printed if len(given) != 1 else re.fullmatch(r"fullshard: .+\n(  .+\n)*", printed)  # options: tyro's words
     assert not list(tmp_path.iterdir())
-
-
-def test_an_output_that_is_a_file_or_cannot_be_made_is_refused(small, tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert docs(small, tmp_path / "file", capsys)[0] == 2
-    assert docs(small, tmp_path / "file/below", capsys)[0] == 2
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_one_file_and_an_installed_package(tmp_path, capsys):

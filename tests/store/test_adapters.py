@@ -58,10 +58,8 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=tokens).logits.clone()
 
 
-def expect(problems: list[str], what: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> None:
-    off = (got - want).abs().max().item()
-    if not off <= tolerance:
-        problems.append(f"{what}: off by {off}")
+def close(got: Tensor, want: Tensor, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(got, want, rtol=0.0, atol=tolerance)
 
 
 # transformers
@@ -73,25 +71,22 @@ def test_transformers_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     warnings.simplefilter("ignore")
     from transformers import LlamaForCausalLM
 
-    problems: list[str] = []
     want = logits(llama(tied=True))
     model = shard(llama(tied=True), way, layers)
     for saved, settings in (("one", {}), ("many", {"max_file_bytes": 5000}), ("half", {"dtype": torch.bfloat16})):
         fullshard.save_safetensors(model, tmp_path / saved, **settings)
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / saved).eval()
-        if loaded.dtype != settings.get("dtype", torch.float32) or loaded.config.architectures != ["LlamaForCausalLM"]:
-            problems.append(f"{saved}: {loaded.dtype}, {loaded.config.architectures}")
-        expect(problems, saved, logits(loaded.float()), want, 0.02 if saved == "half" else 0.0)
-    if len(list((tmp_path / "many").glob("model-*.safetensors"))) < 3:
-        problems.append("not in several files")
+        assert loaded.dtype == settings.get("dtype", torch.float32)
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        close(logits(loaded.float()), want, 0.02 if saved == "half" else 0.0)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) >= 3
 
     other = shard(llama(seed=1, tied=True), way, layers)
     theirs = tmp_path / "theirs"
     llama(tied=True).save_pretrained(theirs, max_shard_size="5KB")  # on the first rank
     dist.barrier()
     fullshard.load_safetensors(other, theirs)
-    expect(problems, "theirs", logits(other), want)
-    return problems
+    close(logits(other), want)
 
 
 # PEFT
@@ -103,23 +98,20 @@ def test_peft_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     warnings.simplefilter("ignore")
     from peft import PeftModel
 
-    problems: list[str] = []
     reference = adapted()
     want = logits(reference)
     model = shard(adapted(), way, layers)
-    expect(problems, "sharded", logits(model), want, 1e-6)
+    close(logits(model), want, 1e-6)
     fullshard.save_safetensors(model, tmp_path / "adapter", adapter=True)
     theirs = tmp_path / f"theirs{dist.get_rank()}"
     reference.save_pretrained(theirs)
     mine, other = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", theirs))
-    if mine.keys() != other.keys() or not all(torch.equal(mine[key], other[key]) for key in other):
-        problems.append(f"PEFT's files hold {set(other) ^ set(mine)} otherwise")
+    assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in other)
     ours, told = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path / "adapter", theirs))
     for one in (ours, told):
         one["target_modules"].sort()
-    if ours != told:
-        problems.append(f"configs differ: {[key for key in told if told[key] != ours.get(key)]}")
-    expect(problems, "loaded by PEFT", logits(PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()), want)
+    assert ours == told
+    close(logits(PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()), want)
 
     # A base model from its files, then the adapter, each straight into shards; the adapter is not touched by the base.
     llama().save_pretrained(tmp_path / "base")  # on the first rank
@@ -128,14 +120,13 @@ def test_peft_loads_what_we_save_and_we_what_it_saves(tmp_path, way):
     fullshard.load_safetensors(second, theirs, adapter="default")
     trained = {n: t for n, t in fullshard.full_parameters(second) if "lora_" in n}
     fullshard.load_safetensors(second, tmp_path / "base", base=True)
-    if any(not torch.equal(t, trained[n]) for n, t in fullshard.full_parameters(second) if "lora_" in n):
-        problems.append("base=True changed the adapter")
+    assert all(torch.equal(t, trained[n]) for n, t in fullshard.full_parameters(second) if "lora_" in n)
     fullshard.load_safetensors(second, theirs, adapter=True)  # its head, which the base's files hold too
-    expect(problems, "loaded by us", logits(second), want, 1e-6)
+    close(logits(second), want, 1e-6)
 
     odd = shard(adapted(lora_alpha=6), way, layers)
     error = error_of(lambda: fullshard.load_safetensors(odd, theirs, adapter=True))
-    problems += named_error(error, "lora_alpha", "6", "5", kinds=CheckpointError, where="another scaling")
+    problems = named_error(error, "lora_alpha", "6", "5", kinds=CheckpointError, where="another scaling")
     error = error_of(lambda: fullshard.save_safetensors(model, tmp_path / "x", adapter="nobody"))
     problems += named_error(error, "nobody", kinds=ConfigError, where="no such adapter")
     error = error_of(lambda: fullshard.save_safetensors(shard(llama(), way, layers), tmp_path / "x", adapter=True))
@@ -153,40 +144,38 @@ def test_merging_is_pefts(tmp_path, way):
     warnings.simplefilter("ignore")
     from transformers import LlamaForCausalLM
 
-    problems: list[str] = []
     model = shard(adapted(use_rslora=True), way, layers)
     before = logits(model)
     reference = adapted(use_rslora=True).merge_and_unload()
     want = dict(reference.named_parameters())
     for bucket_bytes in (1, 1 << 30):
         got = dict(fullshard.full_parameters(model, merge_lora=True, bucket_bytes=bucket_bytes))
-        if list(got) != list(want):
-            problems.append(f"names: {set(got) ^ set(want)}")
+        assert list(got) == list(want)
         for name, tensor in got.items():
-            expect(problems, name, tensor, want[name], 1e-6)
+            close(tensor, want[name], 1e-6)
     fullshard.save_safetensors(model, tmp_path / "merged", merge_lora=True, dtype=torch.float64)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged").eval().float()
-    expect(problems, "loaded", logits(loaded), logits(reference.float()), 1e-5)
-    expect(problems, "untouched", logits(model), before)
+    close(logits(loaded), logits(reference.float()), 1e-5)
+    close(logits(model), before)
 
     already = adapted(use_rslora=True)
     already.merge_adapter()
     for name, tensor in fullshard.full_parameters(shard(already, way, layers), merge_lora=True):
-        expect(problems, f"{name}, merged before", tensor, want[name].float(), 1e-6)
+        close(tensor, want[name].float(), 1e-6)
 
     both = adapted(base=llama())
     both.add_adapter("second", both.peft_config["default"])
     both.set_adapter("second")
     half = shard(both, way, layers)
     got = dict(fullshard.full_parameters(half, merge_lora=True))
-    expect(problems, "the active one", got["model.norm.weight"], llama().model.norm.weight)
-    expect(problems, "adds nothing yet", got["model.layers.0.self_attn.q_proj.weight"],
+    close(got["model.norm.weight"], llama().model.norm.weight)
+    close(got["model.layers.0.self_attn.q_proj.weight"],
            llama().model.layers[0].self_attn.q_proj.weight)  # fmt: skip
 
     error = error_of(
         lambda: list(fullshard.full_parameters(shard(adapted(use_dora=True), way, layers), merge_lora=True))
     )
-    return problems + named_error(error, "use_dora", kinds=ConfigError, where="DoRA")
+    return named_error(error, "use_dora", kinds=ConfigError, where="DoRA")
 
 
 class Kinds(nn.Module):
@@ -221,15 +210,11 @@ def test_every_kind_of_layer_is_merged(dtype):
                     p.normal_()
         return model
 
-    problems: list[str] = []
     model = make()
     fullshard.fully_shard(model)
     want = dict(make().merge_and_unload().named_parameters())
     got = dict(fullshard.full_parameters(model, merge_lora=True))
-    if list(got) != list(want):
-        problems.append(f"names: {list(got)}")
+    assert list(got) == list(want)
     for name, tensor in got.items():
-        if tensor.dtype != dtype:
-            problems.append(f"{name}: {tensor.dtype}")
-        expect(problems, name, tensor.float(), want[name].float(), 1e-6 if dtype == torch.float32 else 0.2)
-    return problems
+        assert tensor.dtype == dtype, name
+        close(tensor.float(), want[name].float(), 1e-6 if dtype == torch.float32 else 0.2)

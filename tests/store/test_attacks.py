@@ -357,27 +357,26 @@ def test_forging_alone_is_no_attack(whole: Any, tmp_path: Path) -> None:
 # Bytes at random.
 
 
+ENDS = [0, 2**7, 2**8 - 1, 2**15, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1]
+
+
 def mutate(data: bytes, draw: random.Random) -> bytes:
     """Flip, cut, swap, repeat, blank, or put a number that is the end of some range."""
-    made, size = bytearray(data), len(data)
-    kind, at, n = draw.randrange(7), draw.randrange(size), draw.randint(1, 16)
-    if kind == 0:
-        made[at] ^= 1 << draw.randrange(8)
-    elif kind == 1:
-        made[at] = draw.randrange(256)
-    elif kind == 2:
-        del made[at:]
-    elif kind == 3:
-        del made[at : at + n]
-    elif kind == 4:
-        other = draw.randrange(size)
-        made[at : at + n], made[other : other + n] = made[other : other + n], made[at : at + n]
-    elif kind == 5:
-        made[at:at] = made[at : at + n]
-    else:
-        number = draw.choice([0, 2**7, 2**8 - 1, 2**15, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
-        made[at : at + 8] = number.to_bytes(8, "little")[: draw.choice([1, 2, 4, 8])]
-    return bytes(made)
+    size = len(data)
+    at, other, n = draw.randrange(size), draw.randrange(size), draw.randint(1, 16)
+    part, there, number = data[at : at + n], data[other : other + n], draw.choice(ENDS).to_bytes(8, "little")
+    swapped = bytearray(data)
+    swapped[at : at + n], swapped[other : other + n] = there, part
+    width = draw.choice([1, 2, 4, 8])
+    return draw.choice([
+        data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :],
+        data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :],
+        data[:at],
+        data[:at] + data[at + n :],
+        bytes(swapped),
+        data[:at] + part + data[at:],
+        data[:at] + number[:width] + data[at + 8 :],
+    ])  # fmt: skip
 
 
 def fuzz(folder: Path, want: dict[str, Any], seed: int) -> str:
