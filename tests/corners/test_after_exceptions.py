@@ -185,27 +185,18 @@ def test_after_an_exception_users_see_sharded_parameters(where: str, way: str) -
     before = dict(model.named_parameters())
     values = {name: full(value) for name, value in model.state_dict().items()}
     fail_once(model, where, mine(1))
+    children = [(n, m, p) for n, m in model.named_modules() for p in m.named_parameters(recurse=False)]
     asked = {
         "named_parameters": dict(model.named_parameters()),
-        "parameters of children": {
-            f"{prefix}.{name}".strip("."): parameter
-            for prefix, module in model.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
-        },
+        "parameters of children": {f"{prefix}.{name}".strip("."): p for prefix, _, (name, p) in children},
         "attributes": {name: model.get_parameter(name) for name in before},
     }
-    problems = [
-        f"{how}: {name}"
-        for how, seen in asked.items()
-        for name in before.keys() | seen.keys()
-        if seen.get(name) is not before.get(name)
-    ]
-    if problems:
-        return problems
+    for how, seen in asked.items():
+        wrong = [name for name in before.keys() | seen.keys() if seen.get(name) is not before.get(name)]
+        assert not wrong, f"{how}: {wrong}"
     after = whole_parameters(model)
-    problems += [f"the value of {name} changed" for name in values if not torch.equal(values[name], after[name])]
-    state = model.state_dict()
-    return problems + [f"the state dict's keys: {sorted(state)}"] * (state.keys() != values.keys())
+    assert model.state_dict().keys() == values.keys()
+    return [f"the value of {name} changed" for name in values if not torch.equal(values[name], after[name])]
 
 
 # One rank raises alone, after its last gather; all ranks agree to leave the step out.

@@ -177,7 +177,7 @@ def computed_with(way: str, lefts: dict[str, tuple[Callable[[nn.Module], object]
     problems: list[str] = []
     for left, (leave, keep) in lefts.items():
         model, reference = shard(layers(), way, but_last, keep=keep), layers()
-        for name in changes_of(way) if left in ("forward, kept", "after backward", "unsharded") else FEW:
+        for name in changes_of(way) if left in ("forward, kept", "after backward") else FEW:
             if left in ("after backward", "unsharded") and name == "numpy":
                 continue  # nobody can see it
             stepped(model, mine(0))

@@ -124,8 +124,7 @@ def readers(way: str, folder: str) -> dict[str, Callable[[], str]]:
         return differing(values(model), want) + after(lambda model: fullshard.load(f"{folder}/{way}", model))
 
     def gathered() -> str:
-        return differing({**dict(fullshard.full_parameters(filled(way))), "scale": want["scale"]}, {
-            **{name: want[name] for name in named}, "scale": want["scale"]})  # fmt: skip
+        return differing(dict(fullshard.full_parameters(filled(way))), {name: want[name] for name in named})
 
     def ours() -> str:
         model = filled(way)
