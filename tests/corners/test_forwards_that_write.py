@@ -6,25 +6,39 @@ forward ends. Where code only reads, or writes to what is not sharded, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import fullshard
-from fullshard import FullyShardedDataParallel
+from fullshard import FullyShardedDataParallel, PhaseError, ShardingStrategy
+from fullshard import FullyShardedDataParallel as FSDP
 from ways import (
+    PER_PARAMETER,
+    WRAPPERS,
+    assert_equal,
+    batch,
+    but_last,
     differences,
     error_of,
     example_of,
     gradient_problems,
+    layers,
+    loss_of,
+    mine,
     named_error,
     on_ranks,
+    shard,
     sharded,
     some_ways,
+    whole_gradients,
     whole_parameters,
 )
 
@@ -74,13 +88,13 @@ class Around(nn.Module):
         return self.after(torch.tanh(self.middle(self.before(x))))
 
 
-def batch(rank: int) -> Tensor:
+def rows_of(rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
 def step(model: nn.Module, ranks: list[int] | None = None) -> None:
     for rank in ranks or [dist.get_rank()]:
-        (model(batch(rank)).square().mean() / len(ranks or [0])).backward()
+        (model(rows_of(rank)).square().mean() / len(ranks or [0])).backward()
 
 
 CASES = [(how, "before") for how in WRITES]
@@ -101,7 +115,7 @@ def test_a_forward_that_writes_raises_by_name(way: str, grad: bool) -> list[str]
         model, plain = sharded(example, way), example.make(torch.float64)
         before = whole_parameters(model)
         with torch.set_grad_enabled(grad):
-            error = error_of(lambda model=model: model(batch(dist.get_rank())))
+            error = error_of(lambda model=model: model(rows_of(dist.get_rank())))
         problems += named_error(error, "middle.layer.weight", where=where)
         problems += differences(where, whole_parameters(model), before, 0.0)
         for module in (*model.modules(), *plain.modules()):
@@ -127,7 +141,7 @@ def test_a_write_between_unshard_and_reshard_raises_by_name(fake_world, way, kep
     with torch.no_grad():
         model.middle.weight.mul_(2)
     with pytest.raises(fullshard.FullshardError, match=r"middle\.weight"):
-        model(batch(0)) if kept else model.middle.reshard()
+        model(rows_of(0)) if kept else model.middle.reshard()
 
 
 # What is no write to a parameter.
@@ -162,9 +176,130 @@ def test_what_writes_to_buffers_and_activations_is_let_be(way: str) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_mul_(list(model.parameters()), 0.99)
-            model(batch(dist.get_rank()))
+            model(rows_of(dist.get_rank()))
         model.load_state_dict(model.state_dict())
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
             torch._foreach_mul_(list(model.parameters()), 0.5)
     step(model)
+
+
+# What only reads weights is no change of them.
+
+
+NO_SHARD = ShardingStrategy.NO_SHARD
+
+
+def read(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().norm()
+
+
+def write_all(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+@on_ranks
+def test_whole_values_are_read_between_a_forward_and_its_backward() -> None:
+    """`writeback` is on by default; only a write is a change."""
+    plain = layers()
+    loss_of(plain, batch(0)).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for way in WRAPPERS:
+        for settings in ({}, {"sharding_strategy": NO_SHARD}):
+            for options in ({}, {"with_grads": True}, {"offload_to_cpu": True}, {"recurse": False}):
+                model = shard(layers(), way, but_last, **settings)
+                loss = loss_of(model, mine(0))
+                with FSDP.summon_full_params(model, **options):
+                    read(model)
+                loss.backward()
+                assert_equal(whole_gradients(model), wanted, f"{way} {settings} {options}")
+            loss = loss_of(model, mine(0))
+            with FSDP.summon_full_params(model):
+                write_all(model)
+            with pytest.raises(PhaseError, match="were changed between a forward and its backward"):
+                loss.backward()
+
+
+@on_ranks
+def test_what_is_not_split_is_written_to_inside_summon_full_params() -> None:
+    """One FlatParameter over a shard that is the whole: what is shown is its memory."""
+    for way in WRAPPERS:
+        for writeback in (True, False):
+            model = shard(layers(), way, but_last, sharding_strategy=NO_SHARD)
+            for _ in range(2):
+                with FSDP.summon_full_params(model, writeback=writeback):
+                    for parameter in model.parameters():
+                        parameter.detach().add_(1.0) if parameter.dim() > 1 else parameter.data.zero_()
+            for name, value in whole_parameters(model).items():
+                expected = layers().get_parameter(name) + 2 if value.dim() > 1 else torch.zeros_like(value)
+                assert torch.allclose(value, expected), f"{way} writeback={writeback} {name}"
+            loss_of(model, mine(0)).backward()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Inverted(Doubled):
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Emptied(Doubled):
+    """In place: a change."""
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight.zero_()
+
+
+@contextlib.contextmanager
+def doubled(layer: nn.Module, parametrization: nn.Module) -> Iterator[None]:
+    parametrize.register_parametrization(layer, "weight", parametrization)
+    try:
+        yield
+    finally:
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+class Experts(nn.Module):
+    """Weights of three dims, which its forward computes with doubled."""
+
+    def __init__(self, parametrization: Callable[[], nn.Module] = Doubled) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(torch.randn(3, 5, 5))
+        self.outer = nn.Linear(5, 5)
+        self.parametrization = parametrization
+
+    def forward(self, x: Tensor) -> Tensor:
+        with doubled(self.inner, self.parametrization()):
+            x = torch.tanh(torch.einsum("ni,eio->no", x, self.inner.weight))
+        return self.outer(x)
+
+
+def two_experts(parametrization: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(Experts(parametrization), Experts(parametrization))
+
+
+@on_ranks
+def test_a_parametrization_in_a_forward_is_no_change() -> None:
+    """PEFT's LoRA with `target_parameters` does this, around experts."""
+    example = example_of(partial(two_experts, Doubled), "0", "1")
+    plain = example.make(torch.float64)
+    loss_of(plain, batch(0)).backward()
+    for way in PER_PARAMETER:  # a FlatParameter's are not registered on their modules, in PyTorch either
+        for keep in (False, True):
+            model = sharded(example, way, keep=keep)
+            for _ in range(2):
+                loss_of(model, mine(0)).backward()
+            wanted = {name: 2 * p.grad for name, p in plain.named_parameters()}
+            assert_equal(whole_gradients(model), wanted, f"{way} keep={keep}")
+            assert_equal(whole_parameters(model), dict(plain.named_parameters()), f"{way} keep={keep}")
+        for parametrization in (Inverted, Emptied):
+            model = sharded(example_of(partial(two_experts, parametrization), "0", "1"), way)
+            with pytest.raises(PhaseError, match="was written to"):
+                model(mine(0))

@@ -6,8 +6,10 @@ One rank of a group that moves no data: what is held is held by this process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fullshard import fully_shard
 from models import blocks_of
-from ways import WIDE, Block, inner, shard, without_sync
+from ways import LAYOUTS, WIDE, Block, alone, inner, named, shard, some_ways, without_sync
 
 Step = Callable[[Any, Tensor], object]
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -231,3 +234,65 @@ def test_a_process_holds_the_same_after_two_hundred_steps(fake_world, collected)
     allowed = {"tensors": 0, "objects": 500, "KiB": 12 * 1024, "threads": 0, "descriptors": 0, "groups": 0}
     grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + allowed[name]}
     assert not grown, grown
+
+
+# A model that is deleted is freed at once: modules are let go when the last reference to the root goes.
+
+
+class Careful(nn.Linear):
+    """Overrides `__setattr__`."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, WIDE)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDE, WIDE),
+    "LSTM": lambda: nn.LSTM(WIDE, WIDE),
+    "GRU": lambda: nn.GRU(WIDE, WIDE, num_layers=2, bidirectional=True),
+    "__setattr__": Careful,
+    "LSTM below": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.LSTM(WIDE, WIDE)),
+    "__setattr__ below": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), Careful()),
+}
+
+
+def test_classes_of_deleted_models_are_let_go(fake_world):
+    """Programs make classes while they run (parametrizations, adapters): none stays because it was sharded."""
+    fake_world(2)
+    made = type("Made", (nn.Linear,), {})
+    model = nn.Sequential(*(fully_shard(made(WIDE, WIDE)) for _ in range(2)))
+    assert type(model[0]) is type(model[1])
+    fully_shard(model)(torch.ones(1, WIDE)).sum().backward()
+    kind = weakref.ref(made)
+    del made, model
+    gc.collect()  # the class that a unit of it had
+    gc.collect()  # its own
+    assert kind() is None
+
+
+def watched(way: str, kind: str, how: str) -> dict[str, weakref.ref]:
+    """What a model consists of, after the last other reference to it is gone."""
+    below = kind.endswith("below") and way in LAYOUTS
+    model: Any = shard(MODELS[kind](), way, named("1") if below else alone)
+    if how != "never run":
+        outputs = model(torch.ones(2, 3, WIDE))
+        outputs: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        if how == "trained":
+            outputs.sum().backward()
+    if how == "copied":
+        model = copy.deepcopy(model)
+        model(torch.ones(2, 3, WIDE))
+    return {name: weakref.ref(each) for name, each in [*model.named_modules(), *model.named_parameters()]}
+
+
+@some_ways
+@pytest.mark.parametrize("how", ["never run", "evaluated", "trained", "copied"])
+def test_a_deleted_model_is_freed(fake_world, way, how):
+    fake_world(2)
+    refs = {kind: watched(way, kind, how) for kind in MODELS}
+    gc.collect()
+    alive = [(kind, name) for kind, of_model in refs.items() for name, ref in of_model.items() if ref() is not None]
+    assert not alive
