@@ -53,9 +53,9 @@ def check_alike(
                 facts += ", in keep_gathered" if one.held else ""
                 lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
         # After the parameters: one of another dtype is told by its own line, not by what the unit's gradients become.
-        reduced = sorted({str(gradients.reduce_dtype).removeprefix("torch.") for gradients in one.unit.gradients})
-        facts = f"gradients reduced in {', '.join(reduced) or 'none'}{one.settings.reduce.fact}"
-        lines.append(Line(one.unit.name or "(root)", "of the unit", facts, one.unit.name))
+        if reduced := sorted({str(gradients.reduce_dtype).removeprefix("torch.") for gradients in one.unit.gradients}):
+            facts = f"gradients reduced in {', '.join(reduced)}{one.settings.reduce.fact}"
+            lines.append(Line("(gradients)", "none", facts, one.unit.name))
     if device is not None:
         left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
         for axis in axes.values():
