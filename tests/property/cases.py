@@ -77,7 +77,16 @@ def what_stays_gathered_follows_its_shards(state: Training) -> None:
     state.zero(keeps=True)
 
 
+def what_is_prefetched_in_vain_does_not_stay(state: Training) -> None:
+    """A block that the fourth backward skips, of units that are kept gathered."""
+    blocks = BlockPlan("again"), BlockPlan("skips", recompute="reentrant")
+    state.start(ModelPlan(blocks), Way("rows", units=420, hybrid=True, prefetch=2), 3)
+    for _ in range(4):
+        state.keep_gathered()
+
+
 CASES = [
+    what_is_prefetched_in_vain_does_not_stay,
     what_never_gets_a_gradient,
     what_stays_gathered_follows_its_shards,
     what_came_before_an_exception_counts_no_more,
