@@ -22,12 +22,28 @@ pytestmark = pytest.mark.gloo("what happens when ranks differ is found by the wa
 
 ONE = torch.ones(1, 4)
 PROGRAMS = Programs()
+CALLS = {  # by each rank, with its number and a folder that both see
+    "C120": lambda rank, folder: verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1])),
+    "C121": lambda rank, folder: verified(DeviceMesh("cpu", [0])),
+    "D012": lambda rank, folder: fullshard.save(folder, sharded(), step=100 + rank),
+    "D013": lambda rank, folder: fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False))),
+    "K135": lambda rank, folder: fullshard.save(folder / f"machine-{rank}", sharded()),
+}
 SECONDS = 30  # a hang is this
 
 
 @pytest.mark.parametrize("code", PROGRAMS)
 def test_two_ranks(run_ranks, tmp_path, code):
     assert_raised(code, run_ranks(outcome, PROGRAMS[code], tmp_path, timeout=SECONDS))
+
+
+@pytest.mark.parametrize("code", CALLS)
+def test_calls(run_ranks, tmp_path, code):
+    assert_raised(code, run_ranks(called, code, tmp_path, timeout=SECONDS))
+
+
+def called(code: str, folder: Path) -> str:
+    return outcome(CALLS[code], folder)
 
 
 # What ranks train.
@@ -139,11 +155,6 @@ def models_of_their_own(rank: int, folder: Path) -> None:
     fullshard.save(folder, alone(rank))
 
 
-@PROGRAMS.raise_("D012")
-def other_steps(rank: int, folder: Path) -> None:
-    fullshard.save(folder, sharded(), step=100 + rank)
-
-
 @PROGRAMS.raise_("D017")
 def folders_of_two_checkpoints(rank: int, folder: Path) -> None:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
@@ -158,11 +169,6 @@ def loading_other_steps(rank: int, folder: Path) -> None:
     for step in (1, 2):
         fullshard.save(folder, model, step=step)
     fullshard.load(folder, model, step=1 + rank)
-
-
-@PROGRAMS.raise_("D013")
-def models_of_other_shapes(rank: int, folder: Path) -> None:
-    fullshard.save(folder, fully_shard(nn.Linear(4 + rank, 4, bias=False)))
 
 
 @PROGRAMS.raise_("K134")
@@ -183,11 +189,6 @@ def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     with mock.patch.object(fullshard.Folder, "sees", sees):
         saving = fullshard.save(folder, sharded(), asynchronous=True)
     saving.wait()
-
-
-@PROGRAMS.raise_("K135")
-def folders_of_their_own(rank: int, folder: Path) -> None:
-    fullshard.save(folder / f"machine-{rank}", sharded())
 
 
 @PROGRAMS.raise_("W013")
@@ -212,16 +213,6 @@ def a_loop_that_is_left(rank: int, folder: Path) -> None:
 def verified(mesh: DeviceMesh) -> None:
     """Verify two layers on batches that this mesh numbers."""
     fullshard.verify(two_layers, lambda *_: ONE, lambda model, x: model(x).sum(), data_mesh=mesh)
-
-
-@PROGRAMS.raise_("C120")
-def a_mesh_of_its_own_on_rank_0(rank: int, folder: Path) -> None:
-    verified(DeviceMesh("cpu", [1, 0] if rank == 0 else [0, 1]))
-
-
-@PROGRAMS.raise_("C121")
-def a_mesh_of_other_ranks(rank: int, folder: Path) -> None:
-    verified(DeviceMesh("cpu", [0]))
 
 
 # Hugging Face's libraries ask one rank for what takes all.
