@@ -17,6 +17,7 @@ from fullshard.runtime import runners_in
 from training import assert_same
 from ways import (
     LAYOUTS,
+    backward_both,
     batch,
     error_of,
     gradient_problems,
@@ -147,8 +148,7 @@ def kept(way: str) -> list[str]:
     block = inner(model)[0]
 
     def step(number: int) -> None:
-        loss_of(model, mine(number)).backward()
-        loss_of(plain, batch(number)).backward()
+        backward_both(model, plain, number)
         problems.extend(gradient_problems(f"step {number}", model, plain))
         for optimizer in optimizers:
             optimizer.step()
@@ -158,8 +158,7 @@ def kept(way: str) -> list[str]:
     for number, module in ((1, block), (2, model)):
         with keep_gathered(module):
             for part in range(2):
-                loss_of(model, mine(10 * number + part)).backward()
-                loss_of(plain, batch(10 * number + part)).backward()
+                backward_both(model, plain, 10 * number + part)
             held = gathered(model)
             if held != ([False, True, False] if module is block else [True] * 3):
                 problems.append(f"{number}: gathered in the block: {held}")
@@ -187,8 +186,7 @@ def changed_inside(way: str) -> list[str]:
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.1, eps=1e-3) for one in (model, plain)]
     with keep_gathered(model):  # before the first forward
         for step in range(3):
-            loss_of(model, mine(step)).backward()
-            loss_of(plain, batch(step)).backward()
+            backward_both(model, plain, step)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -196,8 +194,7 @@ def changed_inside(way: str) -> list[str]:
             for one in (model, plain):
                 for parameter in one.parameters():
                     parameter.mul_(0.5)
-        loss_of(model, mine(4)).backward()
-        loss_of(plain, batch(4)).backward()
+        backward_both(model, plain, 4)
         problems = [] if all(gathered(model)) else ["not all stay gathered"]
         problems += gradient_problems("after a change by hand", model, plain)
     return problems + value_problems("weights", model, plain)
@@ -263,20 +260,13 @@ def raised_inside(way: str) -> list[str]:
     problems: list[str] = []
     for where in ("between", "forward", "backward"):
         fails = raise_at(inner(model)[1], where)
-        try:
-            with keep_gathered(model):
-                x = mine(1).requires_grad_()
-                loss_of(model, x).backward()
-                if where == "between":
-                    raise Failure
-            problems.append(f"{where}: nothing was raised")
-        except Failure:
-            pass
+        with pytest.raises(Failure), keep_gathered(model):
+            loss_of(model, mine(1).requires_grad_()).backward()
+            raise Failure if where == "between" else AssertionError
         fails.remove()
         problems += [f"{where}: something stays gathered"] if any(gathered(model)) else []
         model.zero_grad(), plain.zero_grad()
-        loss_of(model, mine(2)).backward()
-        loss_of(plain, batch(2)).backward()
+        backward_both(model, plain, 2)
         problems += gradient_problems(where, model, plain)
         model.zero_grad()
     return problems
@@ -438,8 +428,7 @@ def abstract(way: str) -> list[str]:
     plain.load_state_dict(whole_parameters(model))
     for step in range(2):
         model.zero_grad(), plain.zero_grad()
-        loss_of(model, mine(step)).backward()
-        loss_of(plain, batch(step)).backward()
+        backward_both(model, plain, step)
         problems += gradient_problems(f"step {step}", model, plain)
     return problems
 

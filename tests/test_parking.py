@@ -24,7 +24,7 @@ from fullshard.torch_private.local_tensor import around_local, plain_tensors
 from training import assert_same
 from ways import (
     LAYOUTS,
-    batch,
+    backward_both,
     error_of,
     gradient_problems,
     inner,
@@ -126,8 +126,7 @@ def parked_between_steps(forced: bool, way: str) -> list[str]:
     problems: list[str] = []
     for step in range(2):
         for part in range(2):
-            loss_of(model, mine(10 * step + part)).backward()
-            loss_of(plain, batch(10 * step + part)).backward()
+            backward_both(model, plain, 10 * step + part)
             problems += with_rest(model, optimizer, forced, f"step {step}, part {part}")
         problems += gradient_problems(f"step {step}", model, plain)
         for finish in ("step", "zero_grad"):
@@ -191,8 +190,7 @@ def refused_while_parked(way: str) -> list[str]:
         optimizer.zero_grad()
         plain = Net()
         plain.norm.eval()
-        loss_of(model, mine(3)).backward()
-        loss_of(plain, batch(3)).backward()
+        backward_both(model, plain, 3)
         problems += gradient_problems(f"{trained}: after it", model, plain)
     return problems
 
@@ -246,8 +244,7 @@ def views_and_copies(way: str) -> list[str]:
     reference = optimizer_of(plain)
     with moving(True):
         for step in range(3):
-            loss_of(model, mine(step)).backward()
-            loss_of(plain, batch(step)).backward()
+            backward_both(model, plain, step)
             park(model, optimizer)
             average = copy.deepcopy(model)  # is parked as well
             resume(model, optimizer)

@@ -242,6 +242,12 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).square().sum(1).mean()
 
 
+def backward_both(model: nn.Module, plain: nn.Module, seed: int) -> None:
+    """Of this rank's inputs, and of one process on those of all."""
+    loss_of(model, mine(seed)).backward()
+    loss_of(plain, batch(seed)).backward()
+
+
 def mean_square(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).square().mean()
 
