@@ -64,14 +64,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Forced:
-    """The mover takes everything for somewhere else, in this process."""
+    """The mover takes everything for somewhere else, in this process: until the last rank's end of it."""
+
+    inside, needed = 0, Mover.needed
 
     def __enter__(self) -> None:
-        self.needed = Mover.needed
+        _Forced.inside += 1
         Mover.needed = lambda mover, storage: True
 
     def __exit__(self, *_: Any) -> None:
-        Mover.needed = self.needed
+        _Forced.inside -= 1
+        if not _Forced.inside:
+            Mover.needed = _Forced.needed
 
 
 def moving(forced: bool) -> Any:
