@@ -168,20 +168,17 @@ def test_two_models(tmp_path):
     expected = step()
     accelerator.load_state(tmp_path)
     close(step(), expected)
-    before = [parameter.to_local().clone() for model, _ in pairs for parameter in model.parameters()]
     first, second = (model for model, _ in pairs)
+    weights = [*first.parameters(), *second.parameters()]
+    before = [parameter.to_local().clone() for parameter in weights]
     for models, where in (([first], tmp_path), ([second, first], f"{tmp_path}/one")):
         accelerator._models = [first]
         accelerator.save_state(f"{tmp_path}/one")
         accelerator._models = models
         with pytest.raises(fullshard.CheckpointError, match="another number of models"):
             accelerator.load_state(where)
-    assert all(torch.equal(old, new) for old, new in zip(before, weights_of(pairs), strict=True))
+    assert all(torch.equal(old, new.to_local()) for old, new in zip(before, weights, strict=True))
     assert (Path(tmp_path) / "fullshard_1").is_dir()
-
-
-def weights_of(pairs: list[Any]) -> list[torch.Tensor]:
-    return [parameter.to_local() for model, _ in pairs for parameter in model.parameters()]
 
 
 class Factored(torch.optim.Optimizer):

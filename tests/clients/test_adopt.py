@@ -191,10 +191,8 @@ def test_a_pipeline_reduces_once_for_all_micro_batches(kind):
         for layer in part.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(part, mesh=mesh)
-    stages = [
-        pipelining.PipelineStage(part, number, parts, torch.device("cpu"), group=alone)
-        for number, part in enumerate(model)
-    ]
+    cpu = torch.device("cpu")
+    stages = [pipelining.PipelineStage(part, at, parts, cpu, group=alone) for at, part in enumerate(model)]
     loss: Any = nn.functional.mse_loss
     given = stages if parts == 2 else stages[0]
     schedule: Any = getattr(pipelining, f"Schedule{kind}")(given, n_microbatches=3, loss_fn=loss)
@@ -205,10 +203,8 @@ def test_a_pipeline_reduces_once_for_all_micro_batches(kind):
         with fullshard.record_events() as events:
             schedule.step(mine, target=mine.flip(0))
         verbs = [event.verb for event in events if event.unit != "(root)"]
-        if step == 0 and parts == 2:
-            assert verbs.count("reduce") == 2 * parts + 2, verbs  # PyTorch runs a backward first, to learn shapes
-        else:
-            assert verbs.count("reduce") == 2 * parts, verbs
+        learns = 2 * (step == 0 and parts == 2)  # PyTorch runs a backward first, to learn shapes
+        assert verbs.count("reduce") == 2 * parts + learns, verbs
         assert parts == 2 or (
             "reduce" not in verbs[: verbs.index("collect") + 1] and verbs.count("collect") >= 2 * parts
         ), verbs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import LENGTH, Sentences, batch, close, llama
 
 import fullshard
@@ -101,8 +103,6 @@ def checkpointed(way: str, folder: str) -> list[float]:
 
 
 def resumed(way: str, folder: str, expected: list[float]) -> None:
-    import torch.distributed as dist
-
     size = {"per_device_train_batch_size": 2 * 2 // dist.get_world_size()}
     trainer = trainer_of(way, folder, **size)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
@@ -137,7 +137,6 @@ def test_save_pretrained_of_a_sharded_model(run_adopted, tmp_path, way):
 
 def saved(way: str, folder: str, by: str) -> None:
     """Train, write by the trainer's or the model's own method, and compare with what the folder holds."""
-    import torch.distributed as dist
     from transformers import LlamaForCausalLM
 
     sharded = trainer_of(way, folder)
@@ -161,7 +160,6 @@ def test_generates_during_evaluation(run_adopted, tmp_path, way):
 
 def generated(way: str, folder: str) -> list[Any]:
     """What both ranks generated, the same as the unsharded model would."""
-    import torch.distributed as dist
     from transformers import Seq2SeqTrainer
 
     prompts = Sentences(12).tokens[:, : LENGTH // 2]
@@ -187,9 +185,6 @@ def generated(way: str, folder: str) -> list[Any]:
 @on_ranks(by="run_adopted")
 def test_from_pretrained_for_sharding_loads_once(tmp_path, way):
     """With efficient loading, and weights of the first rank sent to the others; rotary buffers are right on all."""
-    import os
-
-    import torch.distributed as dist
     from transformers import LlamaForCausalLM
 
     plain = trainer_of("ddp", tmp_path, train_sampling_strategy="sequential")
