@@ -248,6 +248,7 @@ FAULTS = (
         "checkpoint/values.py",
         "    return made.clone() if made.data_ptr() == value.data_ptr() else made",
         "    return made",
+        "tests/parity/test_wrapper_state.py",
     ),
     Fault(
         "a piece is read from where the stored one begins",
