@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED = 1
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-slow  those that take long"
-	@echo "make test-property MINUTES=30  new random models, ways to shard them and sequences of events, for so long"
+	@echo "make test-property MINUTES=30  the day's random models, ways to shard them and sequences of events, for so long"
 	@echo "make test-torch TORCH=2.15.0  the tests on another version of torch, in an environment of its own"
 	@echo "make test-torch-short TORCH=2.15.0  a part of them that takes minutes"
 	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"

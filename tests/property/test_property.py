@@ -1,16 +1,17 @@
 """Any model, sharded in any way, through any sequence of what users do: see `machine.py`.
 
-`make test` draws the same examples every time, until new ones pass for half an hour: `--property-minutes`
-(`make test-property MINUTES=30`) draws new ones for so long, `--property-seed` those of a number. A failure prints the
-program that failed, which `cases.py` can take, and the command that repeats and shrinks it.
+`make test` draws the same examples every time. `--property-minutes` (`make test-property MINUTES=30`) draws those of
+the day for so long, `--property-seed` those of a number. A failure prints the program that failed, which `cases.py` can
+take, and the command that repeats and shrinks it.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import count
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_plain_steps(front, world):
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Four parts of this commit's examples; with `--property-minutes` two workers that draw new ones."""
+    """Four parts of the same examples; with `--property-minutes` two workers that draw those of the day."""
     if "part" in metafunc.fixturenames:
         minutes = metafunc.config.getoption("--property-minutes")
         mark = pytest.mark.timeout(1200 + 60 * minutes)
@@ -107,8 +108,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_any_sequence_is_one_process(request, part):
-    end = time.monotonic() + 60 * request.config.getoption("--property-minutes")
-    given = request.config.getoption("--property-seed")
-    draw(part + (FIRST if given is None else given), shrinks=given is not None)
-    while time.monotonic() < end:
-        draw(random.SystemRandom().randrange(10**9), shrinks=True)
+    minutes, given = (request.config.getoption(f"--property-{name}") for name in ("minutes", "seed"))
+    today = 1000 * datetime.now(UTC).toordinal()
+    first = today + 500 * part if minutes else part + (FIRST if given is None else given)
+    end = time.monotonic() + 60 * minutes
+    for number in count(first):
+        draw(number, shrinks=minutes > 0 or given is not None)
+        if time.monotonic() > end:
+            break
