@@ -37,6 +37,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name == "clients" and not any("clients" in one for one in config.args) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups, of which each stays on one worker, begin first: they take the longest, and mostly wait."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.fixture(scope="session")
 def error_recorder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
