@@ -85,7 +85,36 @@ def what_is_prefetched_in_vain_does_not_stay(state: Training) -> None:
         state.keep_gathered()
 
 
+def what_replicas_keep_apart_is_added_where_a_unit_does_not_run(state: Training) -> None:
+    """A unit that micro-batches without the all-reduce used, and the one with it does not."""
+    state.start(ModelPlan((BlockPlan("skips"), BlockPlan())), Way("rows", units=8, hybrid=True), 2)
+    state.accumulate(batches=3, sync="scatter")
+
+
+def what_is_kept_for_a_backward_goes_when_weights_change(state: Training) -> None:
+    """Of a reshard to two of four ranks, by a forward whose backward nobody calls."""
+    state.start(ModelPlan((BlockPlan(), BlockPlan())), Way("rows", strategy="two"), 4)
+    state.forward_in_vain()
+    state.change("mul_", 1.1)
+    state.micro_batch()
+
+
+def what_is_between_replicas_when_a_backward_breaks(state: Training) -> None:
+    state.start(ModelPlan((BlockPlan(),) * 4), Way("rows", hybrid=True), 4)
+    state.exception(where=1, in_backward=True)
+
+
+def what_two_steps_used_and_the_next_does_not(state: Training) -> None:
+    state.start(ModelPlan((BlockPlan("skips"),)), Way("rows", units="root"), 2)
+    for _ in range(5):
+        state.step(1)
+
+
 CASES = [
+    what_is_kept_for_a_backward_goes_when_weights_change,
+    what_is_between_replicas_when_a_backward_breaks,
+    what_two_steps_used_and_the_next_does_not,
+    what_replicas_keep_apart_is_added_where_a_unit_does_not_run,
     what_is_prefetched_in_vain_does_not_stay,
     what_never_gets_a_gradient,
     what_stays_gathered_follows_its_shards,

@@ -115,7 +115,6 @@ def _start(root: Root) -> None:
         root.reducer.begin(root.top.settings.reduce)
         root.position.begin(BACKWARD, True)
         root.reducer.in_flight.finalizing = root.reducer
-        root.reducer.owe_partial()
         root.reducer.reduce_rest()
     except BaseException:
         root.recover()

@@ -81,6 +81,7 @@ class Reducer:
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm, position)
         self._tokens: TokenCount | None = None  # what the backward that runs now divides by
+        self._kept_apart = False  # whether something may be reduced over the shard axis only
 
     def begin(self, rules: ReduceSettings) -> None:
         """A backward begins.
@@ -140,8 +141,10 @@ class Reducer:
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
         owner, one, reduction = self.in_flight.popleft()
+        all_reduce = one.settings.reduce.all_reduce
+        owner._kept_apart |= not all_reduce
         try:
-            reduction.replicate(one.settings.reduce.all_reduce)
+            reduction.replicate(all_reduce)
         except BaseException:
             reduction.drop()
             raise
@@ -211,14 +214,19 @@ class Reducer:
         self.reduce_rest()
         self.finish()
 
-    def owe_partial(self) -> None:
-        """Let what was reduced over the shard axis only take part in the next reduction."""
+    def _owe_partial(self) -> None:
+        """Let what was reduced over the shard axis only take part in a reduction now: its unit may not have run."""
+        self._kept_apart = False
         for one in self.units:
             if any([gradients.partial is not None for gradients in one.unit.gradients]):
-                self._owed[one.index] = one
+                if one.settings.reduce.all_reduce and not self._use.noted(one.index):  # else it does already
+                    self._owed[one.index] = one
+                self._kept_apart = True
 
     def reduce_rest(self) -> None:
         """Start what is left to reduce, in order."""
+        if self._kept_apart:
+            self._owe_partial()
         with plain_access(), torch.no_grad():
             for one in self.units:
                 settings, late = one.settings.reduce, has_gradients(one.unit)
