@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,15 @@ pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to i
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "recipes"
 TINY = ["--rows", "4", "--length", "32"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def other_folders_have_files_of_these_names() -> Iterator[None]:
+    yield
+    if str(RECIPES) in sys.path:
+        sys.path.remove(str(RECIPES))
+    for file in RECIPES.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 def program(name: str) -> Any:

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.state_dict import set_model_state_dict
 from models import EXAMPLES
-from training import LAYOUTS, Options, full_parameters, shard
+from training import LAYOUTS, Options, full, full_parameters, shard
 
 
 def steps(model: nn.Module, example, after, count: int = 3) -> dict[str, Tensor]:
@@ -178,3 +181,31 @@ def frozen_while_seen() -> bool:
 )
 def test_on_two_ranks(run_ranks, rule):
     assert all(run_ranks(rule))
+
+
+def data_of_a_gradient_assigned(layout: object) -> list[float]:
+    layer = fully_shard(nn.Linear(8, 8, bias=False), layout=layout)
+    x = torch.ones(2, 8)
+    layer(x).sum().backward()
+    layer.weight.grad.data = layer.weight.grad.data * 10
+    layer(x).sum().backward()
+    return full(layer.weight.grad).unique().tolist()
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_the_data_of_a_gradient_is_assigned_before_another_backward(run_ranks, layout):
+    assert run_ranks(data_of_a_gradient_assigned, layout) == [[22.0]] * 2
+
+
+def loaded_from_the_first_rank() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    layer = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    whole = {"weight": torch.ones(4, 4), "bias": torch.ones(4)} if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(layer, whole, options=options)
+    return float(full(layer.weight).sum())
+
+
+def test_a_state_dict_of_the_first_rank_reaches_all_groups_of_a_mesh(run_ranks):
+    """Of four ranks, two are in the shard group of which the first is not."""
+    assert run_ranks(loaded_from_the_first_rank, world=4) == [16.0] * 4

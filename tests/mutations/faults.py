@@ -314,4 +314,37 @@ FAULTS = (
         "    if told.known is not None and known is not None:",
         test="tests/store/test_known.py",
     ),
+    # Planted by somebody who knew none of the others.
+    Fault(
+        "what a reshard to fewer ranks kept survives a change of the weights",
+        "runtime/root.py",
+        "            if one.unit.holds():\n                one.unit.drop_kept()\n",
+        "",
+    ),
+    Fault(
+        "what is on its way between replicas stays so when a backward breaks",
+        "shard/gradients.py",
+        "            pending.append(self.replicating)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a gradient whose .data was assigned is taken for the one that was given",
+        "shard/delivery.py",
+        "return not current.astray() and all(",
+        "return all(",
+        "tests/test_user_gradients.py -k data_of_a_gradient",
+    ),
+    Fault(
+        "which parameters a step used is remembered in the next one",
+        "shard/delivery.py",
+        "            self.used = [False] * len(self.bucket.members)\n            return []",
+        "            return []",
+    ),
+    Fault(
+        "the first rank of a group is taken for the first of all",
+        "comm/objects.py",
+        "dist.broadcast(size, group=group, async_op=True, group_src=source)",
+        "dist.broadcast(size, group=group, async_op=True, src=source)",
+        "tests/test_user_gradients.py -k first_rank",
+    ),
 )
