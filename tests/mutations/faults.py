@@ -319,7 +319,7 @@ FAULTS = (
         "what a reshard to fewer ranks kept survives a change of the weights",
         "runtime/root.py",
         "            if one.unit.holds():\n                one.unit.drop_kept()\n",
-        "",
+        "            if one.unit.holds():\n                pass\n",
     ),
     Fault(
         "what is on its way between replicas stays so when a backward breaks",
