@@ -5,9 +5,10 @@
     wait    inputs must be what they were and outputs still poison; only now the results appear
 
 Poison is bytes of 0xFF: NaN in every floating-point dtype, -1 in integers. Who reads a result before its wait computes
-NaN; who overwrites a buffer in flight gets an error (arithmetic on it leaves NaN, and is not seen). One thread runs at a time and the next one is chosen only where a
-rank waits for others, so that a run is the same every time, and what is global in a process (random numbers, warnings,
-the default dtype, stdout) can be each rank's own. Ranks that all wait are reported at once, with what they wait for.
+NaN; who overwrites a buffer in flight gets an error (arithmetic on it leaves NaN, and is not seen). One thread runs at
+a time and the next one is chosen only where a rank waits for others, so that a run is the same every time, and what is
+global in a process (random numbers, warnings, the default dtype, stdout) can be each rank's own. Ranks that all wait
+are reported at once, with what they wait for.
 """
 
 from __future__ import annotations
