@@ -142,7 +142,8 @@ class Reducer:
         """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
         owner, one, reduction = self.in_flight.popleft()
         all_reduce = one.settings.reduce.all_reduce
-        owner._kept_apart |= not all_reduce
+        if not all_reduce:
+            owner._kept_apart = True
         try:
             reduction.replicate(all_reduce)
         except BaseException:
