@@ -28,7 +28,9 @@ hypothesis.settings.load_profile("any machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gloo", action="store_true", help="ranks are processes over gloo in all tests")
     parser.addoption("--property-seed", type=int, help="draw the examples of this number, and shrink what fails")
-    parser.addoption("--property-minutes", type=float, default=0, help="draw the day's examples (tests/property)")
+    parser.addoption(
+        "--property-minutes", type=float, default=0, help="draw the day's examples for so many minutes (tests/property)"
+    )
     parser.addoption("--record-errors", type=Path, metavar="FILE", help="add which test raises which error to FILE")
 
 

@@ -207,9 +207,9 @@ def test_hooks_that_come_first_and_can_be_taken_back() -> None:
 
 def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    before, since = leaf * 2, graph_nodes.next_node()
+    before, since = leaf * 2, graph_nodes.next_node()  # the first node of a thread has number 0
     after = leaf * 3
-    assert 0 < graph_nodes.number_of(before.grad_fn) < since <= graph_nodes.number_of(after.grad_fn)
+    assert graph_nodes.number_of(before.grad_fn) < since <= graph_nodes.number_of(after.grad_fn)
 
 
 def test_versions_go_up_and_back() -> None:

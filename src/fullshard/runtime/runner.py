@@ -341,6 +341,7 @@ class Runner(Asked):
         unit.show_sharded()
         self.period.hides = False
         in_step = self.root is not None and self.root.guide.in_step is not None  # what stays has to on all ranks
+        # A gather that nobody waited for was prefetched in vain, also where units stay gathered.
         if ((self.settings.reshard_after_backward or in_step) and not self.held) or unit.state is State.GATHERING:
             unit.drop_kept()
             self.kept = False

@@ -103,24 +103,30 @@ def summon_full_params(
 
 
 def _check_idle(instance: Any) -> None:
-    unit, root = instance._runner().unit, instance._runner().root
-    inside = f"unit {unit.name or '(root)'!r}"
+    runner = instance._runner()
+    root, rank = runner.root, runner.settings.axes.global_rank
+    # An instance has no name before its model has run.
+    unit = (
+        f"the instance around {type(instance.module).__name__}"
+        if root is None
+        else f"unit {runner.unit.name or '(root)'!r}"
+    )
     if is_summoned(instance):
         raise UsageError(
             "Cannot manually unshard parameters when already unsharding parameters",
-            rank=unit.rank,
+            rank=rank,
             expected="an instance that is not inside summon_full_params",
-            got=f"{inside}, which is",
-            remedy="leave the context before it is entered again",
+            got=f"{unit} inside summon_full_params",
+            remedy="leave the context before entering it again",
             code="P019",
         )
-    # None: not settled yet, and not by this: an inner instance would become a root.
+    # Without a root nothing runs; asking for one here would make an inner instance the root.
     if root is not None and (root.pass_top is not None or root.in_backward):
         raise UsageError(
             "Cannot manually unshard parameters during forward/backward",
-            rank=unit.rank,
+            rank=rank,
             expected="a call between steps",
-            got=f"{inside} while its model's {'forward' if root.pass_top is not None else 'backward'} runs",
+            got=f"{unit} during its model's {'forward' if root.pass_top is not None else 'backward'}",
             remedy="call summon_full_params before the forward, or after the backward",
             code="P020",
         )
