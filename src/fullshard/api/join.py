@@ -104,12 +104,12 @@ class join(Generic[Batch]):
 
     def _refuse_empty(self, counts: Count, has: bool) -> None:
         """Ranks without any batch need an example; whether all have one is asked once, of all."""
-        lacks = Count(not has and self._example is None, self._axes, self._comm)
-        if counts.read() and lacks.read():
+        lacks = Count(not has and self._example is None, self._axes, self._comm).read()
+        if counts.read() and lacks:
             raise ConfigError(
                 "join: a rank has no batch at all, which it could be given again.",
                 rank=self._axes.global_rank,
-                got="none here" if not has else f"one here, none on {lacks.read()} other rank(s)",
+                got="none here" if not has else f"one here, none on {lacks} other rank(s)",
                 remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
                 code="C044",
             )
