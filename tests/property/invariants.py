@@ -98,7 +98,8 @@ def held_by_this_process() -> dict[str, int]:
     objects = gc.get_objects()
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fullshard"]
     bounded = {id(each._history) for each in objects if type(each) is Course}  # the kinds of the last 256 passes
-    holders = [*modules, *(each for module in modules for each in vars(module).values() if hasattr(each, "__dict__"))]
+    theirs = [each for module in modules for each in vars(module).values() if hasattr(each, "__dict__")]
+    holders = {id(each): each for each in (*modules, *theirs)}.values()  # once where several modules import it
     tables = [v for each in holders for v in list(vars(each).values()) if isinstance(v, (list, dict, set, deque))]
     return {
         "tensors": sum(1 for each in objects if isinstance(each, Tensor)),
