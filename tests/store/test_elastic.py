@@ -1,4 +1,4 @@
-"""A job of three ranks loses one and goes on with two, to the loss of a run that lost none (`examples/elastic.py`)."""
+"""A job of two ranks loses one and goes on with the other, to the loss of a run of both (`examples/elastic.py`)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def in_one_process() -> float:
     return loss.item()
 
 
-@pytest.mark.timeout(700)  # eight processes import torch, on a machine that may be busy
+@pytest.mark.timeout(700)  # six processes import torch, on a machine that may be busy
 def test_a_job_that_loses_a_rank_goes_on_with_the_others(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, ROOT / "examples" / "elastic.py", "--ranks", "3", "--out", tmp_path, "--lose", "2:7"],
+        [sys.executable, ROOT / "examples" / "elastic.py", "--ranks", "2", "--out", tmp_path, "--lose", "1:7"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
@@ -41,9 +41,9 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_others(tmp_path: Path) -> None
         timeout=500,
     )
     told = run.stdout + run.stderr
-    assert run.returncode == 0 and "goes on with 2" in run.stdout, told
+    assert run.returncode == 0 and "goes on with 1" in run.stdout, told
     assert "Signal 9 (SIGKILL)" in run.stderr, told  # torchrun's word of the rank that was lost
-    found = re.search(r"2 ranks, from step 6: loss ([\d.]+)", run.stdout)
+    found = re.search(r"1 ranks, from step 6: loss ([\d.]+)", run.stdout)
     assert found is not None, told
     assert float(found[1]) == pytest.approx(in_one_process(), rel=1e-5)
     assert fullshard.Folder(tmp_path).latest() == f"step-{STEPS:09d}"
