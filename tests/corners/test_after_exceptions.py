@@ -84,6 +84,35 @@ def fail_once(model: nn.Module, where: str, inputs: Tensor, grad: bool = True) -
     fails_of(model).raises = None
 
 
+class Optional(nn.Sequential):
+    """Its first child may be left out."""
+
+    leaves_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self
+        return second(x if self.leaves_out else first(x))
+
+
+@on_ranks
+def test_a_unit_whose_gradients_were_dropped_is_not_reduced() -> None:
+    """The next step does not use it: it owes nothing any more."""
+    model = shard(Optional(nn.Linear(4, 4), nn.Linear(4, 4)), "rows", named("0", "1"))
+    model.set_requires_gradient_sync(False)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    handle.remove()
+    model.set_requires_gradient_sync(True)
+    model.leaves_out = True
+    with fullshard.record_events() as events:
+        model(x).sum().backward()
+    assert {event.unit for event in events if event.verb == "reduce"} == {"1"}
+    assert model[0].weight.grad is None
+
+
 # The order of units, which ranks compare along the first pass.
 
 

@@ -126,7 +126,9 @@ def test_when_a_reduction_is_refused() -> None:
     assert told == ["forward", "backward"]
     refused("P346", lambda: model.set_manual_backward_finalization(False))
     model.set_requires_gradient_sync(True)
+    later = model(batch(0, dist.get_rank())).square().mean()
     handle = model.finalize_backward(async_op=True)
+    refused("P345", later.backward)  # its forward was before
     refused("P345", lambda: model(batch(0, 0)))
     refused("P345", lambda: model[0](batch(0, 0)))
     refused("P345", model.finalize_backward)

@@ -341,6 +341,20 @@ FAULTS = (
         "            return []",
     ),
     Fault(
+        "a unit whose gradients an exception dropped is reduced in the next step",
+        "runtime/reducer.py",
+        "        self._owed.clear()\n",
+        "        pass\n",
+        "tests/corners/test_after_exceptions.py -k dropped",
+    ),
+    Fault(
+        "a backward begins while a handle's reductions are in flight",
+        "runtime/root.py",
+        "        self.refuse_while_finalizing()\n        if self.top.settings.manual",
+        "        if self.top.settings.manual",
+        "tests/corners/test_reductions_asked_for.py -k refused",
+    ),
+    Fault(
         "the first rank of a group is taken for the first of all",
         "comm/objects.py",
         "dist.broadcast(size, group=group, async_op=True, group_src=source)",
