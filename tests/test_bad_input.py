@@ -31,42 +31,34 @@ def look_at(model: nn.Module) -> dict[str, object]:
     return found
 
 
-def refuses(error: type[Exception], words: list[str], model: nn.Module, call: Callable[[], object]) -> None:
-    """`call` raises exactly one of our errors, which names all `words`, and leaves `model` alone."""
+def refuses(model: nn.Module, call: Callable[[nn.Module], object]) -> None:
+    """`call` raises one of our errors, and leaves `model` alone. What the errors say: tests/errors."""
     before = look_at(model)
-    with pytest.raises(error) as caught:
-        call()
-    text = str(caught.value)
-    assert isinstance(caught.value, FullshardError)  # some are an AssertionError besides, as PyTorch's
-    missing = [word for word in words if word not in text]
-    assert not missing, f"the message does not say {missing}:\n{text}"
+    with pytest.raises(FullshardError):
+        call(model)
     assert look_at(model) == before
 
 
-Model = Callable[[], nn.Module]
-REFUSED: list[tuple[type[Exception], list[str], Model, Callable[[nn.Module], object]]] = [
-    # error, its words, model, call
-    (ConfigError, ["mesh", "3"], OddMLP, lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (2, 2, 2)))),
-    (ConfigError, ["mesh"], OddMLP, lambda m: fully_shard(m, mesh=4)),
-    (ConfigError, ["ModuleList", "forward"], lambda: nn.ModuleList([nn.Linear(3, 3)]), fully_shard),
-    (ConfigError, ["ModuleDict", "forward"], lambda: nn.ModuleDict({"layer": nn.Linear(3, 3)}), fully_shard),
-    (
-        ConfigError,
-        ["ModuleList", "forward"],
-        lambda: nn.ModuleList([nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])]),
-        lambda m: fully_shard([m[0], m[1]]),
-    ),
-    (ConfigError, ["OddMLP", "once"], lambda: fully_shard(OddMLP()), fully_shard),
-    (ConfigError, ["Parameter"], OddMLP, lambda m: fully_shard(m.scale)),
-    (ConfigError, [], OddMLP, lambda m: fully_shard([])),
-    (ConfigError, ["layout", "'diagonal'", "rows", "flat"], OddMLP, lambda m: fully_shard(m, layout="diagonal")),
-    (LayoutError, ["gain", "flat"], lambda: Shapes(scalar=True), fully_shard),  # a scalar: the flat layout holds it
-    (ConfigError, ["no shape yet", "weight"], lambda: nn.Sequential(nn.LazyLinear(3)), fully_shard),
+def linear() -> nn.Module:
+    return nn.Linear(3, 3)
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]] = [  # model, call
+    (OddMLP, lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (2, 2, 2)))),
+    (OddMLP, lambda m: fully_shard(m, mesh=4)),
+    (lambda: nn.ModuleList([linear()]), fully_shard),
+    (lambda: nn.ModuleDict({"layer": linear()}), fully_shard),
+    (lambda: nn.ModuleList([linear(), nn.ModuleList([linear()])]), lambda m: fully_shard([m[0], m[1]])),
+    (lambda: fully_shard(OddMLP()), fully_shard),
+    (OddMLP, lambda m: fully_shard(m.scale)),
+    (OddMLP, lambda m: fully_shard([])),
+    (lambda: Shapes(scalar=True), fully_shard),  # the flat layout holds it
+    (lambda: nn.Sequential(nn.LazyLinear(3)), fully_shard),
     *(
-        (ConfigError, [name, str(value)], OddMLP, partial(fully_shard, **{name: value}))
+        (OddMLP, partial(fully_shard, **{name: value}))
         for name, value in (
+            ("layout", "diagonal"),
             ("reshard_after_forward", 3),
-            ("reshard_after_forward", 16),
             ("reshard_after_forward", "yes"),
             ("prefetch", -1),
             ("comm", "pigeon"),
@@ -78,18 +70,17 @@ REFUSED: list[tuple[type[Exception], list[str], Model, Callable[[nn.Module], obj
 ]
 
 
-@pytest.mark.parametrize(("error", "words", "make", "call"), REFUSED)
-def test_what_is_refused_changes_nothing(fake_world, error, words, make, call):
+@pytest.mark.parametrize(("make", "call"), REFUSED)
+def test_what_is_refused_changes_nothing(fake_world, make, call):
     fake_world(8)
-    model = make()
-    refuses(error, words, model, lambda: call(model))
+    refuses(make(), call)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA mesh is no mistake where there is CUDA")
 def test_parameters_on_another_device_than_the_mesh(fake_world):
     fake_world(4)
     model, mesh = OddMLP(), init_device_mesh("cuda", (4,))
-    refuses(ConfigError, ["cuda", "cpu"], model, lambda: fully_shard(model, mesh=mesh))
+    refuses(model, lambda m: fully_shard(m, mesh=mesh))
 
 
 def test_a_scalar_is_held_by_the_flat_layout(fake_world):

@@ -1,8 +1,6 @@
-"""What users do with gradients and dtypes: anomaly detection, casts of the model, penalties, parameters frozen late."""
+"""What users do with gradients: anomaly detection, penalties, parameters frozen late."""
 
 from __future__ import annotations
-
-from itertools import product
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.state_dict import set_model_state_dict
 from models import EXAMPLES
-from training import LAYOUTS, Options, full, full_parameters, shard
+from training import Options, full, full_parameters, shard
 
 
 def steps(model: nn.Module, example, after, count: int = 3) -> dict[str, Tensor]:
@@ -74,27 +72,6 @@ def without_gradients() -> bool:
         use = fullshard.memory_use(model)
         assert (use.gathered, use.reducing) == (0, 0)
     return True
-
-
-def casts_of_gradients() -> bool:
-    """Those that were there are cast with the parameters; training after casts: tests/corners/test_casts.py."""
-    example = EXAMPLES["odd_mlp"]
-    for layout, cast in product(LAYOUTS, (nn.Module.double, lambda m: m.half().float(), nn.Module.bfloat16)):
-        model = shard(fullshard, example.make(), example, Options(layout=layout))
-        example.loss(model, example.batch(0, dist.get_rank())).backward()
-        kept = [cast(Held(parameter.grad.full_tensor())).value for parameter in model.parameters()]
-        assert cast(model) is model
-        for parameter, value in zip(model.parameters(), kept, strict=True):
-            assert parameter.grad.dtype == value.dtype and torch.equal(parameter.grad.full_tensor(), value)
-    return True
-
-
-class Held(nn.Module):
-    """A tensor that is cast as modules are."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value)
 
 
 def test_moving_to_another_device_than_the_mesh_is_refused(fake_world):
@@ -174,27 +151,12 @@ def frozen_while_seen() -> bool:
     [
         anomaly,
         without_gradients,
-        casts_of_gradients,
         pytest.param(second_backward, marks=pytest.mark.gloo("gloo sums: the mean is made by the engine")),
         frozen_while_seen,
     ],
 )
 def test_on_two_ranks(run_ranks, rule):
     assert all(run_ranks(rule))
-
-
-def data_of_a_gradient_assigned(layout: object) -> list[float]:
-    layer = fully_shard(nn.Linear(8, 8, bias=False), layout=layout)
-    x = torch.ones(2, 8)
-    layer(x).sum().backward()
-    layer.weight.grad.data = layer.weight.grad.data * 10
-    layer(x).sum().backward()
-    return full(layer.weight.grad).unique().tolist()
-
-
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_the_data_of_a_gradient_is_assigned_before_another_backward(run_ranks, layout):
-    assert run_ranks(data_of_a_gradient_assigned, layout) == [[22.0]] * 2
 
 
 def loaded_from_the_first_rank() -> float:

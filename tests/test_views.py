@@ -264,28 +264,6 @@ def test_what_is_assigned_to_gradients_of_parameters_is_stepped(run_ranks):
         assert run_ranks(changed_gradients, layout) == [[], []], layout
 
 
-def accumulated_after_an_assignment(layout: str, over_views: bool) -> list[str]:
-    plain, model = three(), originals() if layout == "originals" else sharded(layout)
-    views = optimizer_view(model) if over_views else []
-    for one, seeds in ((plain, (0, 1)), (model, (dist.get_rank(),))):
-        for _ in range(3):
-            backward(one, *seeds)
-            WITH_A_BACKWARD["halve data"](one, [])
-        backward(one, *seeds)
-    torch.optim.SGD(views or model.parameters(), lr=0.01).step()
-    torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    return differing(layout, model, plain)
-
-
-def all_accumulated() -> list[str]:
-    return [w for layout in (*LAYOUTS, "originals") for v in (0, 1) for w in accumulated_after_an_assignment(layout, v)]
-
-
-def test_a_backward_adds_to_data_that_was_assigned_to_gradients(run_ranks):
-    """`p.grad.data = other`: the next backward was added to memory that nothing showed any more."""
-    assert run_ranks(all_accumulated) == [[], []]
-
-
 def unscaled(layout: str) -> list[str]:
     """What is assigned before `unscale_` is unscaled, too."""
     plain, model = three(), sharded(layout)

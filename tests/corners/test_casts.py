@@ -113,7 +113,13 @@ def test_a_cast_is_noticed_by_every_rank(way: str, when: str) -> list[str]:
             backward(model, torch.float32)
         if when == "after it":
             model.zero_grad()
+        elif when == "with gradients":
+            for parameter, own in whole_gradients(model).items():
+                whole.get_parameter(parameter).grad = own.clone()
         function(model), function(whole)
+        if when == "with gradients" and name != "data":
+            want = {n: p.grad for n, p in whole.named_parameters()}
+            problems += differences(f"{name}: gradients that were there", whole_gradients(model), want, 0)
         for step in range(2):
             problems += compared(f"{name}, step {step}", model, whole, dtype, tolerance)
     return problems

@@ -332,7 +332,7 @@ FAULTS = (
         "shard/delivery.py",
         "return not current.astray() and all(",
         "return all(",
-        "tests/test_user_gradients.py -k data_of_a_gradient",
+        "tests/corners/test_kept_gradients.py -k assigned",
     ),
     Fault(
         "which parameters a step used is remembered in the next one",
