@@ -21,8 +21,6 @@ from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
 
-pytestmark = pytest.mark.gloo("counts what each engine of a process does")
-
 USE = importlib.import_module("fullshard.agreement.use")
 WIDTH, BLOCKS = 4, 5
 

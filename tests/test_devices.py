@@ -38,7 +38,6 @@ class Frozen(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.gloo("patches a function of the engine")
 def test_small_dtypes_are_copied_as_bits(run_ranks):
     """On CUDA `_foreach_copy_` has no kernel for 8-bit floats and unsigned integers of more than 8 bits."""
     assert all(run_ranks(copied_as_bits))

@@ -20,8 +20,6 @@ from fullshard.store import known, metadata, telling
 from fullshard.store.plan import Told
 from ways import on_ranks
 
-pytestmark = pytest.mark.gloo("counts what a process knows of its last save")
-
 
 class Head(nn.Module):
     """A linear map with another name for its weight, if asked for, and a buffer of any length."""
@@ -127,6 +125,7 @@ def test_groups_are_told_apart(tmp_path: Path) -> None:
             assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.gloo("counts what a process knows")
 @on_ranks
 def test_a_model_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     before = len(known._known)

@@ -133,7 +133,6 @@ def load_elsewhere(folder: Path) -> None:
         assert sum(everyone) == sum(t.numel() for t in want.values()), (way, everyone)
 
 
-@pytest.mark.gloo("counts what a process reads")
 def test_loads_on_other_ranks_what_each_owns(run_ranks, tmp_path):
     save_file(state_of("odd_mlp"), tmp_path / "model.safetensors")
     run_ranks(load_elsewhere, tmp_path, world=3)
