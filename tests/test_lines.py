@@ -159,8 +159,9 @@ def test_ranks_of_accelerators_compare_on_the_host(run_ranks):
 
 def compared_on_the_host() -> bool:
     axis, comm, device = accelerated(), fullshard.TorchComm(), torch.device("cpu")
-    with mock.patch.object(RANK, "waits_on_device"):
+    with mock.patch.object(RANK, "idle", False):
         meeting.meet(axis, comm, device)
+        assert RANK.idle, "the host does not wait there"
     assert axis.lines.data is axis.group and axis.apart is axis
     assert axis.aside is not axis and axis.aside.backend == "gloo"
     nowhere = torch.device("meta")  # what lies on the mesh's device is not read
@@ -180,7 +181,7 @@ def one_cannot_connect() -> bool:
     make = lines.gloo_group
     lost = (lambda *given, **keywords: None) if dist.get_rank() == 1 else make
     with (
-        mock.patch.object(RANK, "waits_on_device"),
+        mock.patch.object(RANK, "idle", False),
         mock.patch.object(lines, "gloo_group", lost),
         mock.patch.object(lines, "_CONNECTED", lines.timedelta(seconds=1)),
     ):

@@ -16,8 +16,10 @@ from fullshard import fully_shard
 from fullshard.agreement import guide
 from fullshard.agreement.course import Course, following
 from fullshard.agreement.shared_order import Merging, Shared, Step, completed, parents_of
+from fullshard.errors import DivergenceError
 from fullshard.runtime import unit_of
-from fullshard.watcher.board import COMPARE, GATHER, ROOT, TURN, VERBS, Board, Record, word
+from fullshard.watcher.log import COMPARE, GATHER, LENGTH, ROOT, TURN, VERBS, Record, records_of, step_word, word
+from fullshard.watcher.rank import Rank
 from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
 PURE = ["agreement.course", "agreement.shared_order", "runtime.schedule", "runtime.trace", "watcher.report"]
@@ -227,39 +229,40 @@ def test_a_report_fits_a_screen_for_a_thousand_ranks():
     assert ranks_of([3]) == "rank 3"
 
 
-def test_a_board_is_read_by_another_process():
-    ours = Board()
-    theirs = Board(ours.fd)
-    ours.stepped(7)
+def test_what_a_rank_recorded_is_read_back():
+    rank = Rank()
+    rank.steps = 7
     for number in range(1, 2501):
         if number == 2000:
-            ours.record_step(ROOT, 2)
+            rank.record(step_word(ROOT, 2))
         elif number == 2001:
-            ours.record_step(2 * ROOT, 1 << 32 | 5)
+            rank.record(step_word(2 * ROOT, 1 << 32 | 5))
         else:
-            ours.record(word(GATHER, ROOT + number % 3) + number * TURN)
-    seen = theirs.records()
-    there = [number for number in range(2500 - 2046, 2501) if number not in (2000, 2001)]
-    assert [one.number for one in seen] == there and theirs.count == 2500
-    assert seen == [Record(number, number, 7 if number < 2000 else 2, ROOT + number % 3, GATHER) for number in there]
+            rank.record(word(GATHER, ROOT + number % 3) + number * TURN)
+    seen = records_of(rank.log, rank.steps)
+    there = [number for number in range(2501 - LENGTH, 2501) if number not in (2000, 2001)]
+    assert [record.turn for record in seen] == there
+    words = {number: word(GATHER, ROOT + number % 3) + number * TURN for number in there}
+    assert seen == [
+        Record(words[number], number, 7 if number < 2000 else 2, ROOT + number % 3, GATHER) for number in there
+    ]
     assert told(seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}) | {"unit": "x", "bytes": 6, "turn": 2500} == told(
         seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}
     )
-    ours.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN)  # the largest word
-    ours.record(word(COMPARE, 2 * ROOT))
-    assert theirs.records()[-1].step == 5
-    assert told(theirs.records()[-2], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
-    theirs.look()
-    moved = theirs.moved
-    theirs.look()
-    assert theirs.moved == moved > 0
-    ours.note("Traceback ...\nValueError: é")
-    assert theirs.raised == "Traceback ...\nValueError: é"
-    ours.record(word(GATHER, ROOT))
-    assert theirs.raised is None  # it went on
-    theirs.condemn("x" * 100_000)
-    assert ours.condemned() and len(ours.verdict or "") == 64 * 1024 - 8
-    ours.waits(12)
-    assert theirs.waiting is not None and theirs.waiting[0] == 12
-    ours.waits_no_more()
-    assert theirs.waiting is None and not theirs.leaves
+    rank.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN)  # the largest word
+    rank.record(word(COMPARE, 2 * ROOT))
+    seen = records_of(rank.log, rank.steps)
+    assert seen[-1].step == 5
+    assert told(seen[-2], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
+
+
+def test_a_rank_that_is_condemned_raises_when_it_issues_something():
+    rank = Rank()
+    rank.condemn("Ranks are stuck: planted")
+    with pytest.raises(DivergenceError, match="planted"):
+        rank.record(word(GATHER, ROOT))
+    with pytest.raises(DivergenceError, match="planted"):
+        rank.talks("texts")
+    rank.begin(60.0)  # process groups are made anew
+    rank.record(word(GATHER, ROOT))
+    assert rank.verdict is None and not rank.leaves

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +15,11 @@ from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
 from fullshard.reference.find import find
 from fullshard.reference.write import LIST, write
+from fullshard.watcher import rank as rank_module
+from fullshard.watcher import start
 from fullshard.watcher.rank import Rank
 from raising import assert_raises, put, raises, two_layers, warns
+from stores import Store
 
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 WEIGHT = ParameterSpec("weight", (4, 4), (0, 1))
@@ -69,8 +69,8 @@ CALLS = {
         lambda: plan_flat([WEIGHT], 2, 4),
         lambda layout: replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32),
     ),
-    # The process beside a rank.
-    "D016": (Rank, lambda rank: rank.board.condemn("Rank 1 has ended (killed by signal 9)."), Rank.raise_verdict),
+    # A rank and its watcher.
+    "D016": (Rank, lambda rank: rank.condemn("Rank 1 has ended (killed by signal 9)."), Rank.raise_verdict),
 }
 FOLDERS = {
     "C079": (lambda f: function_at(script(f, "pass")), "no function 'check'"),
@@ -138,41 +138,21 @@ def test_what_verify_quotes(code):
         verify(**QUOTED[code])
 
 
-# The process beside a rank.
+# A rank and its watcher.
 
 
-def test_a_watcher_that_cannot_be_started(monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no more processes")
+def test_a_watcher_that_cannot_be_started():
+    def refuse() -> None:
+        raise OSError("no more descriptors")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
     with warns("W015"):
-        Rank().start(0, 60.0)
-
-
-def test_a_watcher_that_has_ended():
-    rank = Rank()
-    rank.start(0, 60.0)
-    rank._process.kill()
-    rank._process.wait()
-    with warns("W016"):
-        rank.configure(limit=30.0)
-
-
-def broken(rank: Rank) -> Exception:
-    """What a rank makes of a connection that broke."""
-    rank.start(0, 60.0)
-    return rank.explain(RuntimeError("Connection closed by peer"))
-
-
-def test_a_rank_that_ended_before_its_first_forward():
-    rank = Rank()
-    rank.find_others = lambda: [(1, None)]
-    with raises("D014"):
-        raise broken(rank)
+        start(Rank(), 0, 2, 60.0, refuse)
 
 
 def test_a_rank_that_went_without_a_word(monkeypatch):
-    monkeypatch.setattr(time, "monotonic", itertools.count(step=5.0).__next__)
+    rank = Rank()
+    start(rank, 0, 2, 60.0, Store)
+    monkeypatch.setattr(rank_module, "_EXPLAINED", 0.1)
     with raises("D015"):
-        raise broken(Rank())
+        raise rank.explain(RuntimeError("Connection closed by peer"))
+    rank.watcher.end(says_so=False)

@@ -1,55 +1,96 @@
-"""A rank's side of its watcher: what other processes, too many models and a watcher that fails do to it."""
+"""A rank and its watcher: what other processes, too many models and a store that fails do to them; and the roll call.
+
+Watchers here are several in one process, over a store in memory, or processes without torch. Whole runs are in
+`test_stuck.py`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import signal
+import queue
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from fullshard.watcher import process, rank
-from fullshard.watcher.board import MOST_ROOTS, ROOT, TURN, Board, word
-from fullshard.watcher.process import Options, Watcher
+from fullshard.errors import DivergenceError
+from fullshard.watcher import log, watcher
+from fullshard.watcher.log import MOST_ROOTS, ROOT, TURN, records_of, step_word, word
 from fullshard.watcher.rank import Rank
+from fullshard.watcher.report import told
+from fullshard.watcher.watcher import Watcher, start
+from stores import Store
 
 ALONE = f"""
-import sys, types
-package = types.ModuleType("fullshard")  # without torch, which takes seconds
-package.__path__ = [{os.path.dirname(os.path.dirname(rank.__file__))!r}]
+import sys
+package = type(sys)("fullshard")  # without torch, which takes seconds
+package.__path__ = [{os.path.dirname(os.path.dirname(log.__file__))!r}]
 sys.modules["fullshard"] = package
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
+from stores import Store
+from fullshard.watcher import RANK, start
+store = Store()
+start(RANK, 0, 2, 60.0, lambda: store)
 """
 FORKS = (
     ALONE
     + """
-import multiprocessing, os, warnings
+import json, multiprocessing, os, warnings
 warnings.simplefilter("ignore")
-from fullshard.watcher import RANK
-board = RANK.board
-assert RANK.start(0, 60.0)
 for how in ("fork", "multiprocessing"):
     if how == "fork":
         child = os.fork()
         if not child:
+            assert RANK.watcher is None
             sys.exit(3)
-        os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     else:
         worker = multiprocessing.get_context("fork").Process(target=sys.exit)
         worker.start()
         worker.join()
-    assert not board.ended, how
+    assert json.loads(store.keys["1/rank/0"])["gone"] is None, how
 """
 )
+WAITED = 30.0  # seconds within which watchers find what they should, on a busy machine
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_forked_childs_end_is_not_the_ranks() -> None:
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=100, check=False)
+    ended = run(FORKS)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "gone", "raised"),
+    [("sys.exit()", "it ended by itself", False), ("raise ValueError('planted')", "exit code 1", True)],
+)
+def test_a_rank_that_ends_leaves_a_word(ends: str, gone: str, raised: bool) -> None:
+    """By itself or by an exception, and in processes of `multiprocessing`, which run no `atexit`."""
+    look = "import atexit, json; atexit.register(lambda: print(store.keys['1/rank/0']))\n"
+    ended = run(look + ALONE + ends)
+    assert f'"gone": "{gone}"' in ended.stdout and ("ValueError: planted" in ended.stdout) == raised, ended
+    child = f"""
+import json, multiprocessing
+manager = multiprocessing.Manager()
+shared = manager.dict()
+def child():
+    program = {ALONE!r}.replace("store = Store()", "store = Store(); store.keys = shared")
+    exec(program, dict(globals(), shared=shared))
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+print(shared["1/rank/0"])
+"""
+    if not raised:
+        ended = run(child)
+        assert f'"gone": "{gone}"' in ended.stdout, ended
 
 
 class Root:
@@ -63,112 +104,239 @@ def test_a_number_of_a_root_is_free_again_when_the_root_is_gone() -> None:
     for _ in range(2 * MOST_ROOTS):
         before, last = last, rank.new_root(Root(), ["b"], [0])
         assert last not in (first, before) and 0 < last < MOST_ROOTS * ROOT
-    rank.record(word(1, last + 7) + 5 * TURN)
-    told = rank.board.last
-    assert told is not None and (told.unit, told.turn, told.verb) == (last + 7, 5, 1)
+    assert len(rank.names) < 20, "nothing grows with models that are gone"
+    rank.record(word(1, last) + 5 * TURN)
+    record = records_of(rank.log, rank.steps)[-1]
+    assert (record.unit, record.turn, record.verb) == (last, 5, 1)
+    assert told(record, rank.names, rank.nbytes)["unit"] == "b", "what a model was that is gone is still told"
 
 
-def test_a_watcher_that_does_not_read_does_not_stop_its_rank() -> None:
-    rank = Rank()
-    rank._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert rank._process.stdin is not None
-    os.set_blocking(rank._process.stdin.fileno(), False)
-    os.kill(rank._process.pid, signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        for _ in range(100):
-            rank.new_root(Root(), ["x" * 10_000], [0])
-        assert time.monotonic() - began < 20
-    finally:
-        rank._process.kill()
-        rank._process.communicate()
-
-
-def test_a_long_order_arrives_whole() -> None:
-    rank = Rank()
-    reads = "import json, sys; print(sum(len(json.loads(line)['names']['1'][0]) for line in sys.stdin))"
-    rank._process = child = subprocess.Popen(
-        [sys.executable, "-c", reads], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert child.stdin is not None
-    os.set_blocking(child.stdin.fileno(), False)
-    root = Root()
-    rank.new_root(root, ["x" * 3_000_000], [0])
-    while rank._unsent:
-        rank._write(child.stdin.fileno(), {"names": {"1": [""]}})
-    assert int(child.communicate()[0]) == 3_000_000
-
-
-@pytest.mark.parametrize(
-    "what",
-    ["rank.socket.create_server", "rank.tempfile.TemporaryFile", "rank.subprocess.Popen", "board._shared_memory"],
-)
+@pytest.mark.parametrize("what", ["threading.Thread.start", "tempfile.TemporaryFile", "connect"])
 def test_a_watcher_that_cannot_start_does_not_end_the_job(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise OSError(24, "Too many open files")
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("can't start new thread") if what.endswith("start") else OSError(24, "Too many open files")
 
-    monkeypatch.setattr(f"fullshard.watcher.{what}", fails)
-    monkeypatch.setattr(rank.faulthandler, "register", lambda *args, **kwargs: None)
+    monkeypatch.setattr(watcher.faulthandler, "register", lambda *args, **kwargs: None)
+    if what != "connect":
+        monkeypatch.setattr(what, fails)
     short = Rank()
     short.record(word(1, 0))
     with pytest.warns(UserWarning, match="no watcher could be started"):
-        assert short.start(0, 60.0) is None
+        start(short, 0, 2, 60.0, fails if what == "connect" else Store)
+    assert short.watcher is None
     with short.files():
         short.new_root(Root(), ["a"], [0])
 
 
-def test_files_are_read_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", fails)
-    rank = Rank()
-    rank._process = object()  # type: ignore[assignment]
-    with rank.files():
-        pass
+def test_a_backends_own_error_is_printed_with_the_report() -> None:
+    program = ALONE + (
+        "RANK.condemn('Ranks are stuck: rank 0 called full_tensor (train.py:3).')\n"
+        "raise RuntimeError('Connection closed by peer')"
+    )
+    ended = run(program)
+    assert "RuntimeError: Connection closed by peer\nfullshard had found before: Ranks are stuck" in ended.stderr
 
 
-class Answers:
-    """A connection to a watcher, from which one question comes."""
+# The roll call.
 
-    def __init__(self, question: dict[str, Any]) -> None:
-        self.line = json.dumps(question).encode()
 
-    async def readline(self) -> bytes:
-        return self.line
+class Never:
+    """A collective that does not come."""
 
-    def close(self) -> None:
-        pass
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: object = None) -> None:
+        time.sleep(0.05)
+        raise RuntimeError("Operation timed out!")
+
+
+class World:
+    """Ranks of one process: each with a thread that does what it is given, and a watcher."""
+
+    def __init__(self, size: int, limit: float, line: Callable[[Store], Store] = Store) -> None:
+        store = Store()
+        self.lines = [line(store) for _ in range(size)]
+        self.ranks = [Rank() for _ in range(size)]
+        self.raised: dict[int, BaseException | None] = {}
+        self.tasks: list[queue.Queue[Callable[[Rank], object] | None]] = [queue.Queue() for _ in range(size)]
+        for number, rank in enumerate(self.ranks):
+            rank.peers = set(range(size))
+            rank.configure(limit=limit, grace=1000.0)
+            rank.timeout = 100 * limit
+            rank.steps = 3
+            threading.Thread(target=self._serve, args=(number, size), daemon=True).start()
+        while not all(rank.watcher for rank in self.ranks):
+            time.sleep(0.01)
+
+    def _serve(self, number: int, size: int) -> None:
+        rank = self.ranks[number]
+        rank.watcher = Watcher(rank, number, size, self.lines[number])
+        while (task := self.tasks[number].get()) is not None:
+            try:
+                task(rank)
+            except DivergenceError as error:
+                self.raised[number] = error
+            else:
+                self.raised[number] = None
+
+    def does(self, number: int, what: Callable[[Rank], object]) -> None:
+        self.tasks[number].put(what)
+
+    def report_of(self, number: int) -> str:
+        until = time.monotonic() + WAITED
+        while number not in self.raised:
+            assert time.monotonic() < until, "nothing was found"
+            time.sleep(0.05)
+        error = self.raised[number]
+        assert error is not None
+        return str(error)
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*args: Any, **keywords: Any) -> World:
+        made.append(World(*args, **keywords))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for rank, tasks in zip(each.ranks, each.tasks, strict=True):
+            rank.watcher.end(says_so=False)
+            tasks.put(None)
+
+
+def waits(rank: Rank) -> None:
+    """For a gather, which it has issued as the first thing of its root."""
+    rank.record(step_word(ROOT, 3))
+    rank.record(word(log.GATHER, ROOT) + TURN)
+    rank.wait(Never(), rank.log[-1])
+
+
+def test_ranks_that_wait_are_told_who_does_not_come(world: Callable[..., World]) -> None:
+    ranks = world(3, limit=1.5)
+    for number in (0, 1):
+        ranks.does(number, waits)
+    reports = {ranks.report_of(number) for number in (0, 1)}
+    assert len(reports) == 1, "all ranks raise the same"
+    assert "rank 2 did not come" in reports.pop()
+    with pytest.raises(DivergenceError, match="rank 2 did not come"):
+        until = time.monotonic() + WAITED
+        while time.monotonic() < until:
+            ranks.ranks[2].record(word(log.GATHER, ROOT) + TURN)  # which is then told, too
+            time.sleep(0.05)
+
+
+def test_a_rank_that_gets_on_is_waited_for(world: Callable[..., World]) -> None:
+    ranks, over = world(2, limit=0.5), threading.Event()
+
+    def works(rank: Rank) -> None:
+        for turn in range(1, 1000):
+            rank.record(word(log.GATHER, ROOT) + turn * TURN)
+            if over.wait(0.3):
+                break
+
+    ranks.does(0, waits)
+    ranks.does(1, works)
+    time.sleep(6.0)
+    over.set()
+    assert not ranks.raised.get(0), ranks.raised
+
+
+def test_one_that_reads_files_is_waited_for(world: Callable[..., World]) -> None:
+    ranks, over = world(2, limit=0.5), threading.Event()
+
+    def reads(rank: Rank) -> None:
+        with rank.files():
+            over.wait(60)
+
+    ranks.does(0, waits)
+    ranks.does(1, reads)
+    time.sleep(6.0)
+    assert not ranks.raised.get(0), ranks.raised
+    over.set()
+    assert "rank 1 did not come" in ranks.report_of(0)
+
+
+def test_the_last_word_of_a_rank_is_read_at_once(world: Callable[..., World]) -> None:
+    ranks = world(3, limit=300.0)
+    ranks.does(2, waits)
+    ranks.ranks[1].note(ValueError("planted"))
+    ranks.ranks[1].watcher.end()
+    assert "rank 1 raised ValueError: planted" in ranks.report_of(2)
+
+
+def test_the_last_word_of_the_stores_keeper_outlives_the_store(world: Callable[..., World]) -> None:
+    ranks = world(2, limit=300.0)
+    ranks.ranks[0].note(ValueError("planted"))
+    ranks.ranks[0].watcher.end()  # not before the other has read it
+    for line in ranks.lines:
+        line.has_ended = True
+    ranks.does(1, waits)
+    assert "rank 0 raised ValueError: planted" in ranks.report_of(1)
+
+
+def test_one_that_waits_takes_over_from_a_judge_that_went_on(world: Callable[..., World]) -> None:
+    ranks = world(2, limit=1.0)
+    (roll,) = ranks.lines[0].get(["1/roll"])
+    ranks.lines[0].put("1/roll", roll.replace('"by": null', '"by": 1'))  # and it has not even said that there is one
+    ranks.does(0, waits)
+    assert "rank 1 did not come" in ranks.report_of(0)
+
+
+class Silent(Store):
+    """A store that answers no more once it is told to."""
+
+    silent = threading.Event()
+
+    def has(self, key: str) -> bool:
+        while self.silent.is_set():
+            time.sleep(0.05)
+        return super().has(key)
+
+
+def test_a_store_that_does_not_answer_is_said_after_the_limit(world: Callable[..., World]) -> None:
+    ranks = world(2, limit=2.0, line=Silent)
+    Silent.silent.set()
+    began = time.monotonic()
+    ranks.does(1, waits)
+    report = ranks.report_of(1)
+    Silent.silent.clear()
+    assert "the store of the process group (at rank 0, or at the launcher) does not answer" in report
+    assert "got:" in report and "rank 0 is elsewhere" in report, "the system is asked what rank 0 does"
+    assert time.monotonic() - began > 2.0
+
+
+def test_a_rank_without_neighbours_is_named_by_its_silence_after_the_limit(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = world(2, limit=4.0)
+    ranks.ranks[1].watcher.end(says_so=False)  # as one that is stopped, or holds the interpreter
+    monkeypatch.setattr(watcher.Watcher, "_neighbour_of", lambda *_: None)
+    began = time.monotonic()
+    ranks.does(0, waits)
+    assert "no answer from rank 1's watcher" in ranks.report_of(0)
+    assert time.monotonic() - began > 4.0
 
 
 @pytest.mark.parametrize("fault", [KeyError, ValueError, RuntimeError])
 def test_a_fault_of_the_judge_is_not_silence(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: type[Exception]
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: type[Exception],
+    world: Callable[..., World],
+) -> None:  # fmt: skip
     def broken(*args: Any) -> bool:
         raise fault("planted in the judge")
 
-    monkeypatch.setattr(process, "stuck", broken)
-    watcher = Watcher(Options(Board().fd, -1, -1, int(signal.SIGRTMAX - 3), os.getpid(), 0, "secret", 1.0, 9.0, 1.0))
-    watcher.gone = "exit code 1"
-    asks: Any = Answers({"secret": "secret", "kind": "judge", "waited": 5.0, "compares": False})
-    asyncio.run(watcher._serve(asks, asks))
-    assert "planted in the judge" in capfd.readouterr().err
-    for foreign in ({"secret": "other"}, {}, {"kind": "judge"}):
-        asks = Answers(foreign)
-        asyncio.run(watcher._serve(asks, asks))
-    assert capfd.readouterr().err == ""
-
-
-def test_a_backends_own_error_is_printed_with_the_report() -> None:
-    program = (
-        ALONE
-        + """
-from fullshard.watcher import RANK
-assert RANK.start(0, 60.0)
-RANK.board.condemn("Ranks are stuck: rank 0 called full_tensor (train.py:3).")
-raise RuntimeError("Connection closed by peer")
-"""
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
-    assert "RuntimeError: Connection closed by peer\nfullshard had found before: Ranks are stuck" in ended.stderr
+    monkeypatch.setattr(watcher, "stuck", broken)
+    ranks = world(2, limit=0.5)
+    ranks.does(0, waits)
+    until, printed = time.monotonic() + WAITED, ""
+    while "planted in the judge" not in printed and time.monotonic() < until:
+        time.sleep(0.1)
+        printed += capfd.readouterr().err
+    assert "planted in the judge" in printed
+    assert not ranks.ranks[0].watcher.is_alone, "nor is it the store's"
+    monkeypatch.undo()
+    assert "rank 1 did not come" in ranks.report_of(0), "and it is watched on"

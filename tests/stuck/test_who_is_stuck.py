@@ -1,16 +1,16 @@
 """Who counts as stuck: a rank that gets on in any way goes on, whatever the limit; one that does not is found.
 
-Of statuses as watchers send them, and of single processes as a watcher sees them. Whole runs: `test_stuck.py`.
+Of statuses as watchers send them, and of single processes as a watcher and its neighbours see them. Whole runs:
+`test_stuck.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from fullshard.watcher.board import Board
+from fullshard.watcher import log
 from fullshard.watcher.calls import call_of, frames_of
-from fullshard.watcher.process import Options, Silence, Watcher
-from fullshard.watcher.report import Status, stuck, sure, verdict, words
-from fullshard.watcher.talk import unreachable
+from fullshard.watcher.rank import Rank
+from fullshard.watcher.report import Status, stuck, sure, unheard, verdict, words
+from fullshard.watcher.watcher import Silence, Watcher
+from stores import Store
 
-SIGNAL = signal.SIGRTMAX - 3
 LIMIT, HARD = 10.0, 100.0
 POINT = {"number": 9, "root": 1, "verb": "gather", "unit": "blocks.2", "bytes": 64, "turn": 9, "step": 3, "time": 0.0}
 FORWARD = {"did": "ran the model's forward", "at": "train.py:80", "waits": False, "in_pass": True}
@@ -64,6 +64,10 @@ HEALTHY: dict[str, Callable[[int], Status]] = {
     "issues something": lambda look: elsewhere(1, count=9 + look),
     "compiles in its first step": lambda look: elsewhere(1, steps=0, cpu=1.0 + 30 * look),
     "has a watcher that answers now and then": lambda look: elsewhere(1) if look else lost(1),
+    "has not answered for less than the limit": lambda look: lost(1, unheard=LIMIT - 1),
+    "does not answer in its first step": lambda look: lost(1, steps=0),
+    "holds the interpreter and computes, as its neighbour sees": lambda look: seen(1, runs=True, state="R"),
+    "holds the interpreter and its children compute": lambda look: seen(1, children=50.0 * look),
 }
 STUCK: dict[str, Callable[[int], Status]] = {
     "sleeps": lambda look: elsewhere(1),
@@ -72,25 +76,36 @@ STUCK: dict[str, Callable[[int], Status]] = {
         1, steps=0, cpu=1.0 + look, own=50.0, call={**FORWARD, "did": "called torch.distributed.barrier"}
     ),
     "has a watcher that never answers": lambda look: lost(1),
+    "holds the interpreter, and its neighbour sees that it stands still": lambda look: seen(1, samples=["line 1"]),
 }
 
 
-def lost(rank: int) -> Status:
-    return unreachable((rank, "a", 1, "secret"))
+def lost(rank: int, **known: Any) -> Status:
+    """One that has not answered for longer than the limit."""
+    return {**unheard(rank, status(rank), LIMIT + 1), "steps": 3, **known}
+
+
+def seen(rank: int, **known: Any) -> Status:
+    """One that does not answer, and of which a neighbour tells."""
+    return {**lost(rank, unheard=0.0), "state": "S", "seen_by": 0, **known}
 
 
 def waits(look: int) -> Status:
+    return status(0, waited=2 * LIMIT, call=FORWARD)
+
+
+def waits_longer(look: int) -> Status:
     return status(0, waited=5 * LIMIT, call=FORWARD)
 
 
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_rank_that_gets_on_is_waited_for(case: str) -> None:
-    assert not judged(waits, HEALTHY[case])
+    assert not judged(waits if "does not answer in its first" in case else waits_longer, HEALTHY[case])
 
 
 @pytest.mark.parametrize("case", STUCK)
 def test_a_rank_that_does_not_is_reported(case: str) -> None:
-    now = judged(waits, STUCK[case])
+    now = judged(waits_longer, STUCK[case])
     assert now and verdict(now).ranks == (1,), now
 
 
@@ -105,6 +120,22 @@ def test_no_answer_is_no_proof() -> None:
     assert "no answer from rank 1's watcher" in words([late, lost(1)])
 
 
+def test_no_answer_ends_what_a_broken_connection_has_ended_already() -> None:
+    """Before the limit, as nothing can come of it; but not at one look, as a last word may be on its way."""
+    broken = status(0, waited=3.0, broken=True)
+    assert stuck([broken, lost(1)], [], 300.0, 1000.0) and not sure([broken, lost(1)])
+    assert not stuck([broken, elsewhere(1)], [elsewhere(1)], 300.0, 1000.0)
+    absent = unheard(1, None)
+    assert stuck([broken, absent], [], 300.0, 1000.0) and sure([broken, absent])
+    assert "rank 1 has made no unit, and ended or raised before" in words([broken, absent])
+    assert not stuck([{**broken, "broken": False}, absent], [], 300.0, 1000.0)
+
+
+def test_where_a_rank_is_that_does_not_answer_is_not_known() -> None:
+    text = words([status(0), seen(1, state="T")])
+    assert "stopped by a signal (SIGSTOP; where it was is not known)" in text and "last: not known" in text
+
+
 def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
     """Eight minutes of generation, evaluation on one rank, or an upload: nothing is issued, and nothing is wrong."""
     outside, silent = still(0, idle=True), still(0, idle=True, silent=5.0)
@@ -117,17 +148,25 @@ def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
     assert not judged(silent, done), "one rank is done, and the other uploads the model"
 
 
-def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands() -> None:
-    board = Board()
-    watcher = Watcher(Options(board.fd, -1, -1, SIGNAL, os.getpid(), 0, "", LIMIT, HARD, 1.0, idle=True))
-    board.record(1)
-    board.look()
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    """Of a rank of its own in this process, as number 0 of two."""
+    watcher = Watcher(Rank(), 0, 2, Store())
+    yield watcher
+    watcher.end(says_so=False)
+
+
+def test_silence_on_a_device_is_a_wait_only_where_a_pass_stands(watcher: Watcher) -> None:
+    watcher.end(says_so=False)
+    rank = watcher.rank
+    rank.idle = True
+    rank.record(log.TURN)
     inside, outside = call_of(frames_of(stack("train.py", OURS, MODEL))), call_of(frames_of(stack("train.py")))
     assert inside is not None and outside is not None and inside.in_pass and not outside.in_pass
     for call, waits in ((None, False), (outside, False), (inside, True)):
-        watcher._silence = Silence([], call, time.time() - 1000, board.count)
+        watcher._silence = Silence([], call, time.time() - 1000, rank.log[-1])
         assert (watcher._waited() is not None) == waits, call
-    board.record(1)  # it goes on
+    rank.record(2 * log.TURN)  # it goes on
     assert watcher._waited() is None
 
 
@@ -193,25 +232,24 @@ def test_a_block_around_passes_is_a_part_of_training() -> None:
     assert verdict([status(0, call=within), status(1, call=saves)]).ranks == (1,)
 
 
-def test_what_a_rank_caught_is_told_until_its_next_step_but_one() -> None:
-    board = Board()
-    watcher = Watcher(Options(board.fd, -1, -1, SIGNAL, os.getpid(), 0, "", LIMIT, HARD, 1.0))
-    board.record_step(0, 3)
-    board.record(1)
-    board.note("ValueError: bad (train.py:9)", over=True)
-    assert board.raised is None, "the program may go on"
-    board.record(1)
-    assert watcher._caught(board.records()) == "ValueError: bad (train.py:9)"
+def test_what_a_rank_caught_is_told_until_its_next_step_but_one(watcher: Watcher) -> None:
+    rank = watcher.rank
+    rank.record(log.step_word(0, 3))
+    rank.record(log.TURN)
+    rank.catches(ValueError("bad"))
+    assert watcher.status(False)["raised"] is None, "the program may go on"
+    rank.record(2 * log.TURN)
+    assert watcher.status(False)["caught"] == "ValueError: bad"
     found = verdict([status(0, call=FORWARD, caught="ValueError: bad (train.py:9)"), elsewhere(1)])
     assert "forward (train.py:80) after catching ValueError: bad (train.py:9)." in found.what, found
-    board.record_step(0, 5)
-    board.record(1)
-    assert watcher._caught(board.records()) is None
+    rank.record(log.step_word(0, 5))
+    rank.record(3 * log.TURN)
+    assert watcher.status(False)["caught"] is None
 
 
 # What a stack says.
 
-OURS = [frame.format(os.path.dirname(os.path.dirname(sys.modules[Board.__module__].__file__ or ""))) for frame in (
+OURS = [frame.format(os.path.dirname(os.path.dirname(log.__file__ or ""))) for frame in (
     '  File "{}/watcher/rank.py", line 3 in wait',
     '  File "{}/runtime/runner.py", line 3 in before_forward',
     '  File "{}/api/functional/module.py", line 52 in __call__',
@@ -262,50 +300,88 @@ def test_a_stack_tells_the_call_and_the_users_line() -> None:
     assert call_of(frames_of("")) is None
 
 
-# What a watcher sees of a process.
+# What a watcher sees of its own process, and neighbours of one that does not answer.
 
-BEGINS = """
-import faulthandler, hashlib, os, socket, sys, threading, time
-faulthandler.register({signal}, file={stacks}, all_threads=True, chain=False)
+BEGINS = f"""
+import ctypes, hashlib, json, os, socket, sys, threading, time
+package = type(sys)("fullshard")  # without torch, which takes seconds
+package.__path__ = [{os.path.dirname(os.path.dirname(log.__file__))!r}]
+sys.modules["fullshard"] = package
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
+from stores import Store
+from fullshard.watcher.rank import Rank
+from fullshard.watcher.watcher import Watcher
+rank = Rank()
+rank.watcher = watcher = Watcher(rank, 1, 2, Store())
+watcher.end(says_so=False)
+def statuses():
+    for _ in range(2):
+        time.sleep(1.0)
+        print(json.dumps(watcher.status(True)), flush=True)
+looks = threading.Thread(target=statuses, daemon=True)
 a, b = socket.socketpair()
 def slowly():
     while b.recv(1 << 16):
         time.sleep(0.01)
-print("ready", flush=True)
+print(json.dumps(watcher.status(False)), flush=True)
+looks.start()
 """
 DOES = {
     "computes": ("hashlib.pbkdf2_hmac('sha512', b'x', b'y', 1 << 30)", True),
+    "computes in Python": ("while True: pass", True),
     "uploads": ("threading.Thread(target=slowly, daemon=True).start(); a.sendall(bytes(1 << 30))", True),
     "sleeps": ("time.sleep(600)", False),
     "waits for a lock": ("lock = threading.Lock(); lock.acquire(); lock.acquire()", False),
 }
+HOLDS = {
+    "computes, and holds the interpreter": ("sum(range(1 << 60))", True),
+    "waits, and holds the interpreter": (
+        "mutex, lib = ctypes.create_string_buffer(128), ctypes.PyDLL(None); "
+        "lib.pthread_mutex_lock(mutex); lib.pthread_mutex_lock(mutex)",
+        False,
+    ),
+}
 
 
 @contextmanager
-def watched(program: str) -> Iterator[Watcher]:
-    board = Board()
-    with tempfile.TemporaryFile() as stacks:
-        command = [sys.executable, "-c", BEGINS.format(signal=int(SIGNAL), stacks=stacks.fileno()) + program]
-        rank = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[stacks.fileno()])
-        try:
-            assert rank.stdout is not None
-            rank.stdout.readline()
-            yield Watcher(Options(board.fd, stacks.fileno(), -1, int(SIGNAL), rank.pid, 1, "", 1.0, HARD, 1.0))
-        finally:
-            rank.kill()
-            rank.communicate()
+def process(program: str) -> Iterator[Callable[[], Status]]:
+    """A process that does this; gives a function that reads what its watcher says next."""
+    rank = subprocess.Popen([sys.executable, "-c", BEGINS + program], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        yield lambda: json.loads(rank.stdout.readline())
+    finally:
+        rank.kill()
+        rank.communicate()
 
 
-def test_what_a_process_does_in_one_line_counts() -> None:
-    for name, (program, gets_on) in DOES.items():
-        with watched(program) as watcher:
-            time.sleep(0.3)
-            before = asyncio.run(watcher.status())
-            time.sleep(1.0)
-            now = asyncio.run(watcher.status())
+@pytest.mark.parametrize("name", DOES)
+def test_what_a_process_does_in_one_line_counts(name: str) -> None:
+    program, gets_on = DOES[name]
+    with process(program) as status_of:
+        _, before, now = status_of(), status_of(), status_of()
+    assert before["stack"] and before["steps"] == 0
+    # In its first step, too: that its watcher looks is no work of the rank's.
+    for steps in (3,) if gets_on else (0, 3):
+        looks = [{**before, "steps": steps}, {**now, "steps": steps}]
         waits = status(0, waited=5 * LIMIT)
-        assert before["stack"] and before["steps"] == 0
-        # In its first step, too: that its watcher asks for stacks is no work of the rank's.
-        for steps in (3,) if gets_on else (0, 3):
-            looks = [{**before, "steps": steps}, {**now, "steps": steps}]
-            assert stuck([waits, looks[1]], [waits, looks[0]], LIMIT, HARD) != gets_on, (name, *looks)
+        assert stuck([waits, looks[1]], [waits, looks[0]], LIMIT, HARD) != gets_on, (name, *looks)
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_a_process_does_that_holds_the_interpreter_its_neighbour_sees(name: str, watcher: Watcher) -> None:
+    program, gets_on = HOLDS[name]
+    with process(program) as status_of:
+        begins = status_of()
+        time.sleep(0.5)
+        looks = []
+        for _ in range(2):
+            looks.append({**unheard(1, begins), **watcher._look_at(begins), "steps": 3})
+            time.sleep(1.0)
+        waits = status(0, waited=5 * LIMIT)
+        assert "<string>" in looks[1]["samples"][0], "its stack is known all the same"
+        assert stuck([waits, looks[1]], [waits, looks[0]], LIMIT, HARD) != gets_on, (name, *looks)
+        os.kill(begins["pid"], signal.SIGSTOP)
+        time.sleep(0.2)
+        assert watcher._look_at(begins)["state"] == "T"
+    assert watcher._look_at(begins)["gone"] == "killed, or ended by os._exit"

@@ -22,8 +22,7 @@ from ..errors import ConfigError, DivergenceError
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, TURN, VERBS, word
-from ..watcher.board import COUNT_WORD, LAST, RING_WORD, VERB_BITS, VERDICT_WORD
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, TURN, VERB_BITS, VERBS, step_word, word
 from .aside import rows_of_all
 from .course import NOTHING, Course
 
@@ -101,7 +100,7 @@ class Position:
         if self._turn > _MOST_TURNS:
             self._turn = self._first
         known = self._course.begin((verb, index))
-        RANK.board.record_step(self._place, self.step)
+        RANK.record(step_word(self._place, self.step))
         self._record(verb, index // 2 if verb == FORWARD else 0)
         if self.check == "every" and self._course.running is not None:
             self._course.running.leaves()
@@ -141,10 +140,10 @@ class Position:
         """A unit's gather or reduction is about to be issued.
 
         Raises:
-            DivergenceError: other ranks are about to issue another one; or the watcher found the ranks stuck.
+            DivergenceError: other ranks are about to issue another one; or the watchers found the ranks stuck.
         """
         # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
-        # lines: `Running.goes_on_with` and `Board.record` are written out for what goes on as it did.
+        # lines: `Running.goes_on_with` is written out for what goes on as it did.
         running, token = self._course.running, verb | index << VERB_BITS
         if running is None:
             self._issued_outside(verb, index, token)
@@ -152,14 +151,8 @@ class Position:
             running.departs(token, expected)
             if self.compares or self.check == "every":
                 self._compare(verb, index)
-        board = RANK.board
-        words = board.words
-        if words[VERDICT_WORD]:
-            RANK.raise_verdict()
         self._turn = turn = self._turn + TURN
-        board.number = number = board.number + 1
-        words[RING_WORD + (number & LAST)] = token + turn
-        words[COUNT_WORD] = number
+        RANK.record(token + turn)
 
     def _issued_outside(self, verb: int, index: int, token: int) -> None:
         if self.check == "every":
@@ -198,7 +191,7 @@ class Position:
         if self.reduced:
             self.reduced = False
             self.step += 1
-            RANK.board.stepped(self.step)
+            RANK.steps = self.step
             self._record(END, 0)
 
     def lose(self) -> None:

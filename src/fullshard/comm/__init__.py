@@ -5,7 +5,7 @@ from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
 from .lanes import Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
-from .meeting import apart_of, can_open, introduced, introduction, own_lines
+from .meeting import apart_of, can_open, new_name, own_lines
 from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
     Call,
@@ -64,10 +64,9 @@ __all__ = [
     "gather_segments",
     "has_streams",
     "host_buffer",
-    "introduced",
-    "introduction",
     "lanes_of",
     "make_comm",
+    "new_name",
     "object_from",
     "objects_from_first",
     "objects_of_all",

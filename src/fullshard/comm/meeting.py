@@ -7,16 +7,14 @@ all-to-alls only, which programs hardly call: by that ranks exchange a line of t
 
 from __future__ import annotations
 
-import json
 import secrets
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Lines, backend_of, device_type_of, lines_of, open_lines
-from ..watcher import RANK, Address
+from ..watcher import RANK
 from .protocol import Comm
 from .watched import Watched
 
@@ -38,9 +36,7 @@ def own_lines(group: dist.ProcessGroup, backend: str | None = None) -> Lines:
     if lines.is_open or group in _met or not can_open(group, size, backend or backend_of(group, device_type_of(group))):
         return lines
     _met.add(group)
-    name, known = introduced(_exchanged(introduction(), group))
-    RANK.meet(known)
-    return open_lines(group, dist.get_rank(group), size, name, on_host=True)
+    return open_lines(group, dist.get_rank(group), size, _first_name(group), on_host=True)
 
 
 def apart_of(axis: Axis, comm: Comm) -> Axis:
@@ -59,29 +55,16 @@ def can_open(group: dist.ProcessGroup, size: int, backend: str | None) -> bool:
     return size > 1 and type(group) is dist.ProcessGroup and backend == "gloo"
 
 
-def introduction() -> str:
-    """What a rank says first: a name for connections, and where watchers are, as far as it knows (from other axes)."""
-    return json.dumps([secrets.token_hex(8), list(RANK.known.items())])
+def new_name() -> str:
+    """For connections: 16 letters; those of a group's first rank are taken."""
+    return secrets.token_hex(8)
 
 
-def introduced(texts: Sequence[str]) -> tuple[str, dict[int, Address]]:
-    """From what all ranks said: the name that the first one chose, and where watchers are."""
-    names, known = zip(*map(json.loads, texts), strict=True)
-    return names[0], {rank: tuple(address) for each in known for rank, address in each}
-
-
-def _exchanged(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Every rank's text, in the order of the group's ranks. Collective over a gloo group."""
-    size, data = dist.get_world_size(group), text.encode()
-    room = max(int(each) for each in _of_all(torch.tensor([len(data)]), size, group))
-    rows = _of_all(torch.frombuffer(bytearray(data.ljust(room, b"\0")), dtype=torch.uint8), size, group)
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
-
-
-def _of_all(mine: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's tensor, as [ranks, n]."""
-    sent = mine.repeat(size)
+def _first_name(group: dist.ProcessGroup) -> str:
+    """The first rank's new name, on every rank. Collective over a gloo group."""
+    size = dist.get_world_size(group)
+    sent = torch.frombuffer(bytearray(new_name().encode()), dtype=torch.uint8).repeat(size)
     received = torch.empty_like(sent)
     RANK.talks("texts")
     Watched(dist.all_to_all_single(received, sent, group=group, async_op=True)).wait()
-    return received.view(size, -1)
+    return bytes(received.view(size, -1)[0].tolist()).decode()

@@ -18,7 +18,7 @@ class Watched:
     __slots__ = ("label", "work")
 
     def __init__(self, work: Any) -> None:
-        self.work, self.label = work, RANK.board.number
+        self.work, self.label = work, RANK.log[-1]
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())

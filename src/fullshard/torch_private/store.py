@@ -1,40 +1,100 @@
-"""The key-value store by which the default process group was made.
+"""The key-value store by which the default process group was made, and a connection to it of the watcher's own.
 
 Private torch API: `torch.distributed.distributed_c10d._get_default_store`. The public alternative is to have the user
-pass the store, which programs do not keep. It serves only to find ranks that have not come to their first forward;
-where it is missing these are not named. `tests/test_private_api.py` says when it goes.
+pass the store, which programs do not keep. Without it hangs are not explained. `tests/test_private_api.py` says when it
+goes. All else here is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.underlying_store`, `TCPStore.port`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import socket
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _default_store: Any = getattr(distributed_c10d, "_get_default_store", None)
-
-
-def put(key: str, value: str) -> None:
-    """Write down `value` for all ranks, if there is a store."""
-    store = default_store()
-    if store is not None:
-        store.set(key, value)
-
-
-def look_up(keys: list[str]) -> list[str | None]:
-    """The values of these keys; None for those that nobody has written, and where the store cannot be asked."""
-    found: list[str | None] = []
-    store = default_store()
-    for key in keys:
-        try:
-            found.append(store.get(key).decode() if store is not None and store.check([key]) else None)
-        except RuntimeError:  # the process that kept it is gone
-            store = None
-            found.append(None)
-    return found
+_PATIENCE = timedelta(seconds=30)
 
 
 def default_store() -> Any:
     """The store, or None."""
     return _default_store() if _default_store is not None and dist.is_initialized() else None
+
+
+class StoreLine:
+    """A connection of its own to the default process group's store: that others wait on theirs does not matter.
+
+    Args:
+        prefix: of all keys.
+
+    Raises:
+        RuntimeError, OSError: there is no store, or it takes no other connection.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        store = default_store()
+        if store is None:
+            raise RuntimeError("the process group has no store")
+        port = _port_of(store)
+        before = set(_sockets_to(port))
+        own = store.clone()
+        own.set_timeout(_PATIENCE)
+        self._store = dist.PrefixStore(prefix, own)  # type: ignore[attr-defined]
+        fd = next((each for each in _sockets_to(port) if each not in before), None)
+        self._poll = None
+        if fd is not None and hasattr(select, "POLLRDHUP"):
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLRDHUP)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the store's process has closed the connection: asked first, as torch prints a trace if it has."""
+        return self._poll is not None and bool(self._poll.poll(0))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def put(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def remove(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def get(self, keys: list[str]) -> list[str]:
+        """The values of keys that exist."""
+        return [value.decode() for value in self._store.multi_get(keys)] if keys else []
+
+    def replace(self, key: str, before: str, after: str) -> bool:
+        """Set a key that has this value (none: an empty one) to another; whether it had it."""
+        return bool(self._store.compare_set(key, before, after).decode() == after)
+
+
+def _port_of(store: Any) -> int:
+    """The TCP port of a store's process; 0 if it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
+
+
+def _sockets_to(port: int) -> list[int]:
+    """Descriptors of this process that are connected to this port."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError, ValueError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            blocks = os.get_blocking(int(name))
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                os.set_blocking(int(name), blocks)  # `socket.setdefaulttimeout` is not for sockets of others
+                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and connection.getpeername()[1] == port:
+                    found.append(int(name))
+    return found

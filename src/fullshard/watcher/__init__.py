@@ -1,11 +1,27 @@
-"""The watcher: a process beside each rank that says what ranks wait for, who is gone, and why.
+"""The watcher: a thread of each rank that says what ranks wait for, who is gone, and why.
 
-`board.py` is the memory that rank and watcher share, `rank.py` the rank's side, `process.py` the watcher's, `report.py`
-what is concluded and said, `proc.py` what the operating system tells.
+`log.py` is what a rank issued, `rank.py` what it tells and how it waits, `watcher.py` the thread, `report.py` what is
+concluded and said, `calls.py` what stacks say, `proc.py` what the operating system does.
 """
 
-from .board import BACKWARD, CHECK, COMPARE, END, FORWARD, GATHER, KEEP, REDUCE, REGATHER, TURN, VERBS, word
-from .rank import RANK, SLICE, Address, WatchSettings, watch
+from .log import (
+    BACKWARD,
+    CHECK,
+    COMPARE,
+    END,
+    FORWARD,
+    GATHER,
+    KEEP,
+    REDUCE,
+    REGATHER,
+    TURN,
+    VERB_BITS,
+    VERBS,
+    step_word,
+    word,
+)
+from .rank import RANK, SLICE, WatchSettings, watch
+from .watcher import start
 
 __all__ = [
     "BACKWARD",
@@ -21,8 +37,10 @@ __all__ = [
     "SLICE",
     "TURN",
     "VERBS",
-    "Address",
+    "VERB_BITS",
     "WatchSettings",
+    "start",
+    "step_word",
     "watch",
     "word",
 ]

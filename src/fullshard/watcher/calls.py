@@ -1,14 +1,15 @@
-"""What a rank has called, read from its Python stacks: the function of ours or PyTorch's, and the user's line.
-
-Pure; only the standard library, as everything that the watcher's process loads.
-"""
+"""What a rank has called, read from its Python stacks: the function of ours or PyTorch's, and the user's line."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -92,6 +93,23 @@ def frames_of(dump: str) -> list[Frame]:
         elif (match := _FRAME.match(line)) is not None:
             frames.append(Frame(*match.groups()))
     return frames
+
+
+def frames_at(thread: int) -> list[Frame]:
+    """A thread's frames now, innermost first; the main thread's if it has ended."""
+    stacks = sys._current_frames()
+    frame = stacks.get(thread) or stacks.get(threading.main_thread().ident or 0)
+    frames: list[Frame] = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def frames_of_trace(trace: TracebackType | None) -> list[Frame]:
+    """An exception's frames, innermost first."""
+    frames = [Frame(f.f_code.co_filename, str(line), f.f_code.co_name) for f, line in traceback.walk_tb(trace)]
+    return frames[::-1]
 
 
 def readable(frames: Sequence[Frame]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -22,7 +23,7 @@ def stat(pid: int) -> list[str]:
 
 
 def state(pid: int) -> str:
-    """One letter, as in proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?" if it cannot be known."""
+    """Of a process or thread, a letter of proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?" unknown."""
     fields = stat(pid)
     return fields[0] if fields else "?"
 
@@ -41,14 +42,14 @@ def children_seconds(pid: int) -> float:
             children = Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii").split()
         except OSError:
             continue
-        total += sum(cpu_seconds(int(child)) for child in children if int(child) != os.getpid())
+        total += sum(cpu_seconds(int(child)) for child in children)
     return total
 
 
-def wakes(pid: int) -> int:
-    """How often the main thread has gone to sleep of its own accord: to wait for a lock, a peer, a disk, a time."""
+def wakes(task: int) -> int:
+    """How often a thread has gone to sleep of its own accord: to wait for a lock, a peer, a disk, a time."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = Path(f"/proc/{task}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches:")), 0)
@@ -56,11 +57,28 @@ def wakes(pid: int) -> int:
 
 def moved_bytes(pid: int) -> int:
     """Bytes that the process has read and written, whatever by."""
+    return _moved(_read(f"/proc/{pid}/io"))
+
+
+def moved_bytes_of_others() -> int:
+    """Bytes that this process has read and written, but for the thread that asks."""
+    mine = _read(f"/proc/self/task/{threading.get_native_id()}/io")
+    return _moved(_read("/proc/self/io")) - _moved(mine) - len(mine)  # what reading `mine` read
+
+
+def machine() -> str:
+    """What processes have in common that see each other: a machine's boot, and a name space of process numbers."""
     try:
-        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+        space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+        space = ""
+    return f"{_read('/proc/sys/kernel/random/boot_id').strip()} {space}"
+
+
+def started(pid: int) -> int:
+    """When the process was started, in ticks since the machine was: no other has its number and this."""
+    fields = stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
 
 
 def catches(pid: int, number: int) -> bool:
@@ -82,6 +100,17 @@ def ending(pid: int) -> str | None:
     if code & 0x7F:
         return f"killed by signal {code & 0x7F} ({_signal_name(code & 0x7F)})"
     return f"exit code {code >> 8}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _moved(text: str) -> int:
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("rchar", "wchar")))
 
 
 def _signal_name(number: int) -> str:

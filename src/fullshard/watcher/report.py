@@ -7,15 +7,17 @@ told in one line, so that a report on a thousand ranks fits a screen.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .board import COMPARE, GATHER, REDUCE, REGATHER, ROOT, VERBS, Record
 from .calls import OF_STEPS
+from .log import COMPARE, GATHER, REDUCE, REGATHER, ROOT, VERBS, Record
 
 Status = dict[str, Any]
 
+_UNKNOWN = ("unreachable", "absent")
 _FIRST = 4  # times the limit is what a rank may take for its first step, whatever it does
 _MOST_STACKS = 8
 _MOVES = (GATHER, REGATHER, REDUCE)
@@ -25,10 +27,26 @@ BY_ITSELF = "by itself"
 _WAKES = 2.0  # times in a second: more often than a loop wakes that asks once a second whether something has come
 
 
+def unheard(rank: int, last: Status | None, seconds: float = 0.0) -> Status:
+    """What is known of a rank that does not answer: not where it is, which it alone can tell.
+
+    Args:
+        last: what it said last; None: it has said nothing yet, as it has made no unit.
+        seconds: for which it has not answered.
+    """
+    known: Status = dict.fromkeys(("gone", "raised", "caught", "waited", "waits_for", "last", "call", "own", "silent"))
+    known |= {"rank": rank, "host": "", "state": "absent" if last is None else "unreachable", "idle": False, "pid": 0}
+    known |= {"count": 0, "steps": 0, "ticks": 0, "cpu": 0.0, "children": 0.0, "io": 0, "records": [], "stack": ""}
+    known |= {"samples": [], "runs": False, "wakes": 0, "broken": False, "time": time.time(), "unheard": seconds}
+    kept = ("host", "pid", "machine", "start")
+    return known | {name: last[name] for name in kept if last is not None and name in last}
+
+
 def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: float) -> bool:
     """Whether nothing is to be hoped for, at least one rank having waited for `limit` seconds or one being gone.
 
-    That a watcher does not answer proves nothing of its rank: it counts only once a rank has waited for the limit.
+    No answer proves nothing: it counts only once it has lasted for the limit, as the wait has; or when a connection
+    broke, and the job is over anyway.
 
     Args:
         now, before: the ranks' statuses, and those of a look before; empty if there was none.
@@ -36,7 +54,8 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
     """
     longest = max([status["waited"] for status in now if status["waited"] is not None], default=0.0)
     own = max([status["own"] for status in now if status.get("own") is not None], default=0.0)
-    if _fails(now, longest, limit, hard):
+    broken = any([status.get("broken") for status in now]) and any([status["state"] in _UNKNOWN for status in now])
+    if broken or _fails(now, longest, limit, hard):
         return True
     if max(longest, own) < limit:
         return False
@@ -44,11 +63,11 @@ def stuck(now: Sequence[Status], before: Sequence[Status], limit: float, hard: f
     busy = [status for status in now if not _waits(status)]
     if not busy:  # all wait: for one thing, which may be slow, or for several, which never comes
         return len({_point(status) for status in now}) > 1 and list(map(_point, now)) == list(map(_point, before))
-    if not earlier or any([_moved(status, earlier.get(status["rank"])) for status in busy]):
+    if not earlier or any([_moved(status, earlier.get(status["rank"]), limit) for status in busy]):
         return False
     if all([_waits(status) or status.get("own") is not None for status in now]):
         return len({_place(status) for status in now}) > 1
-    beginning = any([status["steps"] == 0 and status["state"] != "unreachable" for status in busy])
+    beginning = any([status["steps"] == 0 for status in busy])
     # Where others wait for a rank that is elsewhere in collectives of the program's own only, it is not our business.
     return longest >= (_FIRST * limit if beginning else limit)
 
@@ -68,7 +87,8 @@ def _fails(now: Sequence[Status], longest: float, limit: float, hard: float) -> 
 def sure(statuses: Sequence[Status]) -> bool:
     """Whether one look is enough: somebody is gone or has raised, or ranks wait for what cannot come."""
     raised = any([status["raised"] is not None and status["waited"] is None for status in statuses])
-    return raised or any([_lost(status) for status in statuses]) or _apart(statuses)
+    never = any([s.get("broken") for s in statuses]) and any([s["state"] == "absent" for s in statuses])
+    return raised or never or any([_lost(status) for status in statuses]) or _apart(statuses)
 
 
 def _waits(status: Status) -> bool:
@@ -105,7 +125,7 @@ def _failed(status: Status) -> bool:
     return status["gone"] is not None and (status["raised"] is not None or BY_ITSELF not in status["gone"])
 
 
-def _moved(now: Status, before: Status | None) -> bool:
+def _moved(now: Status, before: Status | None, limit: float) -> bool:
     """Whether a rank that does not wait for a collective of ours has got anywhere since.
 
     One that says that it reads or writes files is believed. In its first step whatever a rank does counts (it may
@@ -116,7 +136,7 @@ def _moved(now: Status, before: Status | None) -> bool:
     if before is None or now["state"] == "absent":
         return True
     if "unreachable" in (now["state"], before["state"]):
-        return now["state"] != before["state"]
+        return now["state"] != before["state"] or now.get("unheard", limit) < limit
     if now["count"] != before["count"] or now.get("ticks") != before.get("ticks"):
         return True
     seconds = now["time"] - before["time"]
@@ -255,7 +275,8 @@ def _unreachable(statuses: Sequence[Status]) -> Verdict | None:
     return Verdict(
         "unreachable",
         ranks,
-        f"no answer from {whose} ({hosts}): the machine is down or overloaded, or the network is cut"
+        f"no answer from {whose} ({hosts}): its process is stopped, has ended or holds the interpreter, its machine is "
+        f"down or overloaded, or the network is cut"
         f"{_while([status for status in statuses if status not in found])}.",
     )
 
@@ -277,6 +298,8 @@ def _ended(statuses: Sequence[Status]) -> Verdict | None:
 def _absent(statuses: Sequence[Status]) -> Verdict | None:
     found = [status for status in statuses if status["state"] == "absent"]
     what = "did not come to a first forward: it has not built its model yet"
+    if any([status.get("broken") for status in statuses]):
+        what = "has made no unit, and ended or raised before"
     return _verdict("absent", found, what, statuses) if found else None
 
 
@@ -381,6 +404,8 @@ def headline(trace: str) -> str:
 
 def _after(status: Status) -> str:
     last = status["last"]
+    if last is None and status.get("unheard") is not None:
+        return "where it was is not known"
     return f"after {_at(last)}" if last else "before its first forward"
 
 
@@ -401,7 +426,7 @@ def _agreeing(who: str, what: str) -> str:
 def line_of(status: Status) -> str:
     """What one rank does, in a line."""
     last = status["last"]
-    at = _at(last) if last else "nothing yet"
+    at = _at(last) if last else "nothing yet" if status.get("unheard") is None else "not known"
     if status["gone"] is not None:
         quoted = f"; raised {headline(status['raised'])}" if status["raised"] else ""
         return f"is gone: {status['gone']}{quoted}; last: {at}"
@@ -480,7 +505,7 @@ def told(record: Record, names: dict[int, list[str]], nbytes: dict[int, list[int
     index, sizes = record.unit % ROOT, nbytes.get(record.unit // ROOT, [])
     name = (known[index] or "(root)") if index < len(known) else f"unit {index}"
     return {
-        "number": record.number,
+        "number": record.word,
         "root": record.unit // ROOT,
         "verb": VERBS[record.verb],
         "unit": name,

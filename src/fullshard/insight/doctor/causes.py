@@ -54,6 +54,8 @@ def cause_of(incident: Incident) -> Cause:
 def place(status: Status) -> str:
     """What a rank issued last."""
     last = status["last"]
+    if last is None and status.get("unheard") is not None:
+        return "a place that is not known"
     return f"{last['verb']} of {last['unit']}, step {last['step']}" if last else "before its first forward"
 
 
@@ -94,7 +96,7 @@ def _raised(incident: Incident, same: Sequence[Status]) -> Explained:
 
 def _gone(incident: Incident, same: Sequence[Status]) -> Explained:
     how = same[0]["gone"]
-    because = [f"its watcher, which outlived it, saw how it ended: {how}", *_waiters(incident, same)]
+    because = [f"how it ended, as it said or its machine did: {how}", *_waiters(incident, same)]
     if BY_ITSELF in how:
         because.append(f"it raised nothing: its program came to its end after {same[0]['steps']} steps")
     others = [s for s in incident.statuses if s["gone"] is not None and s not in same]
@@ -123,14 +125,14 @@ def _cut(incident: Incident) -> Cause:
 
 def _unreachable(incident: Incident, found: Sequence[Status]) -> Explained:
     because = [
-        "neither the rank nor its watcher, a process of its own that outlives it, answered within the time allowed",
-        "a rank that only hangs, or died alone, would have been reported by its watcher",
+        "its watcher, a thread of its process, did not answer within the time allowed",
+        "no other rank is on its machine that could say whether it is gone, stopped, or holds the interpreter",
     ]
     return because, remedies.UNREACHABLE
 
 
 def _absent(incident: Incident, found: Sequence[Status]) -> Explained:
-    return ["no watcher of it was ever there to ask"], remedies.ABSENT
+    return ["it never said anything"], remedies.ABSENT
 
 
 def _calls(incident: Incident, found: Sequence[Status]) -> Explained:

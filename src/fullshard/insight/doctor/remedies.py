@@ -108,8 +108,8 @@ STOPPED = (
 UNREACHABLE = (
     "Is that machine up (ping, its console, the scheduler's node state)? Did it lose its network, or was it taken "
     "away (a preempted instance)?",
-    "Start again without it, or with a spare. If the machine is well, a firewall between machines may keep watchers "
-    "apart: they listen on a port that the system chooses.",
+    "Start again without it, or with a spare. If the machine is well, look at the process there: `py-spy dump "
+    "--native` says whether native code holds the interpreter, `ps -o stat` whether it is stopped.",
 )
 CUT = (
     "All of these ranks live: what failed is between them. Look at the link, switch or routes between their machines "

@@ -1,0 +1,657 @@
+"""The watcher: a thread of each rank. While its rank waits it calls the roll; it answers when another one does.
+
+All talk is by keys in the process group's store, over a connection of the thread's own:
+
+    came/R     how many default process groups rank R has had in this store; all other keys begin with this number
+    rank/R     what rank R said last (`Watcher.status`)
+    roll       the latest round: its number, who called it, what is asked; or the report that ends it all
+    round/N    there is a round N: what threads look for, twice a second
+
+The rank that called a round calls the next ones, and judges; another one that waits takes over if none comes. Who does
+not answer is looked at by the ranks of its machine, in `/proc`: whether it is gone, stopped, or lives and holds the
+interpreter (then they get its Python stack by a signal, which `faulthandler` answers all the same). Of a rank that has
+no neighbours nothing is known but its silence, which counts only once it has lasted for the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import message
+from . import proc
+from .calls import Call, Frame, call_of, frames_at, frames_of, readable
+from .log import Record, records_of
+from .rank import SLICE, Rank, note_at_the_end
+from .report import Status, line_of, stuck, sure, told, unheard, words
+
+ASK_AFTER = 1.0  # seconds of a wait before the first round
+ANSWER = 3.0  # seconds for answers
+_TICK = 0.5
+_SOON = 0.1  # the same while answers are awaited
+_LOOKS = 2  # more than one at which nobody got on, unless somebody is gone for good
+_SAMPLES = 4  # of a rank's stack, in a look
+_TOLD = 256  # of a rank's records, in a look
+_MOST_SILENT = 16  # ranks that neighbours look at in a round
+_LINGER = 3.0  # seconds for which the rank that may keep the store waits for others to read its last word
+_KEPT = 8  # keys of rounds
+_KEEPER = 0  # the rank whose process keeps the store, unless the launcher does
+_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""By which neighbours ask for Python stacks; one that programs do not use."""
+
+
+class StoreGone(Exception):
+    """The process group's store does not answer, and will not."""
+
+
+class Silence(NamedTuple):
+    """A rank that issues nothing, and does not wait for a collective of ours.
+
+    Attributes:
+        frames: its stack.
+        call: read from that.
+        since: when this stack was first seen, without another one or new records since; seconds since the epoch.
+        issued: what it had issued last.
+    """
+
+    frames: list[Frame]
+    call: Call | None
+    since: float
+    issued: int
+
+
+class Round(NamedTuple):
+    """A round that this rank called, and whose answers are awaited.
+
+    Attributes:
+        number: of the round.
+        full: whether records and stacks are asked for.
+        silent: ranks that did not answer before, and the neighbour of each that looks at it.
+        begun: of `time.monotonic`.
+    """
+
+    number: int
+    full: bool
+    silent: dict[int, int]
+    begun: float
+
+
+class Watcher:
+    """See the module's docstring. The thread runs from construction to `end`.
+
+    Args:
+        rank: this process.
+        number, world: of the default process group.
+        line: to the store, a `StoreLine`.
+
+    Attributes:
+        is_alone: whether the store is gone.
+        known: what is known of each rank that said anything.
+        before: all ranks' statuses at the last look.
+    """
+
+    def __init__(self, rank: Rank, number: int, world: int, line: Any) -> None:
+        self.rank, self.number, self.world = rank, number, world
+        self.known: dict[int, Status] = {}
+        self.before: list[Status] = []
+        self.is_alone = False
+        self._line, self._prefix = line, f"{line.add(f'came/{number}', 1)}/"
+        self._home, self._task = threading.get_ident(), threading.get_native_id()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        faulthandler.register(_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        self._gone: list[int] = []  # ranks of which we were told that they ended
+        self._heard: dict[int, float] = {}  # when a rank's answer came last
+        self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
+        self._roll_at = self._called = self._looked = 0.0  # when: seen; called by this rank; the rank's stack
+        self._round: Round | None = None
+        self._answers: dict[int, Status] = {}  # of the round
+        self._existing: set[int] = set()  # ranks that said anything
+        self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was seen first
+        self._silence: Silence | None = None
+        self._alike = 0  # looks in a row at which nothing moved
+        self._condemned: dict[int, float] = {}  # when: this rank, and silent ones of this machine that it ends
+        self._said: set[int] = set()  # those of which this was printed
+        self._silent: dict[int, int] = {}  # who did not answer the last round, and which neighbour looks
+        self._read_at = time.monotonic()
+        self._asked_store = 0.0  # since when; 0: it has answered
+        self._answered_store = time.monotonic()
+        self._over, self._ends = threading.Event(), False
+        self._put({"round": 0, **self.status(False)})
+        self._ask(lambda line: line.replace(f"{self._prefix}roll", "", json.dumps(self._roll)))
+        self._thread = threading.Thread(target=self._run, name="fullshard-watcher", daemon=True)
+        self._thread.start()
+
+    def hears_nothing_for(self, seconds: float) -> bool:
+        """Whether the store has not answered for so long."""
+        since = self._asked_store or (self._answered_store if self.is_alone else 0.0)
+        return since > 0.0 and time.monotonic() - since > seconds
+
+    def end(self, says_so: bool = True) -> None:
+        """Stop the thread: within native code when the interpreter ends it would end the process.
+
+        Args:
+            says_so: the rank ends, and others are told.
+        """
+        self._ends = says_so
+        self._over.set()
+        patience = _LINGER + (self.rank.settings.grace + 6.0 if len(self._condemned) > 1 else 0.0)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._over.wait(pause):
+            try:
+                self._tick()
+            except StoreGone:
+                self.is_alone, self._round = True, None
+            except Exception:
+                traceback.print_exc()  # a fault of ours, which must not be taken for silence; the rank is watched on
+            pause = _SOON if self._round is not None else max(_TICK, self.world / 4000)
+        if self._ends:
+            if not self.is_alone:
+                with contextlib.suppress(StoreGone):
+                    self._last_word()
+            while any(rank != self.number for rank in self._condemned):  # nobody else ends them
+                self._end_if_deaf()
+                time.sleep(_SOON)
+
+    def _tick(self) -> None:
+        last = self.rank.log[-1]
+        if last != self._issued:
+            self._issued, self._moved = last, time.time()
+        if not self.is_alone:
+            self._read_roll()
+        if self.rank.verdict is None:
+            self._look_into_silence()
+            if not self.is_alone:
+                self._call_or_judge()
+            elif (self._waited() or 0.0) > ASK_AFTER and time.monotonic() - self._called > 2 * _TICK:
+                self._judge_alone()
+        self._end_if_deaf()
+
+    # The store.
+
+    def _ask(self, what: Callable[[Any], Any]) -> Any:
+        """An answer of the store. While it does not come, `hears_nothing_for` counts."""
+        self._asked_store = time.monotonic()
+        try:
+            if self._line.has_ended:
+                raise StoreGone
+            return what(self._line)
+        except RuntimeError as error:
+            raise StoreGone from error
+        finally:
+            self._asked_store, self._answered_store = 0.0, time.monotonic()
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda line: line.has(self._prefix + key)))
+
+    def _get(self, *keys: str) -> list[Any]:
+        texts = self._ask(lambda line: line.get([self._prefix + key for key in keys]))
+        return [json.loads(text) for text in texts]
+
+    def _get_ranks(self, ranks: Sequence[int]) -> list[Status]:
+        return self._get(*[f"rank/{rank}" for rank in ranks])
+
+    def _put(self, status: Status) -> None:
+        text = json.dumps(status)
+        self._ask(lambda line: line.put(f"{self._prefix}rank/{self.number}", text))
+
+    def _read_roll(self) -> None:
+        """See whether there is a new round, and answer it."""
+        number, now = self._roll["round"], time.monotonic()
+        if _KEEPER not in self.known and self._has(f"rank/{_KEEPER}"):
+            (self.known[_KEEPER],) = self._get_ranks([_KEEPER])  # while it can be had
+        late = now - self._read_at > 20 * _TICK  # rounds may have gone by, and their keys with them
+        self._read_at = now
+        if not (self._has(f"round/{number + 1}") or late):
+            return
+        (roll,) = self._get("roll")
+        if roll == self._roll:
+            return
+        self._roll, self._roll_at = roll, now
+        gone = roll.get("gone")
+        if gone is not None and gone != self.number:
+            (self.known[gone],) = self._get_ranks([gone])
+            self._gone.append(gone)
+        if self.number in roll.get("ranks", ()):
+            self._receive(roll["report"], roll["keeps"])
+        if self._round is None or roll["by"] != self.number:
+            self._round = None
+            self._put({"round": roll["round"], **self.status(roll["full"]), **self._seen(roll["silent"])})
+
+    def _next_roll(self, **what: Any) -> bool:
+        """Begin a new round; False if another rank was faster."""
+        number = self._roll["round"] + 1
+        roll = {"by": self.number, "full": False, "silent": {}, **what, "round": number}
+        if time.monotonic() - self._roll_at < ANSWER:  # the answers to the round before may be on their way
+            roll["full"] |= self._roll["full"]
+        before, after = json.dumps(self._roll), json.dumps(roll)
+        if not self._ask(lambda line: line.replace(f"{self._prefix}roll", before, after)):
+            self._read_at = -math.inf  # look at it: who was faster may have ended before saying so
+            return False
+        self._roll, self._roll_at = roll, time.monotonic()
+        self._ask(lambda line: line.put(f"{self._prefix}round/{number}", ""))
+        if number > _KEPT:
+            self._ask(lambda line: line.remove(f"{self._prefix}round/{number - _KEPT}"))
+        return True
+
+    def _say_to_all(self, **what: Any) -> None:
+        """A new round that says this besides, whoever is faster."""
+        while not self._next_roll(**{**self._roll, **what}):
+            (self._roll,) = self._get("roll")
+
+    # Rounds.
+
+    def _call_or_judge(self) -> None:
+        if self._round is not None:
+            self._collect(self._round)
+            return
+        waited = self._waited()
+        if waited is None or waited <= ASK_AFTER:
+            return
+        pause, now = self._pause(waited), time.monotonic()
+        theirs = self._roll["by"] in self.rank.peers - {self.number} and now - self._roll_at < pause + 2 * ANSWER
+        if not theirs and now - self._called > pause:
+            self._call(waited >= self.rank.limits()[0] or bool(self._gone), self._silent)
+
+    def _call(self, full: bool, silent: dict[int, int]) -> None:
+        """Call the roll."""
+        if self._next_roll(full=full, silent=silent):
+            self._called = time.monotonic()
+            self._round = Round(self._roll["round"], full, silent, self._called)
+            self._answers = {self.number: {**self.status(full), **self._seen(silent)}}
+
+    def _collect(self, turn: Round) -> None:
+        """See who has answered; go on when all have, or time is over."""
+        now = time.monotonic()
+        for rank in self.rank.peers:
+            if rank not in self._existing and self._has(f"rank/{rank}"):
+                self._existing.add(rank)
+        missing = sorted(self._existing - set(self._answers))
+        for rank, status in zip(missing, self._get_ranks(missing), strict=True):
+            if status["round"] != self.known.get(rank, {}).get("round"):
+                self._heard[rank] = now
+            self.known[rank] = status
+            if status["round"] >= turn.number or status["gone"] is not None:
+                self._answers[rank] = status
+        left = self._existing - set(self._answers)
+        patience = ANSWER if left - set(turn.silent) else 2 * _TICK if left else 0.0
+        if now - turn.begun >= patience:
+            self._round = None
+            self._conclude(turn)
+
+    def _conclude(self, turn: Round) -> None:
+        """See what the answers of a round say; give the verdict, or ask further."""
+        limit, hard = self.rank.limits()
+        lookers = {rank: by for rank, by in turn.silent.items() if rank not in self._answers and by in self._answers}
+        left = [rank for rank in self._existing if rank not in self._answers and rank not in lookers]
+        if new := {rank: by for rank in left[:_MOST_SILENT] if (by := self._neighbour_of(rank)) is not None}:
+            self._call(turn.full, lookers | new)
+            return
+        self._silent = lookers
+        statuses = [self._status_of(rank) for rank in sorted(self.rank.peers)]
+        # Ranks finish steps together. One that does not answer has at least as many as the others; none in the first.
+        least = min([status["steps"] for status in statuses if status["waited"] is not None], default=0)
+        statuses = [
+            s if s.get("unheard") is None or s["state"] == "absent" else {**s, "steps": least} for s in statuses
+        ]
+        longest = max([status["waited"] or 0.0 for status in statuses])
+        if not turn.full:
+            if longest >= limit or stuck(statuses, [], limit, hard):
+                self._call(True, lookers)
+            return
+        if self._is_stuck(statuses):
+            report, keeps = words(statuses), {s["rank"]: s["seen_by"] for s in statuses if "seen_by" in s}
+            self._keep(report, statuses)
+            self._say_to_all(report=report, keeps=keeps, ranks=[status["rank"] for status in statuses])
+            self._receive(report, keeps)
+
+    def _neighbour_of(self, rank: int) -> int | None:
+        """The first rank on the machine of this one, of those that answered and live."""
+        machine = self.known[rank]["machine"]
+        there = [other for other, s in self._answers.items() if s["machine"] == machine and s["gone"] is None]
+        return min(there, default=None)
+
+    def _status_of(self, rank: int) -> Status:
+        """What is known of a rank now: what it says, or its neighbour, or nothing."""
+        last, now = self.known.get(rank), time.monotonic()
+        if rank in self._answers:
+            return self._answers[rank]
+        if last is not None and last["gone"] is None:
+            for other, status in self._answers.items():
+                if (seen := status["seen"].get(str(rank))) is not None:
+                    if seen["gone"] is not None and not self.is_alone:  # maybe it has left a word since
+                        (last,) = self._get_ranks([rank])
+                    return last if last["gone"] is not None else {**unheard(rank, last), **seen, "seen_by": other}
+        if last is not None and last["gone"] is not None:
+            return last
+        return unheard(rank, last, now - self._heard.get(rank, now))
+
+    def _judge_alone(self) -> None:
+        """The store is gone, and nobody can be asked: by what is known of its keeper, and of who has ended before."""
+        self._called = time.monotonic()
+        statuses = [self.status(True)]
+        for rank in sorted({_KEEPER, *self._gone} - {self.number}):
+            statuses.append(self._status_without_store(rank))
+        if self._is_stuck(statuses):
+            report = words(statuses)
+            self._keep(report, statuses)
+            self._receive(report, {})
+
+    def _status_without_store(self, rank: int) -> Status:
+        last = self.known.get(rank)
+        if last is not None and last["gone"] is not None:
+            return last
+        if last is not None and last["machine"] == proc.machine():
+            return {**unheard(rank, last), **self._look_at(last)}
+        return unheard(rank, last or {}, time.monotonic() - self._answered_store)
+
+    def word_on_keeper(self) -> str:
+        """What the rank does that may keep the store, if it is on this machine."""
+        status = self._status_without_store(_KEEPER)
+        return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {line_of(status)}"
+
+    def _is_stuck(self, statuses: list[Status]) -> bool:
+        """Whether there is a verdict on what was found, and in the looks before."""
+        is_stuck = stuck(statuses, self.before, *self.rank.limits())
+        self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
+        return is_stuck and (self._alike >= _LOOKS or sure(statuses))
+
+    def _keep(self, report: str, statuses: Sequence[Status]) -> None:
+        """Write the report down, whole or not at all."""
+        if self.rank.settings.folder is None:
+            return
+        folder = Path(self.rank.settings.folder)
+        text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f".{os.getpid()}.partial"
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.number}.json")
+        except OSError as error:
+            sys.stderr.write(f"fullshard: the report could not be written to {folder}: {error}\n")
+
+    def _receive(self, report: str, keeps: dict[Any, int]) -> None:
+        """All ranks are told this; those that do not hear it are ended by a neighbour.
+
+        Args:
+            keeps: by rank that is silent: the neighbour.
+        """
+        if self.rank.verdict is None:
+            self._condemned |= {int(rank): time.time() for rank, keeper in keeps.items() if keeper == self.number}
+            self._condemned[self.number] = time.time()
+            self.rank.condemn(report)
+
+    # Ends.
+
+    def _end_if_deaf(self) -> None:
+        """End ranks that do not raise the verdict; not one that is stopped, which somebody may be looking at."""
+        for rank, since in list(self._condemned.items()):
+            own = rank == self.number
+            if own and self.rank.leaves:
+                del self._condemned[rank]
+                continue
+            if not own and (not self._lives(self.known[rank]) or proc.state(self.known[rank]["pid"]) == "T"):
+                del self._condemned[rank]
+                continue
+            late = time.time() - since - self.rank.settings.grace
+            if late <= 0:
+                continue
+            if rank not in self._said:
+                self._said.add(rank)
+                sys.stderr.write(
+                    f"fullshard: rank {rank} has not raised this within {self.rank.settings.grace:.0f} s (it is "
+                    f"in code that is not the engine's), and is ended:\n{self.rank.verdict or ''}\n"
+                )
+                sys.stderr.flush()
+            with contextlib.suppress(ProcessLookupError):
+                pid = os.getpid() if own else self.known[rank]["pid"]
+                os.kill(pid, signal.SIGKILL if late > 5.0 else signal.SIGTERM)
+
+    def _last_word(self) -> None:
+        """The rank ends: that it did, and what it raised."""
+        status = self.status(True)
+        status["gone"] = "exit code 1" if status["raised"] is not None else "it ended by itself"
+        self._put({"round": self._roll["round"], **status})
+        if self.number == _KEEPER or (status["raised"] is not None and "DivergenceError" not in status["raised"]):
+            self._say_to_all(gone=self.number)  # at once; of others those who wait will read it
+        if self.number == _KEEPER:
+            self._linger(self._roll["round"])
+
+    def _linger(self, number: int) -> None:
+        """Wait until all others have seen this round, or have ended."""
+        until = time.monotonic() + _LINGER - 0.5
+        left = [rank for rank in range(self.world) if rank != self.number and self._has(f"rank/{rank}")]
+        while left and time.monotonic() < until:
+            time.sleep(_SOON / 2)
+            answers = zip(left, self._get_ranks(left), strict=True)
+            left = [rank for rank, status in answers if status["round"] < number and status["gone"] is None]
+
+    # What ranks do.
+
+    def _waiting(self) -> tuple[int, float, bool] | None:
+        """What the rank waits for, since when, and whether that has failed; on a device, where it stands in a pass."""
+        waits, silence = self.rank.waits[:1], self._silence
+        if waits:
+            return waits[0].word, waits[0].since, waits[0].broken
+        if not self.rank.idle or silence is None or silence.call is None:
+            return None
+        stands = silence.call.in_pass and silence.issued == self.rank.log[-1]
+        return (silence.issued, silence.since, False) if stands else None
+
+    def _in_own_collective(self) -> float | None:
+        """Seconds for which the rank has stood in a collective of the program's own; None if it does not."""
+        silence = self._silence
+        if silence is None or silence.call is None or not silence.call.waits or silence.issued != self.rank.log[-1]:
+            return None
+        return time.time() - silence.since
+
+    def _waited(self) -> float | None:
+        """Seconds for which the rank has waited for anything that other ranks have to do."""
+        waiting, own = self._waiting(), self._in_own_collective()
+        if waiting is not None:
+            return time.time() - waiting[1]
+        if self._gone and (silent := self._silent_for()) is not None:
+            return silent
+        return own if own is not None and own > self.rank.limits()[0] else None  # what fails before says so itself
+
+    def _silent_for(self) -> float | None:
+        """Seconds for which a rank whose device waits has stood at one place; None if it does not."""
+        silence = self._silence
+        stands = self.rank.idle and silence is not None and silence.issued == self.rank.log[-1]
+        return time.time() - silence.since if stands and silence is not None else None
+
+    def _pause(self, waited: float) -> float:
+        """Seconds between two rounds: rarely, while a wait is short of the limit."""
+        limit = self.rank.limits()[0]
+        if any([wait.broken for wait in self.rank.waits]):
+            return 0.5
+        return max(0.5, limit / 5) if waited > limit else min(5.0, max(1.0, limit / 5))
+
+    def _look_into_silence(self) -> None:
+        """See where a rank stands that issues nothing."""
+        now = time.time()
+        if self.rank.waits:
+            self._silence = None
+        elif now - max(self._looked, self._moved) > self._pause(0.0):
+            before, frames, issued = self._silence, self._frames(), self.rank.log[-1]
+            self._looked = now
+            if before is None or before.issued != issued or before.frames != frames:
+                self._silence = Silence(frames, call_of(frames), now, issued)
+
+    def _frames(self) -> list[Frame]:
+        """The Python stack of the thread that waits, or else of the one that made the first unit."""
+        waits = self.rank.waits[:1]
+        return frames_at(waits[0].thread if waits else self._home)
+
+    def status(self, full: bool) -> Status:
+        """What the rank does.
+
+        Args:
+            full: with records and stacks.
+        """
+        rank, pid, samples, runs = self.rank, os.getpid(), [], full
+        for _ in range(_SAMPLES if full else 0):
+            runs = runs and proc.state(self._task) == "R"
+            samples.append(self._frames())
+            time.sleep(0.05)
+        frames = samples[-1] if samples else []
+        waiting, records = self._waiting(), records_of(rank.log, rank.steps)
+        waits_for = next((record for record in records if waiting is not None and record.word == waiting[0]), None)
+        call, last = call_of(frames), records[-1] if records else None
+        return {
+            "rank": self.number,
+            "host": socket.gethostname(),
+            "machine": proc.machine(),
+            "pid": pid,
+            "start": proc.started(pid),
+            "stacks": self._stacks.fileno(),
+            "time": time.time(),
+            "gone": None,
+            "state": proc.state(self._task),
+            "raised": rank.raised[1] if rank.raised is not None and rank.raised[0] == rank.log[-1] else None,
+            "caught": self._caught(records),
+            "idle": rank.idle,
+            "waited": time.time() - waiting[1] if waiting is not None else None,
+            "waits_for": self._told(waits_for) if waits_for is not None else None,
+            "broken": waiting is not None and waiting[2],
+            "last": {**self._told(last), "time": self._moved} if last is not None else None,
+            "count": rank.log[-1],
+            "steps": rank.steps,
+            "ticks": int(time.time() / SLICE) if rank.reading else 0,
+            "cpu": proc.cpu_seconds(pid) - time.thread_time(),
+            "children": proc.children_seconds(pid),
+            "io": proc.moved_bytes_of_others(),
+            "records": [self._told(record) for record in records[-_TOLD:]] if full else [],
+            "stack": readable(frames),
+            "samples": ["\n".join(map(str, each)) for each in samples],
+            "call": call._asdict() if call is not None else None,
+            "silent": self._silent_for(),
+            "own": self._in_own_collective() if waiting is None and call is not None and call.waits else None,
+            "runs": runs,
+            "wakes": proc.wakes(self._task),
+            "seen": {},
+        }
+
+    def _caught(self, records: Sequence[Record]) -> str | None:
+        """What a pass of this step or the last raised, and the program caught."""
+        at, text = self.rank.caught or (0, "")
+        steps = [record.step for record in records[:-1] if record.word == at]
+        return text if steps and records[-1].step - steps[0] <= 1 else None
+
+    def _told(self, record: Record) -> dict[str, Any]:
+        return told(record, self.rank.names, self.rank.nbytes)
+
+    # What neighbours do.
+
+    def _seen(self, silent: dict[Any, int]) -> dict[str, Any]:
+        """What this rank sees of those that do not answer, at which it has to look."""
+        seen = {}
+        for rank in [int(rank) for rank, looker in silent.items() if looker == self.number]:
+            if rank not in self.known:
+                (self.known[rank],) = self._get_ranks([rank])
+            seen[str(rank)] = self._look_at(self.known[rank])
+        return {"seen": seen}
+
+    def _look_at(self, last: Status) -> Status:
+        """What the system tells of a process of this machine.
+
+        Args:
+            last: what it said last.
+        """
+        pid, known = last["pid"], {"time": time.time(), "gone": None}
+        if not self._lives(last):
+            how = proc.ending(pid) or "killed, or ended by os._exit"
+            return {**known, "state": "gone", "gone": "os._exit(0)" if how == "exit code 0" else how}
+        states, samples = [], []
+        for _ in range(2):
+            states.append(proc.state(pid))
+            samples.append(self._sample(last))
+        frames = samples[-1]
+        call = call_of(frames)
+        return {
+            **known,
+            "state": proc.state(pid),
+            "cpu": proc.cpu_seconds(pid),
+            "children": proc.children_seconds(pid),
+            "io": proc.moved_bytes(pid),
+            "wakes": proc.wakes(pid),
+            "runs": set(states) == {"R"},
+            "stack": readable(frames),
+            "samples": ["\n".join(map(str, each)) for each in samples],
+            "call": call._asdict() if call is not None else None,
+        }
+
+    def _lives(self, last: Status) -> bool:
+        pid = last["pid"]
+        return proc.ending(pid) is None and proc.started(pid) == last["start"]
+
+    def _sample(self, last: Status) -> list[Frame]:
+        """A neighbour's Python stack: `faulthandler` writes it when a signal arrives, whoever holds the interpreter."""
+        pid, path = last["pid"], f"/proc/{last['pid']}/fd/{last['stacks']}"
+        if proc.state(pid) == "T" or not proc.catches(pid, _SIGNAL):
+            return []  # it would end a process that is past its own end, or runs another program now
+        try:
+            with open(path, "rb") as stacks:
+                before = os.fstat(stacks.fileno()).st_size
+                os.kill(pid, _SIGNAL)
+                size, deadline = before, time.monotonic() + 0.5
+                while time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    grown = os.fstat(stacks.fileno()).st_size
+                    if grown == size and grown > before:
+                        break
+                    size = grown
+                return frames_of(os.pread(stacks.fileno(), 1 << 16, before).decode(errors="replace"))
+        except OSError:
+            return []
+
+
+def start(rank: Rank, number: int, world: int, timeout: float, connect: Callable[[], Any]) -> None:
+    """Watch this process, by the process group that is the default one now.
+
+    Args:
+        rank: the process.
+        number, world: its rank in that group, and the group's size.
+        timeout: of the process groups, seconds.
+        connect: makes a connection of its own to the group's store (`StoreLine`).
+    """
+    if rank.watcher is not None:
+        rank.watcher.end(says_so=False)
+        rank.watcher = None
+    rank.begin(timeout)
+    if not rank.settings.enabled:
+        return
+    try:
+        rank.watcher = Watcher(rank, number, world, connect())
+    except (StoreGone, OSError, RuntimeError, ValueError, MemoryError, NotImplementedError) as error:
+        what = error.__cause__ or error
+        warnings.warn(message(f"no watcher could be started ({what}): hangs will not be explained", code="W015"),
+                      stacklevel=2)  # fmt: skip
+        return
+    if not rank.tells_its_end:
+        rank.tells_its_end = True
+        note_at_the_end(rank)
+        # Before the interpreter ends; `atexit` says nothing at the end of the processes that `multiprocessing` makes.
+        multiprocessing.util.Finalize(None, _end, (rank,), exitpriority=100)
+
+
+def _end(rank: Rank) -> None:
+    if rank.watcher is not None:
+        rank.watcher.end()
