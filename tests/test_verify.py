@@ -297,7 +297,6 @@ BROKEN_TIE = partial(materialised, tie=False, buffers=True)
 LEFT_BUFFER = partial(materialised, tie=True, buffers=False)
 UNSTEPPED = by_optimizer(lambda m: without_head(m) if is_sharded(m) else torch.optim.AdamW(m.parameters()))
 RATE = by_optimizer(lambda m: torch.optim.SGD(m.parameters(), lr=0.2 if is_sharded(m) else 0.1))
-THAWED = {"shard_fn": lambda m: by_blocks(m.requires_grad_(True))}
 IGNORING = {"shard_fn": lambda m: by_blocks(m, ignored_params={m.blocks[0][0].weight})}  # nobody averages it
 FAULTS: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     # name: arguments, kind of the first finding, its parameter, what the cause says

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import fullshard
 
 LIBRARIES = {"ours": fullshard, "theirs": torch_fsdp}
-EVERY_LAYOUT = ("rows", "flat", fullshard.Blocks("row"), "owner")
 WRAPPERS = (False, True)  # use_orig_params
 
 

@@ -402,12 +402,6 @@ def swap_data(one: nn.Module, other: nn.Module, detached: bool = False) -> None:
         p.data, q.data = (q.detach(), p.detach()) if detached else (q.data, p.data)
 
 
-def sgd_step(model: nn.Module, inputs: Tensor) -> None:
-    loss_of(model, inputs).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad()
-
-
 @some_ways
 @pytest.mark.parametrize("detached", [False, True], ids=["data", "detached"])
 @on_ranks
@@ -420,12 +414,12 @@ def test_the_weights_of_a_model_and_its_copy_are_exchanged(way: str, detached: b
     assert all(p.grad is None for p in average.parameters())
     problems = gradient_problems("of the model itself", model, plain)
     model.zero_grad(), plain.zero_grad()
-    sgd_step(model, mine(0)), sgd_step(plain, batch(0))
+    stepped(model, mine(0)), stepped(plain, batch(0))
     for number in (1, 2):
         swap_data(model, average, detached), swap_data(plain, plain_average)
         with torch.no_grad():
             problems += differences("output", {"": model(mine(9))}, {"": plain(mine(9))})
-        sgd_step(average, mine(number)), sgd_step(plain_average, batch(number))
+        stepped(average, mine(number)), stepped(plain_average, batch(number))
     return problems + value_problems("model", model, plain) + value_problems("its copy", average, plain_average)
 
 
@@ -443,7 +437,7 @@ def test_blocks_take_each_others_data(way: str) -> list[str]:
     model, plain = shard(layers(), way, but_last), layers()
     for number in range(2):
         rotate(model), rotate(plain)
-        sgd_step(model, mine(number)), sgd_step(plain, batch(number))
+        stepped(model, mine(number)), stepped(plain, batch(number))
     return value_problems("rotated", model, plain)
 
 
@@ -454,7 +448,7 @@ def test_a_tie_inside_a_unit_after_sharding_is_refused_by_name(fake_world, way, 
     norm = nn.LayerNorm(WIDTH).double()
     model = shard(nn.Sequential(*layers()[:2], norm), way, but_last)
     if late:
-        sgd_step(model, mine(0))
+        stepped(model, mine(0))
     norm.bias = norm.weight
     with pytest.raises(fullshard.FullshardError, match=r"2\.bias"):
         model(mine(0))
