@@ -286,6 +286,48 @@ def test_one_that_waits_takes_over_from_a_judge_that_went_on(world: Callable[...
     assert "rank 1 did not come" in ranks.report_of(0)
 
 
+def test_silence_counts_from_a_wait_on(world: Callable[..., World]) -> None:
+    """What was heard in an earlier wait says nothing of this one."""
+    ranks, over = world(2, limit=300.0), threading.Event()
+
+    class Slow(Never):
+        def is_completed(self) -> bool:
+            return over.is_set()
+
+        def wait(self, timeout: object = None) -> None:
+            if not over.is_set():
+                super().wait()
+
+    watching = ranks.ranks[0].watcher
+    ranks.does(0, lambda rank: rank.wait(Slow(), rank.log[-1]))
+    until = time.monotonic() + WAITED
+    while 1 not in watching._heard and time.monotonic() < until:
+        time.sleep(0.05)
+    first = watching._heard[1]
+    over.set()
+    while 0 not in ranks.raised:
+        time.sleep(0.05)
+    while watching._heard and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not watching._heard and not watching.before, "the wait is over"
+    over.clear()
+    ranks.does(0, lambda rank: rank.wait(Slow(), rank.log[-1]))
+    while 1 not in watching._heard and time.monotonic() < until:
+        time.sleep(0.05)
+    assert watching._heard[1] > first
+    over.set()
+
+
+def test_a_store_that_is_gone_ends_no_healthy_rank(world: Callable[..., World]) -> None:
+    """Rank 0 lives, and may wait, too: nobody can ask it."""
+    ranks = world(2, limit=1.0)
+    for line in ranks.lines:
+        line.has_ended = True
+    ranks.does(1, waits)
+    time.sleep(6.0)
+    assert ranks.ranks[1].watcher.is_alone and not ranks.raised.get(1), ranks.raised
+
+
 class Silent(Store):
     """A store that answers no more once it is told to."""
 
@@ -299,6 +341,8 @@ class Silent(Store):
 
 def test_a_store_that_does_not_answer_is_said_after_the_limit(world: Callable[..., World]) -> None:
     ranks = world(2, limit=2.0, line=Silent)
+    while 0 not in ranks.ranks[1].watcher.known:
+        time.sleep(0.05)
     Silent.silent.set()
     began = time.monotonic()
     ranks.does(1, waits)

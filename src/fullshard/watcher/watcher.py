@@ -118,6 +118,7 @@ class Watcher:
         self._heard: dict[int, float] = {}  # when a rank's answer came last
         self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
         self._roll_at = self._called = self._looked = 0.0  # when: seen; called by this rank; the rank's stack
+        self._since = 0.0  # the wait for which this rank called
         self._round: Round | None = None
         self._answers: dict[int, Status] = {}  # of the round
         self._existing: set[int] = set()  # ranks that said anything
@@ -263,6 +264,11 @@ class Watcher:
             self._collect(self._round)
             return
         waited = self._waited()
+        since = time.time() - (waited or 0.0)
+        if since - self._since > 1.0:  # another wait: what was seen in the last one says nothing of it
+            self._since, self._alike = since, 0
+            self.before.clear()
+            self._heard.clear()
         if waited is None or waited <= ASK_AFTER:
             return
         pause, now = self._pause(waited), time.monotonic()
@@ -287,6 +293,7 @@ class Watcher:
         for rank, status in zip(missing, self._get_ranks(missing), strict=True):
             if status["round"] != self.known.get(rank, {}).get("round"):
                 self._heard[rank] = now
+            self._heard.setdefault(rank, now)
             self.known[rank] = status
             if status["round"] >= turn.number or status["gone"] is not None:
                 self._answers[rank] = status
@@ -347,9 +354,11 @@ class Watcher:
         """The store is gone, and nobody can be asked: by what is known of its keeper, and of who has ended before."""
         self._called = time.monotonic()
         statuses = [self.status(True)]
-        for rank in sorted({_KEEPER, *self._gone} - {self.number}):
+        for rank in sorted({_KEEPER, *self._gone} & self.rank.peers - {self.number}):
             statuses.append(self._status_without_store(rank))
-        if self._is_stuck(statuses):
+        # Whether one that lives waits, too, cannot be known.
+        certain = statuses[0]["broken"] or any([s["gone"] is not None or s["state"] == "T" for s in statuses])
+        if certain and self._is_stuck(statuses):
             report = words(statuses)
             self._keep(report, statuses)
             self._receive(report, {})
