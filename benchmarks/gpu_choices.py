@@ -18,6 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,11 +49,11 @@ class Apart(fullshard.TorchComm):
 class OneByOne(Apart):
     """In calls of their own."""
 
-    def gather_many(self, axis: Any, outs: Any, shards: Any) -> Any:
-        return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
+    def plan_gathers(self, axis: Any, outs: Any, shards: Any) -> Any:
+        return [partial(self.gather, axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
 
-    def reduce_many(self, axis: Any, outs: Any, buffers: Any, mean: bool) -> Any:
-        return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+    def plan_reductions(self, axis: Any, outs: Any, buffers: Any, mean: bool) -> Any:
+        return [partial(self.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
 
 
 class AtOnce(fullshard.TorchComm):

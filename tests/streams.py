@@ -17,8 +17,8 @@ from torch import nn
 import fullshard
 from fullshard.comm import lanes
 from fullshard.comm.lanes import Lanes, Turns
+from fullshard.forms.full import PlainFull
 from fullshard.runtime.root import Root
-from fullshard.shard.bucket import Bucket
 from happens_before import Event, InFlight, Stream, World, muted, watched
 from models import Example, blocks_of
 from training import Options, shard
@@ -327,14 +327,14 @@ def unheld_slices() -> AbstractContextManager[Any]:
 
 
 def unheld_shards() -> AbstractContextManager[Any]:
-    issue = Bucket.issue_gather
+    issue = PlainFull.issue
 
-    def mutated(self: Bucket, *given: Any) -> Any:
-        result = issue(self, *given)
-        self._cast = None
-        return result
+    def mutated(self: PlainFull) -> None:
+        issue(self)
+        if self._once:
+            self._gathers = []
 
-    return mock.patch.object(Bucket, "issue_gather", mutated)
+    return mock.patch.object(PlainFull, "issue", mutated)
 
 
 def no_settle(caller: str) -> AbstractContextManager[Any]:
@@ -389,10 +389,10 @@ MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]
     "a stream waits for the one before it": (partial(without, Turns, "take"), "trained_under_side", False),
     "memory goes back to who has waited": (partial(without, Turns, "give"), "unsharded_under_side", True),
     "... when a gather is waited for": (partial(no_turn, "take", "finish_gather"), "unsharded_under_side", False),
-    "... when a unit is freed": (partial(no_turn, "take", "free"), "resharded_under_side", False),
+    "... when a unit is freed": (partial(no_turn, "take", "_release"), "resharded_under_side", False),
     "... when a reduction is waited for": (partial(no_turn, "take", "finish_shard_axis"), "trained_under_side", False),
     "... of what was staged": (partial(no_turn, "give", "finish_gather"), "unsharded_under_side", False),
-    "... of a freed unit": (partial(no_turn, "give", "free"), "unsharded_under_side", False),
+    "... of a freed unit": (partial(no_turn, "give", "_release"), "unsharded_under_side", False),
     "... of collected gradients": (partial(no_turn, "give", "collect"), "accumulated_under_side", False),
 }
 OTHERWISE = {  # than `MIXED`, of two ranks

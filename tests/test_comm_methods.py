@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -245,13 +246,17 @@ class Together(Apart):
         super().__init__()
         self.gathers = self.reduces = 0
 
-    def gather_many(self, axis: Any, outs: Any, shards: Any) -> Any:
-        self.gathers += 1
-        return all_gather_many(outs, shards, axis.group)
+    def plan_gathers(self, axis: Any, outs: Any, shards: Any) -> Any:
+        (gather,) = all_gather_many(outs, shards, axis.group)
+        return [partial(self._count, "gathers", gather) if len(outs) > 1 else gather]
 
-    def reduce_many(self, axis: Any, outs: Any, buffers: Any, mean: bool) -> Any:
-        self.reduces += 1
-        return reduce_scatter_many(outs, buffers, axis.group, mean)
+    def plan_reductions(self, axis: Any, outs: Any, buffers: Any, mean: bool) -> Any:
+        (reduce,) = reduce_scatter_many(outs, buffers, axis.group, mean)
+        return [partial(self._count, "reduces", reduce) if len(outs) > 1 else reduce]
+
+    def _count(self, what: str, start: Any) -> Any:
+        setattr(self, what, getattr(self, what) + 1)
+        return start()
 
 
 def test_many_at_once_are_as_one_after_the_other(run_ranks):

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_gr
 from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
-from fullshard.torch_private.profiler import in_range
+from fullshard.torch_private.profiler import begin_range, recording
 from fullshard.torch_private.step_hooks import without_step_hooks
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
@@ -62,15 +61,13 @@ def test_torch_functions_can_be_switched_off_and_on() -> None:
 
 
 def test_whether_a_profiler_records_is_known() -> None:
-    @in_range("gather")
-    def gather(unit: SimpleNamespace) -> torch.Tensor:
-        return torch.ones(1)
-
-    gather(SimpleNamespace(name="before"))
+    assert not recording()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        gather(SimpleNamespace(name="block"))
-    names = [event.name for event in recorded.events()]
-    assert "fullshard: gather block" in names and "fullshard: gather before" not in names
+        assert recording()
+        end = begin_range("gather", "block")
+        torch.ones(1)
+        end()
+    assert "fullshard: gather block" in [event.name for event in recorded.events()]
 
 
 def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:
@@ -322,7 +319,7 @@ def over_an_own_group() -> tuple[float, list[float], list[float]]:
     total, sent, gathered = torch.full((2,), rank + 1.0), torch.full((1,), 5.0 + rank), torch.empty(world)
     direct.all_reduce(total, group, False).wait()
     direct.broadcast(sent, group, 0).wait()
-    direct.all_gather(gathered, torch.full((1,), float(rank)), group).wait()
+    direct.all_gather(gathered, torch.full((1,), float(rank)), group)().wait()
     assert gathered.tolist() == [0.0, 1.0]
     assert SHARES_THREADS, "every group of the engine's own has a thread of its own that wakes 100 times a second"
     before = threads_named("gloo_tcp_loop")
@@ -332,7 +329,7 @@ def over_an_own_group() -> tuple[float, list[float], list[float]]:
     both = (socket.inet_aton("127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::1"))
     assert where and any(address in where for address in both), "connections are not told from those of others"
     assert listening(f"test/{names[0]}/unknown", world) == b""
-    direct.all_gather(gathered, torch.full((1,), 2.0 + rank), second).wait()
+    direct.all_gather(gathered, torch.full((1,), 2.0 + rank), second)().wait()
     assert gathered.tolist() == [2.0, 3.0]
     line, key = store.StoreLine(f"test/{names[0]}/"), f"key/{rank}"
     assert not line.has(key) and line.replace(key, "", "a") and not line.replace(key, "", "b")

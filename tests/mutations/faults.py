@@ -96,8 +96,7 @@ FAULTS = (
     Fault(
         "what a parameter got in a broken backward counts in the next one",
         "shard/gradients.py",
-        "            for member in self.bucket.members:\n                member.got_grad = False\n"
-        "            self.delivery.undecided = []\n",
+        "            self.delivery.got = self.delivery.nobody\n            self.delivery.undecided = []\n",
         "            self.delivery.undecided = []\n",
     ),
     Fault(

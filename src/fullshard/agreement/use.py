@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from ..shard import Delivery, Unit
 from .position import Position
 from .texts import texts_of_all
 
+_USED = attrgetter("used")
 _LATE = 2
 """Backwards after which the host reads what ranks of an accelerator compared: it has long arrived by then."""
 
@@ -113,8 +116,8 @@ class UseAgreement:
             by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
         given: list[torch.Tensor] = []
         for group in by_groups.values():
-            used = [flag for delivery in group for flag in delivery.used]
-            asks = any([d.asks() for d in group])
+            used = list(chain.from_iterable(map(_USED, group)))
+            asks = any([delivery.undecided or delivery.aside for delivery in group])
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
             at = 0
             for delivery in group:

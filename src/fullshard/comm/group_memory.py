@@ -67,7 +67,7 @@ class _Gather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        return all_gather(output_tensor, input_tensor, group)
+        return all_gather(output_tensor, input_tensor, group)()
 
 
 class _Reduce:
@@ -82,4 +82,4 @@ class _Reduce:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        return reduce_scatter(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
+        return reduce_scatter(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)()

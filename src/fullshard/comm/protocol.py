@@ -6,7 +6,9 @@ accelerator `wait()` makes the current stream wait, not the host. Buffers are co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -50,28 +52,26 @@ def wait_all(pending: list[Pending]) -> None:
         raise failed
 
 
-def gather_segments(
-    comm: Gathers, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor], pending: list[Pending]
-) -> None:
-    """Start a gather for each segment, in one call if `comm` has `gather_many`; adds to `pending` as they begin."""
-    many = getattr(comm, "gather_many", None)
-    if many is not None and len(outs) > 1:
-        pending += many(axis, outs, shards)
-        return
-    for out, shard in zip(outs, shards, strict=True):
-        pending.append(comm.gather(axis, out, shard))
+def gathers_of(
+    comm: Gathers, axis: Axis, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+) -> list[Callable[[], Pending]]:
+    """What starts the gathers of these segments, whenever it is called: `comm.plan_gathers` if there is one."""
+    plan = getattr(comm, "plan_gathers", None)
+    if plan is not None:
+        calls: list[Callable[[], Pending]] = plan(axis, outs, shards)
+        return calls
+    return [partial(comm.gather, axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
 
 
-def reduce_segments(
-    comm: Comm, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool, pending: list[Pending]
-) -> None:
-    """As `gather_segments`, for reductions and `reduce_many`."""
-    many = getattr(comm, "reduce_many", None)
-    if many is not None and len(outs) > 1:
-        pending += many(axis, outs, buffers, mean)
-        return
-    for out, buffer in zip(outs, buffers, strict=True):
-        pending.append(comm.reduce(axis, out, buffer, mean))
+def reductions_of(
+    comm: Comm, axis: Axis, outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], mean: bool
+) -> list[Callable[[], Pending]]:
+    """As `gathers_of`, for reductions and `plan_reductions`."""
+    plan = getattr(comm, "plan_reductions", None)
+    if plan is not None:
+        calls: list[Callable[[], Pending]] = plan(axis, outs, buffers, mean)
+        return calls
+    return [partial(comm.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class Comm(Protocol):
 
     `gather`: out [world * S] from every rank's shard [S]. `reduce`: out [S], the sum (or mean) over ranks of this
     rank's slice of their buffers [world * S]. `all_reduce`: in place. `broadcast`: from index `source` of the axis.
-    May have, besides, `gather_many(axis, outs, shards)` and `reduce_many(axis, outs, buffers, mean)`, each a list of
-    pending ones for several segments at once.
+    May have, besides, `plan_gathers(axis, outs, shards)` and `plan_reductions(axis, outs, buffers, mean)`, each a list
+    of functions that start collectives on these very tensors, several at once where that is faster, and return pending
+    ones: made once, and called in every step.
     """
 
     kind: str

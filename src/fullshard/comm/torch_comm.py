@@ -14,6 +14,9 @@ on 4 ranks (docs/decisions/0003-gloo-reduce.md). The sum runs in rank order, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -29,7 +32,7 @@ from ..torch_private.collectives import (
     reduce_scatter_many,
 )
 from .protocol import DONE, Costs, Pending
-from .watched import watched
+from .watched import watched, watched_calls
 
 # Seconds for a collective on two ranks and for each further rank, bytes per second of a copy. A gather around a ring of
 # p ranks takes p - 1 steps (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations
@@ -57,32 +60,47 @@ class TorchComm:
         self.local_shortcut = local_shortcut
 
     def gather(self, axis: Axis, out: torch.Tensor, shard: torch.Tensor) -> Pending:
-        if axis.size == 1 and self.local_shortcut:
-            out.copy_(shard)
-            return DONE
-        return watched(axis, all_gather(out, shard, axis.lines.data if axis.backend == "gloo" else axis.group))
+        (start,) = self._gathers(axis, [out], [shard])
+        return start()
 
     def reduce(self, axis: Axis, out: torch.Tensor, buffer: torch.Tensor, mean: bool) -> Pending:
-        if axis.size == 1 and self.local_shortcut:
-            out.copy_(buffer)
-            return DONE
-        if axis.backend == "gloo":
-            return _Exchange(axis, as_summed(out), as_summed(buffer), mean)
-        work = reduce_scatter(out, buffer, line_of(axis), mean)
-        return DONE if axis.backend == "fake" else work  # the fake group is done at once, and never says so
+        (start,) = self._reductions(axis, [out], [buffer], mean)
+        return start()
 
-    def gather_many(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Pending]:
-        """Several gathers in one call of the group; one after the other where that saves nothing (on a CPU)."""
-        if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
-            return [self.gather(axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
+    def plan_gathers(
+        self, axis: Axis, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> list[Callable[[], Pending]]:
+        """See `Comm`. A class that derives from this one and has a `gather` of its own is asked that."""
+        if type(self).gather is not TorchComm.gather:
+            return [partial(self.gather, axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
+        return self._gathers(axis, list(outs), list(shards))
+
+    def plan_reductions(
+        self, axis: Axis, outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], mean: bool
+    ) -> list[Callable[[], Pending]]:
+        """See `Comm`, and `plan_gathers`."""
+        if type(self).reduce is not TorchComm.reduce:
+            return [partial(self.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+        return self._reductions(axis, list(outs), list(buffers), mean)
+
+    def _gathers(self, axis: Axis, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> list[Callable[[], Pending]]:
+        pairs = zip(outs, shards, strict=True)
+        if axis.size == 1 and self.local_shortcut:
+            return [partial(_copy, out, shard) for out, shard in pairs]
+        if axis.backend in ("gloo", "fake"):  # several at once save nothing there
+            return [watched_calls(axis, all_gather(out, shard, line_of(axis))) for out, shard in pairs]
         return all_gather_many(outs, shards, line_of(axis))
 
-    def reduce_many(
+    def _reductions(
         self, axis: Axis, outs: list[torch.Tensor], buffers: list[torch.Tensor], mean: bool
-    ) -> list[Pending]:
-        """Several reductions in one call of the group, as `gather_many`."""
-        if (axis.size == 1 and self.local_shortcut) or axis.backend in ("gloo", "fake"):
-            return [self.reduce(axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+    ) -> list[Callable[[], Pending]]:
+        pairs = zip(outs, buffers, strict=True)
+        if axis.size == 1 and self.local_shortcut:
+            return [partial(_copy, out, buffer) for out, buffer in pairs]
+        if axis.backend == "gloo":
+            return [partial(_Exchange, axis, as_summed(out), as_summed(buffer), mean) for out, buffer in pairs]
+        if axis.backend == "fake":
+            return [partial(_done, reduce_scatter(out, buffer, line_of(axis), mean)) for out, buffer in pairs]
         return reduce_scatter_many(outs, buffers, line_of(axis), mean)
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, mean: bool) -> Pending:
@@ -105,6 +123,18 @@ class TorchComm:
         cpu = axis.backend == "gloo"
         first, further, bandwidth = _CPU_COSTS if cpu else _ACCELERATOR_COSTS
         return Costs(first + further * max(axis.size - 2, 0), bandwidth, shares=not cpu)
+
+
+def _copy(out: torch.Tensor, shard: torch.Tensor) -> Pending:
+    """The collective of one rank."""
+    out.copy_(shard)
+    return DONE
+
+
+def _done(call: Callable[[], object]) -> Pending:
+    """A collective of the fake group, which is done at once, and never says so."""
+    call()
+    return DONE
 
 
 class _Exchange:

@@ -59,6 +59,6 @@ def values_of_all(mine: torch.Tensor, group: dist.ProcessGroup, backend: str | N
         return found.copy_(mine)
     lines = own_lines(group, backend)
     RANK.talks("whole values")
-    work = all_gather(found.view(-1), mine.view(-1), lines.apart)
+    work = all_gather(found.view(-1), mine.view(-1), lines.apart)()
     (Watched(work) if lines.all_own else work).wait()
     return found

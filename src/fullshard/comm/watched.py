@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -57,3 +58,8 @@ RANK.break_off = cut_all_lines
 def watched(axis: Axis, work: Any) -> Any:
     """`work`, over an axis; as it is where the host does not wait for it (accelerators' own backends, fakes)."""
     return Watched(work) if axis.backend == "gloo" else work
+
+
+def watched_calls(axis: Axis, call: Callable[[], Any]) -> Callable[[], Any]:
+    """`call`, each of whose works is `watched`."""
+    return (lambda: Watched(call())) if axis.backend == "gloo" else call

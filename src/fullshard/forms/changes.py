@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import call, is_
 from typing import Any
 
 import torch
@@ -65,6 +66,34 @@ class Touched:
         self.steps = (self.steps + settings * 1_000_003 + 1) % 2_147_483_647
         self.count += 1
         self.by = by
+
+
+class Seen:
+    """What users may have put something else in place of, compared in C with what the engine made.
+
+    Args:
+        objects: what reads an object, and the very one that is to be there.
+        facts: what reads a value, and what it is to be equal to.
+    """
+
+    __slots__ = ("_facts", "_found", "_objects", "_values")
+
+    def __init__(
+        self,
+        objects: Iterable[tuple[Callable[[], Any], Any]],
+        facts: Iterable[tuple[Callable[[], Any], Any]] = (),
+    ) -> None:
+        self._objects, self._found = _unzipped(objects)
+        self._facts, self._values = _unzipped(facts)
+
+    def differs(self) -> bool:
+        """Whether anything is not as it was made."""
+        return not all(map(is_, map(call, self._objects), self._found)) or list(map(call, self._facts)) != self._values
+
+
+def _unzipped(pairs: Iterable[tuple[Callable[[], Any], Any]]) -> tuple[list[Callable[[], Any]], list[Any]]:
+    every = list(pairs)
+    return [read for read, _ in every], [value for _, value in every]
 
 
 def owner_of(parameter: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..torch_private.local_tensor import same_memory
-from .changes import OWNER_KEY
+from .changes import OWNER_KEY, Seen
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
-from .local import LocalForm
+from .local import LocalForm, memory_of
 from .member import Member
 from .stand_in import stand_in_for
 
@@ -29,6 +30,7 @@ class FlatParameterForm(LocalForm):
     """
 
     keeps_originals = False
+    follows = True
     flat: Any = None
     _holder: weakref.ref[nn.Module] | None = None
 
@@ -89,15 +91,11 @@ class FlatParameterForm(LocalForm):
                     place.show(stand_in)
             member.stand_in = stand_in
 
-    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        flat, holder = self.flat, self.holder
-        return (
-            flat.data_ptr() != shard.data_ptr()
-            or flat.dtype != shard.dtype
-            or flat.is_meta != shard.is_meta
-            or (holder is not None and holder._parameters.get(ATTRIBUTE) is not flat)
-            or self._covered(members) is not None
-        )
+    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+        objects = [(place.reader, member.stand_in) for member in members for place in member.places]
+        if (holder := self.holder) is not None:
+            objects.append((partial(holder._parameters.get, ATTRIBUTE), self.flat))
+        return Seen(objects, memory_of(self.flat, shard))
 
     def version(self, members: Sequence[Member]) -> int:
         version: int = self.flat._version

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import call, sub
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..comm import Gathers, Pending, gather_segments, wait_all
+from ..comm import Gathers, Pending, gathers_of, wait_all
 from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, copies_out
 from ..mesh import Axis
@@ -19,28 +22,44 @@ from .changes import OWNER_KEY
 from .member import WHOLE_KEY, Member, attributes_of
 from .scratch import Scratch
 
+_Address = Callable[[], int]
+
 
 class Full(Protocol):
     """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay.
 
     A gather that fails, because memory runs out, leaves nothing allocated and nothing in flight.
+
+    Attributes:
+        held: bytes that the last `issue` allocated until `free`.
+        staged: bytes that it allocated until `finish`.
+        filled: bytes that the last `finish` allocated until `free`.
     """
 
-    def issue(self, comm: Gathers, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
-        """Allocate, and start gathering `source` of every rank of `axis`.
+    held: int
+    staged: int
+    filled: int
 
-        Returns:
-            Bytes that are allocated until `free`, and bytes until `finish`.
+    def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
+        """From now on gather `source` of every rank of `axis`.
+
+        Args:
+            comm: collectives.
+            axis: the ranks.
+            source: this rank's part; read whenever a gather is issued.
+            keeps: the memory of unsharded parameters may be there already.
+            once: `source` is for one gather, and held until that is finished.
         """
 
-    def finish(self) -> int:
-        """Wait, and make the unsharded parameters whole. Returns bytes allocated from now on until `free`, besides."""
+    def issue(self) -> None:
+        """Allocate, and start gathering as planned."""
 
-    def cut(self, axis: Axis) -> torch.Tensor:
-        """This rank's slice of what was just gathered, among the ranks of `axis`. Between `finish` and `settle`."""
+    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
+        """Wait, make the unsharded parameters whole, and give back what only the gather needed.
 
-    def settle(self) -> None:
-        """Give back what only the gather needed."""
+        Returns:
+            This rank's slice of what was gathered, among the ranks of `axis`; None without one.
+        """
 
     def free(self, keep: bool = False) -> None:
         """Wait for what is in flight and give all memory back; `keep`: but that of the unsharded parameters."""
@@ -92,7 +111,8 @@ def plain_part(member: Member) -> torch.Tensor:
 class PlainFull:
     """The whole of a bucket of plain tensors.
 
-    Ownership: allocated by `issue` and `finish`, written by collectives, released by `settle` (staging) and `free`.
+    Ownership: allocated by `issue` and `finish`, written by collectives, released by `finish` (what is staged, and what
+    was cast to be sent) and `free`.
 
     Args:
         layout: the bucket's plan.
@@ -101,13 +121,21 @@ class PlainFull:
     """
 
     def __init__(self, layout: Layout, members: Sequence[Member], device: torch.device, dtype: torch.dtype) -> None:
-        self.layout, self.members = layout, members
+        self.layout, self.members, self.dtype = layout, members, dtype
         # `whole` is gathered into; `copied` is filled from `staging`, and takes memory only once the gather is done,
         # so that a prefetched unit holds its bytes once.
         self.whole = Scratch(layout.in_place_numel, dtype, device)  # from gather to free
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
-        self._buffers = [buffer for buffer in (self.whole, self.copied, self.staging) if buffer.nbytes]
+        self._sent: Scratch | None = None  # [S], while gathering: the shard in the dtype that is gathered
+        self.held, self.staged, self.filled = self.whole.nbytes, self.staging.nbytes, self.copied.nbytes
+        # What a gather calls, one after another; made by `plan`.
+        self._begins: list[Callable[[], object]] = []  # allocate, and cast
+        self._gathers: list[Callable[[], Pending]] = []
+        self._fills: list[Callable[[], object]] = []  # allocate `copied`, and copy
+        self._ends: list[Callable[[], object]] = []  # give back what only the gather needed
+        self._frees: list[Callable[[], object]] = []
+        self._once = False
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -127,10 +155,11 @@ class PlainFull:
         ]
         if dtype not in KNOWN:  # copies of many need one that accelerators have them for (no 8-bit float, say)
             pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
-        self._copies = [
-            ([a for a, b in pairs if same_form(a, b) is same], [b for a, b in pairs if same_form(a, b) is same])
-            for same in (True, False)
-        ]
+        self._copies: list[Callable[[], object]] = []
+        for same in (True, False):
+            alike = [(to, come) for to, come in pairs if same_form(to, come) is same]
+            if alike:
+                self._copies.append(partial(copy_all, [to for to, _ in alike], [come for _, come in alike]))
         self._pending: list[Pending] = []
         for member in members:
             buffer, offset = self._place_of(member)
@@ -138,7 +167,9 @@ class PlainFull:
             # look to autograd like a change of what it saved.
             show_as_parameter(member, buffer.as_strided(member.slot.shape, member.slot.stride, offset).data)
         self._watch()
-        self.free()
+        for scratch in (self.whole, self.copied, self.staging):
+            scratch.free()
+        self._versions.spoil()
 
     def _watch(self) -> None:
         """Note what tells later whether users wrote to the unsharded parameters."""
@@ -147,11 +178,12 @@ class PlainFull:
         self._watched = [member for member, _ in (*shown, *parallel)]
         self._versions = Versions([tensor for _, tensor in (*shown, *parallel) if tensor is not None])
         # Where the parameters that have elements lie in either buffer: their addresses, less the buffer's.
-        self._addresses: list[tuple[Scratch, list[torch.Tensor], list[int]]] = []
+        self._addresses: list[tuple[_Address, list[_Address], list[int]]] = []
         for buffer in (self.whole, self.copied):
             mine = [t for m, t in shown if self._place_of(m)[0] is buffer.tensor and t.numel()]
             if mine:
-                self._addresses.append((buffer, mine, [int(t.storage_offset()) * t.element_size() for t in mine]))
+                offsets = [int(t.storage_offset()) * t.element_size() for t in mine]
+                self._addresses.append((buffer.storage.data_ptr, [t.data_ptr for t in mine], offsets))
 
     def _place_of(self, member: Member) -> tuple[torch.Tensor, int]:
         """The buffer that holds a member while gathered, and its offset there."""
@@ -166,53 +198,71 @@ class PlainFull:
 
     @property
     def live_bytes(self) -> int:
-        return sum(one.storage.nbytes() for one in (self.whole, self.copied, self.staging))
+        buffers = (self.whole, self.copied, self.staging, self._sent)
+        return sum([buffer.storage.nbytes() for buffer in buffers if buffer is not None])
 
-    def issue(self, comm: Gathers, axis: Axis, source: torch.Tensor) -> tuple[int, int]:
+    def plan(self, comm: Gathers, axis: Axis, source: torch.Tensor, keeps: bool = False, once: bool = False) -> None:
+        whole, copied, shard = self.whole, self.copied, source
+        passing = [self.staging] if self.staging.nbytes else []
+        self._sent = None
+        if source.dtype != self.dtype:
+            self._sent = Scratch(source.numel(), self.dtype, source.device)
+            self._sent.free()
+            shard = self._sent.tensor
+            passing.append(self._sent)
+        self.staged = sum([buffer.nbytes for buffer in passing])
+        self._begins = [buffer.take for buffer in passing]
+        self._ends = [buffer.release for buffer in passing]
+        self._fills = list(self._copies)
+        if whole.nbytes:
+            self._begins.append(whole.allocate if keeps else whole.take)
+        if copied.nbytes:
+            self._fills.insert(0, copied.allocate if keeps else copied.take)
+        if shard is not source:
+            self._begins.append(partial(shard.copy_, source))
+        self._frees = [*self._ends, *[buffer.release for buffer in (whole, copied) if buffer.nbytes]]
+        parts = [shard]
+        if len(self._outs) > 1:
+            scale = shard.numel() // max(self.layout.shard_numel, 1)
+            parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
+        self._gathers, self._once = gathers_of(comm, axis, self._outs, parts), once
+
+    def issue(self) -> None:
         try:
-            for buffer in self._buffers:
-                if buffer is not self.copied:
-                    buffer.allocate()
-            if len(self._outs) == 1:
-                self._pending.append(comm.gather(axis, self._outs[0], source))
-            else:
-                scale = source.numel() // max(self.layout.shard_numel, 1)
-                mine = [source.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
-                gather_segments(comm, axis, self._outs, mine, self._pending)
+            for begin in self._begins:
+                begin()
+            for gather in self._gathers:
+                self._pending.append(gather())
         except BaseException:
             self.free()
             raise
-        return self.whole.nbytes, self.staging.nbytes
 
-    def finish(self) -> int:
+    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
+        pending, cut = self._pending, None
         try:
-            if self._pending:
-                wait_all(self._pending)
-            if self.copied.nbytes:
-                self.copied.allocate()
-                for to, come in self._copies:
-                    if to:
-                        copy_all(to, come)
+            while pending:
+                pending.pop(0).wait()
+            for fill in self._fills:
+                fill()
+            if axis is not None:
+                cut = torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
         except BaseException:
             self.free()
             raise
         self._versions.restore()
-        return self.copied.nbytes
-
-    def cut(self, axis: Axis) -> torch.Tensor:
-        return torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
-
-    def settle(self) -> None:
-        self.staging.free()
+        for end in self._ends:
+            end()
+        if self._once:
+            self._gathers, self._begins = [], []
+        return cut
 
     def free(self, keep: bool = False) -> None:
         try:
             if self._pending:
                 wait_all(self._pending)
         finally:
-            for buffer in self._buffers:
-                if not keep or buffer is self.staging:
-                    buffer.free()
+            for release in self._ends if keep else self._frees:
+                release()
             self._versions.spoil()
 
     def addresses(self) -> list[int]:
@@ -233,9 +283,8 @@ class PlainFull:
 
     def written(self) -> list[Member]:
         written = [self._watched[index] for index in self._versions.moved()]
-        for buffer, tensors, offsets in self._addresses:
-            base = buffer.storage.data_ptr()
-            if [tensor.data_ptr() - base for tensor in tensors] != offsets:
+        for base, addresses, offsets in self._addresses:
+            if list(map(sub, map(call, addresses), repeat(base()))) != offsets:
                 written += self._point_back()
         return written
 

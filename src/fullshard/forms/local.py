@@ -6,7 +6,8 @@ nothing is split (NO_SHARD) a part is the whole parameter, in its own shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_part, same_memory
+from .changes import Seen
 from .flat_shard import FlatShard
 from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
@@ -36,6 +38,7 @@ class LocalForm:
     plain = True
     keeps_originals = True
     counts = True
+    follows = False
     gives_empty = False
     shows_kept = True
 
@@ -89,17 +92,9 @@ class LocalForm:
         memory = whole.permute(member.slot.spec.order).reshape(-1)
         return memory[member.part.start : member.part.start + member.part.numel]
 
-    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        for member in members:
-            sharded, local = member.sharded, member.local
-            if sharded.data_ptr() != local.data_ptr() or sharded.dtype != local.dtype:
-                return True
-            if sharded.is_meta != local.is_meta or sharded.device != local.device:
-                return True
-            for place in member.places:
-                if place.target.get(place.name) is not sharded:
-                    return True
-        return False
+    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+        places = [(place.reader, member.sharded) for member in members for place in member.places]
+        return Seen(places, [fact for member in members for fact in memory_of(member.sharded, member.local)])
 
     def version(self, members: Sequence[Member]) -> int:
         return sum([member.sharded._version for member in members])
@@ -167,3 +162,13 @@ class LocalForm:
 
     def copied(self) -> LocalForm:
         return type(self)(self.layout, self.axes, self.apart)
+
+
+def memory_of(tensor: torch.Tensor, like: torch.Tensor) -> list[tuple[Callable[[], Any], Any]]:
+    """Where a tensor lies, and of which dtype it is; and what both are to be."""
+    facts = [(partial(read, tensor), read(like)) for read in _FACTS]
+    return [(tensor.data_ptr, like.data_ptr()), *facts]
+
+
+_DESCRIPTORS: Any = (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.is_meta)
+_FACTS: list[Callable[[torch.Tensor], Any]] = [descriptor.__get__ for descriptor in _DESCRIPTORS]

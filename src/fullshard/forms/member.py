@@ -37,7 +37,6 @@ class Member:
         unsharded: what the module computes with; None until the first gather.
         stand_in: what modules show in place of `sharded` while sharded, if anything.
         trains: the `requires_grad` that `unsharded` was given; another one there was set by the user.
-        got_grad: whether it received a gradient on this rank since the last reduction.
         qualified: its name from the root, once that is known.
         birth: fingerprints of the whole value and of `local` when it was made, and how often the original had been
             written to, to compare with other ranks'.
@@ -52,7 +51,6 @@ class Member:
     unsharded: nn.Parameter | None = None
     stand_in: Any = None
     trains: bool = True
-    got_grad: bool = False
     qualified: str | None = None
     birth: tuple[torch.Tensor, torch.Tensor, int] | None = None
 

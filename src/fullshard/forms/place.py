@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,6 +36,11 @@ class Place:
     def shown(self) -> Any:
         """What is there now."""
         return self.target.get(self.name)
+
+    @property
+    def reader(self) -> Callable[[], Any]:
+        """As `shown`, bound: for those who ask in every step."""
+        return partial(self.target.get, self.name)
 
     def show(self, tensor: Any) -> None:
         """Put `tensor` there."""
@@ -89,6 +96,10 @@ class _Attributes:
         if (module := self._module()) is not None:
             setattr(module, name, value)
 
+    def update(self, shown: dict[str, Any]) -> None:
+        for name, value in shown.items():
+            self[name] = value
+
     def get(self, name: str) -> Any:
         module = self._module()
         return module._parameters.get(name) if module is not None else None
@@ -113,6 +124,10 @@ class _InsideList:
                 weights: Any = module.__dict__["_flat_weights"]
                 weights[names.index(name)] = value
 
+    def update(self, shown: dict[str, Any]) -> None:
+        for name, value in shown.items():
+            self[name] = value
+
     def get(self, name: str) -> Any:
         module = self._module()
         return module._parameters.get(name) if module is not None else None
@@ -131,6 +146,10 @@ class _OutsideList:
             module.__dict__[name] = value
             names: Any = module.__dict__["_flat_weights_names"]
             module.__dict__["_flat_weights"] = [getattr(module, weight, None) for weight in names]
+
+    def update(self, shown: dict[str, Any]) -> None:
+        for name, value in shown.items():
+            self[name] = value
 
     def get(self, name: str) -> Any:
         module = self._module()

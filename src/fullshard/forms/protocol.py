@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..layout import Part, Slot
+from .changes import Seen
 from .full import Full
 from .member import Member
 
@@ -25,12 +26,14 @@ class Form(Protocol):
         shows_kept: whether a parameter whose gradients were accumulated without sync shows a `.grad` of zeros: where
             users' parameters are plain, nothing else would tell that they gave those gradients up.
         counts: whether `version` is ever anything but 0.
+        follows: whether `follow` does anything.
         gives_empty: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
     """
 
     plain: bool
     keeps_originals: bool
     counts: bool
+    follows: bool
     gives_empty: bool
     shows_kept: bool
 
@@ -52,8 +55,8 @@ class Form(Protocol):
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value, as a local; shares memory with `whole` where it can."""
 
-    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        """Whether a sharded parameter, its storage or its dtype is not the one that was made here."""
+    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+        """What tells that a sharded parameter, its storage or its dtype is not the one that was made here."""
 
     def version(self, members: Sequence[Member]) -> int:
         """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""

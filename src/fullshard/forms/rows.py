@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import ConfigError, ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
+from .changes import Seen
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
@@ -30,6 +32,7 @@ class RowsForm:
     plain = True
     keeps_originals = False
     counts = False
+    follows = False
     gives_empty = True
     shows_kept = False
 
@@ -93,14 +96,9 @@ class RowsForm:
         cut: Any = distribute_tensor(whole.detach(), shown.device_mesh, shown.placements, src_data_rank=None)
         return local_of(cut)
 
-    def replaced(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        for member in members:
-            if member.sharded._local_tensor is not member.local:  # type: ignore[attr-defined]
-                return True
-            for place in member.places:
-                if place.target.get(place.name) is not member.sharded:
-                    return True
-        return False
+    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+        inside = [(partial(local_of, member.sharded), member.local) for member in members]
+        return Seen([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
 
     def version(self, members: Sequence[Member]) -> int:
         return 0

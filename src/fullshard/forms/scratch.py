@@ -7,6 +7,9 @@ back and taken again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 
@@ -20,14 +23,20 @@ class Scratch:
     Args:
         numel: length in elements.
         dtype, device: of the buffer.
+
+    Attributes:
+        take: allocates, where nothing is.
+        release: gives the memory back.
     """
 
-    __slots__ = ("nbytes", "storage", "tensor")
+    __slots__ = ("nbytes", "release", "storage", "take", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)  # [numel], storage only while allocated
         self.storage = self.tensor.untyped_storage()
         self.nbytes = numel * dtype.itemsize
+        self.take: Callable[[], object] = partial(self.storage.resize_, self.nbytes)
+        self.release: Callable[[], object] = partial(self.storage.resize_, 0)
 
     @property
     def allocated(self) -> bool:

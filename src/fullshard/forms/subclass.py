@@ -153,6 +153,8 @@ class SubclassFull:
         self._metadata: Any = None
         self._pending: list[Pending] = []
         self._versions: Versions | None = None
+        self._planned: Any = None  # collectives, ranks, and the chunk
+        self.held = self.staged = self.filled = 0
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +164,11 @@ class SubclassFull:
     def live_bytes(self) -> int:
         return sum(out.storage.nbytes() for out in self._received)
 
-    def issue(self, comm: Gathers, axis: Axis, source: Any) -> tuple[int, int]:
+    def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
+        self._planned = comm, axis, source
+
+    def issue(self) -> None:
+        comm, axis, source = self._planned
         self._name_what_is_sent(source)
         sizes = [(tensor.shape, tensor.dtype) for tensor in self._sent]
         try:
@@ -170,7 +176,7 @@ class SubclassFull:
                 self._rows = self._rows_of_all(comm, axis)
                 self.member.unsharded, self._made, self._inner = None, None, []
                 if (unit := owner_of(self.member.sharded)) is not None:
-                    unit.places_changed()  # modules are shown another parameter from now on
+                    unit.drop_plans()  # modules are shown another parameter from now on
                 self._received = [
                     Scratch(axis.size * rows * math.prod(shape[1:]), dtype, self.device)
                     for (rows, _), (shape, dtype) in zip(self._rows, sizes, strict=True)
@@ -185,7 +191,7 @@ class SubclassFull:
         except BaseException:
             self.free()
             raise
-        return 0, self.nbytes
+        self.staged = self.nbytes
 
     def _rows_of_all(self, comm: Gathers, axis: Axis) -> list[tuple[int, int]]:
         """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.
@@ -243,8 +249,12 @@ class SubclassFull:
                 )
         self._sent = [_plain(tensor) for tensor in sent]
 
-    def finish(self) -> int:
+    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
         try:
+            if axis is not None:
+                raise ConfigError(
+                    "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
+                )
             wait_all(self._pending)
             for tensor in self._inner:
                 _allocate(tensor)
@@ -253,10 +263,15 @@ class SubclassFull:
         except BaseException:
             self.free()
             raise
-        held = sum(t.untyped_storage().nbytes() for t in self._inner)
         assert self.member.unsharded is not None
         self._versions = Versions([self.member.unsharded])
-        return held + sum(out.nbytes for out, keeps in zip(self._received, self._keeps, strict=True) if keeps)
+        self.filled = sum(t.untyped_storage().nbytes() for t in self._inner)
+        for out, keeps in zip(self._received, self._keeps, strict=True):
+            if keeps:
+                self.filled += out.nbytes
+            else:
+                out.free()
+        return None
 
     def _fill(self) -> None:
         """Have the subclass make its tensor, or fill the one it made before."""
@@ -293,16 +308,6 @@ class SubclassFull:
         self._keeps = [out.storage.data_ptr() in used for out in self._received]
         show_as_parameter(member, shown.data if type(shown) is torch.Tensor else shown)
         self._made = made
-
-    def cut(self, axis: Axis) -> torch.Tensor:
-        raise ConfigError(
-            "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
-        )
-
-    def settle(self) -> None:
-        for out, keeps in zip(self._received, self._keeps, strict=True):
-            if not keeps:
-                out.free()
 
     def free(self, keep: bool = False) -> None:
         try:

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import Comm, apart_of, turns_on
+from ..comm import Comm, Gathers, apart_of, turns_on
 from ..dtypes import fingerprint
 from ..errors import ConfigError
-from ..forms import OWNER_KEY, Draft, Form, Full, Member, attributes_of, hooks_onto, take_grad_dtype
+from ..forms import OWNER_KEY, Draft, Form, Full, Member, Seen, attributes_of, hooks_onto, take_grad_dtype
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access
@@ -82,7 +82,10 @@ class Bucket:
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
         self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
-        self._cast: torch.Tensor | None = None  # [shard_numel], compute dtype, while gathering
+        self.planned: Comm | None = None  # whose collectives `full` is planned to gather by; None: it is not
+        self._seen: Seen | None = None
+        self.sharded: list[nn.Parameter] = []  # of the members; see `list_sharded`
+        self.unsharded: list[nn.Parameter] = []
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
@@ -194,27 +197,36 @@ class Bucket:
         """Bytes of what a reshard to fewer ranks kept."""
         return 0 if self.kept is None else self.kept.numel() * self.kept.element_size()
 
-    # Gather and free.
+    # Gather and free. When is the unit's affair; what runs then is planned here.
 
-    def issue_gather(self, comm: Comm, kept_axis: Axis | None, apart: bool = False) -> tuple[int, int]:
-        """Allocate `full` and start its collectives, from the shard or from what a reshard to fewer ranks kept.
+    def plan_gather(self, comm: Comm, kept_axis: Axis | None, apart: bool = False, unit: str = "") -> None:
+        """Settle what a gather does, from the shard or from what a reshard to fewer ranks kept.
 
-        Returns:
-            Bytes that are allocated until `free`, and bytes until `finish_gather`.
+        Stands until `drop_plans`, except where the source is made for each gather.
+
+        Args:
+            comm: collectives.
+            kept_axis: the ranks that a reshard kept parts among.
+            apart: a user asks for it, maybe on one rank alone.
+            unit: its name, for errors.
         """
-        self.turns.take()
-        if self.full is None:
-            with torch.inference_mode(False):  # what is made here must serve training later
+        home, axis, source, once, passing = self.home, self.axes.shard, self.shard, False, 0
+        gathers: Gathers = comm
+        self.planned = None
+        if home is not None:
+            home.begin(unit)
+        with torch.inference_mode(False):  # what is made here must serve training later
+            if self.full is None:
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
-        if self.kept is not None and kept_axis is not None:
-            axis = apart_of(kept_axis, comm) if apart else kept_axis
-            return self.full.issue(comm, axis, self.kept)
-        source = self._source()
-        self._cast = source if source is not self.shard else None
-        gathers = comm if self.home is None else self.home.gathering(comm)
-        axis = apart_of(self.axes.shard, comm) if apart else self.axes.shard
-        held, staging = self.full.issue(gathers, axis, source)
-        return held, staging + (self._cast.numel() * self._cast.element_size() if self._cast is not None else 0)
+            if self.kept is not None and kept_axis is not None:
+                axis, source, once = kept_axis, self.kept, True
+            elif home is not None and self.form.plain:
+                source, gathers, once = home.to_device(source, self.compute_dtype), home.gathering(comm), True
+                passing = source.numel() * source.element_size()
+            self.full.plan(gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage, once)
+        self.full.staged += passing
+        if not once and not apart:
+            self.planned = comm
 
     def _source(self) -> torch.Tensor:
         """The shard as it is gathered: on the compute device, in the compute dtype."""
@@ -222,43 +234,30 @@ class Bucket:
         if not self.form.plain:
             return shard
         if self.home is not None:
-            return self.home.to_device(shard, self.compute_dtype)
-        return shard.to(self.compute_dtype) if self.compute_dtype != self.storage_dtype else shard
+            return self.home.fetch(shard, self.compute_dtype)
+        return shard.to(self.compute_dtype)
 
-    def finish_gather(self, keep: Axis | None) -> int:
-        """Wait, and make the unsharded parameters whole.
+    def drop_plans(self) -> None:
+        """What they were made from has changed: the shard, the parameters, or where they are registered."""
+        self.planned = self._seen = None
+        self.sharded, self.unsharded = [], []
 
-        Args:
-            keep: the axis that the unit will reshard to after forward: its slice is kept here and now.
+    def list_sharded(self) -> list[nn.Parameter]:
+        """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
+        self.sharded = [member.sharded for member in self.members]
+        return self.sharded
 
-        Returns:
-            Bytes that are allocated from now until `free`, besides those of `issue_gather`.
-        """
-        assert self.full is not None
-        self.turns.take()
-        held = self.full.finish()
-        self._cast = None
-        if keep is not None:
-            self.kept = self.full.cut(keep)
-        self.full.settle()
-        self.turns.give()
-        return held
-
-    def free(self) -> None:
-        """Give the full bucket back, also after a gather that failed. The unsharded parameters stay, without memory."""
-        self.turns.take()
-        try:
-            if self.full is not None:
-                self.full.free(self.keeps_storage)
-        finally:
-            self._cast = None
-            self.turns.give()
+    def list_unsharded(self) -> list[nn.Parameter]:
+        """As `list_sharded`, of the unsharded ones; empty before the first gather."""
+        found = [member.unsharded for member in self.members if member.unsharded is not None]
+        self.unsharded = found if len(found) == len(self.members) else []
+        return self.unsharded
 
     def drop_kept(self) -> None:
         """Release what a reshard to fewer ranks kept."""
         if self.kept is not None:
             self.turns.take()
-            self.kept = None
+            self.kept = self.planned = None
             self.turns.give()
 
     def differs(self) -> torch.Tensor:
@@ -266,8 +265,6 @@ class Bucket:
         if self.full is None:
             return torch.zeros(len(self.members), dtype=torch.bool, device=self.device)
         self.turns.take()
-        if self.home is not None and self.form.plain:
-            return self.full.differs(self.home.fetch(self.shard, self.compute_dtype))
         return self.full.differs(self._source())
 
     def checksum(self) -> int:
@@ -284,6 +281,7 @@ class Bucket:
     def forget_buffers(self) -> None:
         """Make `full` and the unsharded parameters anew at the next gather (of another dtype, say)."""
         self.drop_kept()
+        self.drop_plans()
         self.full = None
         for member in self.members:
             member.unsharded = None
@@ -291,8 +289,10 @@ class Bucket:
     # Storage that the user replaced, and leaving.
 
     def replaced(self) -> bool:
-        """Whether a sharded parameter or its storage is not the one this bucket made. About 0.2 us a parameter."""
-        return self.form.replaced(self.members, self.shard)
+        """Whether a sharded parameter or its storage is not the one this bucket made. About 0.1 us a parameter."""
+        if self._seen is None:
+            self._seen = self.form.seen(self.members, self.shard)
+        return self._seen.differs()
 
     def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
         """Copy replaced storage into a new shard, or refuse; nothing has changed then.
@@ -383,7 +383,8 @@ class Bucket:
 
     def follow_requires_grad(self) -> None:
         """Let the unsharded parameters follow what the user set on the sharded ones."""
-        self.form.follow(self.members)
+        if self.form.follows:
+            self.form.follow(self.members)
         with plain_access():
             wanted = list(map(_WANTED, self.members))
             self.trains = True in wanted

@@ -60,6 +60,7 @@ def _clone_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
     new.shard, new.form = bucket.copy_of_shard(), bucket.form.copied()
     new.full = new.kept = None
+    new.drop_plans()
     new.turns = turns_on(new.axes.device)
     new.members = [_clone_member(new, bucket, member, memo) for member in bucket.members]
     if isinstance(new.form, FlatParameterForm):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +24,12 @@ _ALL = -1
 """In place of a member's index: all of them, in one `FlatParameter`."""
 
 
+_NONE = repeat(None)
+_nothing: deque[object] = deque(maxlen=0)
+drain: Callable[[Iterable[object]], object] = _nothing.extend
+"""Runs through what is iterated over, in C."""
+
+
 class Delivery:
     """Gives a bucket's reduced slices to users as `.grad`.
 
@@ -31,7 +40,9 @@ class Delivery:
         grad_dtype: of `.grad`; see `GradientDtypes`.
         set: the slice that is shown now, or was last.
         views: optimizer views over the bucket's shard.
-        used: per member, whether this rank had a gradient for it in reductions since the ranks last agreed.
+        everyone, nobody: True, and False, for each member. Not to be written to, nor are `got` and `used`.
+        got: per member, whether this rank had a gradient for it since the last reduction.
+        used: the same for reductions since the ranks last agreed.
         undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
             get what was reduced, and hooks run, is for all ranks to say.
         aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
@@ -42,7 +53,8 @@ class Delivery:
         self.bucket, self.grad_dtype = bucket, bucket.storage_dtype
         self.set: GradientSet | None = None
         self.views: list[OptimizerView] = []
-        self.used = [False] * len(bucket.members)
+        self.everyone, self.nobody = [True] * len(bucket.members), [False] * len(bucket.members)
+        self.got = self.used = self.nobody
         self.undecided: list[int] = []
         self.aside: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
@@ -63,16 +75,43 @@ class Delivery:
             nothing, and optimizer views over them.
         """
         if self.hooked:
-            self._run_hooks(reduced)
+            self._run_hooks(reduced, self.got)
         if self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._written(reduced), None
         else:
             target, old = self._added(reduced)
-        given, gives_empty = [], self.bucket.form.gives_empty
+        got, self.got = self.got, self.nobody
+        if got is self.everyone and not self.hooked:
+            self.used, target.shown = got, got[:]
+            drain(map(write_grad, target.takers, target.given))
+            if self.views:
+                self._show_views(target)
+            return []
+        given = self._give_some(got, target, old, fill_unused)
+        if self.views:
+            self._show_views(target)
+        return self._tensors(given) if self.hooked else []
+
+    def _give_some(
+        self, got: Sequence[bool], target: GradientSet, old: Sequence[torch.Tensor | None] | None, fill_unused: bool
+    ) -> list[int]:
+        """Show members their gradients, and note what all ranks have to say; see `deliver`.
+
+        Args:
+            got: by member, whether this rank had a gradient for it.
+            target: what is shown.
+            old: what was there, by member; None: nothing.
+            fill_unused: see `deliver`.
+
+        Returns:
+            Indices of the hooked members that are known to have got one.
+        """
+        given: list[int] = []
+        gives_empty, used = self.bucket.form.gives_empty, self.used[:]
         for index, member in enumerate(self.bucket.members):
-            got, fills, member.got_grad = member.got_grad, False, False
-            if got:
-                self.used[index] = True
+            fills = False
+            if got[index]:
+                used[index] = True
             else:
                 trains = member.sharded.requires_grad
                 fills = fill_unused and trains and index not in self.aside
@@ -84,17 +123,16 @@ class Delivery:
             target.shown[index] = True  # as `_give`, without a call for each parameter
             if gives_empty or target.parts[index].numel():
                 write_grad(member.sharded, target.parts[index])
-            if self.hooked and (got or fills):
+            if self.hooked and (got[index] or fills):
                 given.append(index)
-        if self.views:
-            self._show_views(target)
-        return self._tensors(given) if self.hooked else []
+        self.used = used
+        return given
 
     def look(self) -> None:
         """Note whether users' code runs when any of the parameters, or of the views over them, gets a gradient."""
-        tensors = [member.sharded for member in self.bucket.members]
+        tensors: list[Any] = self.bucket.sharded or self.bucket.list_sharded()
         if self.views:
-            tensors += [tensor for view in self.views if (tensor := view.tensor) is not None]
+            tensors = [*tensors, *[tensor for view in self.views if (tensor := view.tensor) is not None]]
         self.hooked = sees_gradients(tensors)
 
     def _is_hooked(self, index: int) -> bool:
@@ -116,7 +154,7 @@ class Delivery:
         if self.bucket.form.gives_empty or part.numel():
             write_grad(self.bucket.members[index].sharded, part)
 
-    def _run_hooks(self, reduced: torch.Tensor) -> None:
+    def _run_hooks(self, reduced: torch.Tensor, got: Sequence[bool]) -> None:
         """Hooks on sharded parameters see this reduction's gradient, and may replace it.
 
         Where this rank had none the part is set aside, until the ranks have agreed on whether any had.
@@ -124,13 +162,13 @@ class Delivery:
         bucket = self.bucket
         flat = bucket.flat_parameter
         if flat is not None and flat._backward_hooks:
-            if any([member.got_grad for member in bucket.members]):
+            if True in got:
                 self._run_flat(reduced)
             else:
                 self._set_aside(_ALL, reduced)
         for index, member in enumerate(bucket.members):
             if member.sharded._backward_hooks:
-                if member.got_grad:
+                if got[index]:
                     self._run_member(member, bucket.part(reduced, member))
                 elif member.sharded.requires_grad:
                     self._set_aside(index, bucket.part(reduced, member))
@@ -156,7 +194,7 @@ class Delivery:
                 target.flat.copy_(reduced)
             else:
                 self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
-        target.shown = [False] * len(target.parts)
+        target.shown = self.nobody[:]
         return target
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
@@ -208,12 +246,12 @@ class Delivery:
             What got a gradient: sharded parameters, and optimizer views that got none of it before.
         """
         if not self.undecided and not self.aside and not self.views:
-            self.used = [False] * len(self.bucket.members)
+            self.used = self.nobody
             return []
         asked, self.undecided = list(dict.fromkeys(self.undecided)), []
         undecided = [index for index in asked if present[index]]
         aside, self.aside = self.aside, {}
-        used, self.used = self.used, [False] * len(self.bucket.members)
+        used, self.used = self.used, self.nobody
         target = self.set
         if target is None:
             return []
@@ -249,7 +287,7 @@ class Delivery:
             return
         flat = self.bucket.flat_parameter
         for index, member in enumerate(self.bucket.members):
-            if member.got_grad:
+            if self.got[index]:
                 self.kept.add(index)
                 if flat is None and read_grad(member.sharded) is None:
                     write_grad(member.sharded, torch.zeros_like(member.sharded))
@@ -294,10 +332,7 @@ class Delivery:
             self._agree(view)
             if view.alone and view.has_gradient:
                 return False
-        for member in self.bucket.members:  # noqa: SIM110 - a generator costs twice as much, six times a step
-            if read_grad(member.sharded) is not None:
-                return False
-        return True
+        return all(map(is_, map(read_grad, self.bucket.sharded or self.bucket.list_sharded()), _NONE))
 
     def _agree(self, view: OptimizerView) -> None:
         """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
@@ -442,7 +477,12 @@ class Delivery:
                 for tensor in (*(m.sharded for m in bucket.members), *(view.tensor for view in self.views)):
                     if tensor is not None and tensor.grad_dtype not in (None, self.grad_dtype):
                         tensor.grad_dtype = None
-            return GradientSet(flat, parts, views)
+            made = GradientSet(flat, parts, views)
+        for member, part in zip(bucket.members, parts, strict=True):
+            if bucket.form.gives_empty or part.numel():
+                made.takers.append(member.sharded)
+                made.given.append(part)
+        return made
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import repeat
+from operator import is_, is_not, or_
 
 import torch
 
-from ..comm import Comm, Pending, reduce_segments, wait_all
+from ..comm import Comm, Pending, wait_all
 from ..errors import PhaseError
 from ..forms import Member
-from ..torch_private.local_tensor import read_grad
+from ..torch_private.local_tensor import read_grad, write_grad
 from .bucket import Bucket
-from .delivery import Delivery
-from .reduce_buffer import ReduceBuffer
+from .delivery import Delivery, drain
+from .reduce_buffer import Planned, ReduceBuffer
 from .scaling import Scaling
 
 
@@ -34,6 +36,9 @@ class GradState(Enum):
     NONE = "none"
     PENDING = "pending"
     REDUCING = "reducing"
+
+
+_NONE = repeat(None)
 
 
 class Gradients:
@@ -85,11 +90,8 @@ class Gradients:
 
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
-        for member in self.bucket.members:
-            unsharded = member.unsharded
-            if unsharded is not None and unsharded.grad is not None:
-                return True
-        return False
+        unsharded = self.bucket.unsharded or self.bucket.list_unsharded()
+        return not all(map(is_, map(read_grad, unsharded), _NONE))
 
     # Collect.
 
@@ -102,34 +104,33 @@ class Gradients:
         Returns:
             Bytes that are allocated now and were not before.
         """
-        first = self.state is GradState.NONE
+        bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         if self.state is GradState.REDUCING:
             raise PhaseError(
                 "gradients were collected while their bucket is being reduced; this is a bug in Fullshard", code="P048"
             )
         freed = 0
-        if self.delivery.kept and (given_up := self.delivery.given_up()):
+        if delivery.kept and (given_up := delivery.given_up()):
             freed = self.live_bytes
             self.give_up(given_up)
             freed -= self.live_bytes
-            first = self.state is GradState.NONE
-        dtype, buffer = self.reduce_dtype, self.buffer
-        if buffer is None or buffer.tensor.dtype != dtype:
-            buffer = self.buffer = ReduceBuffer(self.bucket, dtype)
-        self.bucket.turns.take()
+        first = self.state is GradState.NONE
+        if buffer is None or buffer.tensor.dtype != self.reduce_dtype:
+            buffer = self.buffer = ReduceBuffer(bucket, self.reduce_dtype)
+        bucket.turns.take()
+        unsharded = bucket.unsharded or bucket.list_unsharded()
+        grads = list(map(read_grad, unsharded)) or [None] * len(bucket.members)
         if first:
             buffer.allocate()
         try:
-            grads = buffer.fill(first)
+            everyone = buffer.fill(grads, first)
         except BaseException:
             if first:
                 buffer.free()
             raise
-        for member, grad in zip(self.bucket.members, grads, strict=True):
-            if grad is not None:
-                member.unsharded.grad = None  # type: ignore[union-attr]
-                member.got_grad = True
-        self.bucket.turns.give()
+        drain(map(write_grad, unsharded, _NONE))
+        delivery.got = delivery.everyone if everyone else list(map(or_, delivery.got, map(is_not, grads, _NONE)))
+        bucket.turns.give()
         self.state = GradState.PENDING
         return (buffer.nbytes if first else 0) - freed
 
@@ -149,33 +150,41 @@ class Gradients:
             self.give_up(given_up)
         self.bucket.turns.take()
         self.delivery.look()
-        bucket, layout, axis = self.bucket, self.bucket.layout, self.bucket.axes.shard
+        bucket, axis = self.bucket, self.bucket.axes.shard
         fresh = self.delivery.all_none() and self.partial is None
         scratch = 0
         if check:
             mine, adds = self.buffer.magnitudes(), not fresh and self._version == self._shown_version()
             self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
+        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         if fresh and self.reduce_dtype == self.delivery.grad_dtype and bucket.home is None:
-            out = self.delivery.writable().flat
+            planned = self.delivery.writable().planned
+            if planned is None or not planned.serves(comm, self.buffer, mean):
+                planned = self._plan(comm, mean)
         else:
-            out = torch.empty(layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
+            out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
             scratch = out.numel() * out.element_size()
+            planned = Planned(comm, axis, out, self.buffer, mean)
         if scaling.before != 1.0:
             self.buffer.tensor.mul_(scaling.before)
         if scaling.divides_buffer is not None:
             self.buffer.tensor.div_(scaling.divides_buffer)
-        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         try:
-            buffers, parts = self.buffer.segments, [out]
-            if len(buffers) > 1:
-                parts = [out.narrow(0, s.shard_offset, s.slice_numel) for s in layout.segments]
-            reduce_segments(comm, axis, parts, buffers, mean, self._pending)
-            scratch += sum([comm.scratch_bytes(axis, buffer) for buffer in buffers])
+            for reduce in planned.reductions:
+                self._pending.append(reduce())
         except BaseException:
             wait_all(self._pending)
             raise
-        self.state, self.scaling, self._slice = GradState.REDUCING, scaling, out
-        return scratch
+        self.state, self.scaling, self._slice = GradState.REDUCING, scaling, planned.out
+        return scratch + planned.scratch
+
+    def _plan(self, comm: Comm, mean: bool) -> Planned:
+        """The reduction into the slice that is shown; nobody but the engine holds that now."""
+        current = self.delivery.writable()
+        assert self.buffer is not None
+        current.planned = Planned(comm, self.bucket.axes.shard, current.flat, self.buffer, mean)
+        current.settle()
+        return current.planned
 
     def is_completed(self) -> bool:
         """Whether the reduction over the shard axis is done."""
@@ -257,7 +266,7 @@ class Gradients:
         for member in self.bucket.members:
             if member.unsharded is not None:
                 member.unsharded.grad = None
-        self.delivery.used = [False] * len(self.bucket.members)  # of the backward that broke
+        self.delivery.used = self.delivery.nobody  # of the backward that broke
         self._drop()
 
     def _drop(self) -> None:
@@ -270,8 +279,7 @@ class Gradients:
         finally:
             if self.buffer is not None:
                 self.buffer.free()
-            for member in self.bucket.members:
-                member.got_grad = False
+            self.delivery.got = self.delivery.nobody
             self.delivery.undecided = []
             self.delivery.aside.clear()
             self.delivery.kept.clear()
@@ -297,10 +305,12 @@ class Gradients:
         self.bucket.turns.take()
         if self.state is GradState.PENDING and self.buffer is not None:
             self.buffer.zero(members)
-        for member in members:
-            if self.partial is not None:
+        if self.partial is not None:
+            for member in members:
                 self.bucket.part(self.partial, member).zero_()
-            member.got_grad = False
+        self.delivery.got = [
+            got and member not in members for got, member in zip(self.delivery.got, self.bucket.members, strict=True)
+        ]
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them."""

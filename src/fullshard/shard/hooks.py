@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter, contains
 from typing import Any
 
 import torch
@@ -13,13 +15,16 @@ from ..errors import ConfigError
 from ..forms import Form, Member
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 
+_TENSOR: Any = torch.Tensor
+_hooks, _post_hooks = _TENSOR._backward_hooks.__get__, _TENSOR._post_accumulate_grad_hooks.__get__
+_attributes = attrgetter("__dict__")
+
 
 def sees_gradients(parameters: Sequence[Any]) -> bool:
     """Whether users' code runs when one of these gets a gradient: hooks of either kind, or an attached optimizer."""
-    for p in parameters:
-        if p._backward_hooks or p._post_accumulate_grad_hooks or ATTACHED_OPTIMIZERS in p.__dict__:
-            return True
-    return False
+    if any(map(_hooks, parameters)) or any(map(_post_hooks, parameters)):
+        return True
+    return any(map(contains, map(_attributes, parameters), repeat(ATTACHED_OPTIMIZERS)))
 
 
 @contextlib.contextmanager

@@ -166,14 +166,14 @@ def resume_unit(unit: Unit) -> tuple[int, int]:
         mover = Mover(home.compute if before is None else before.device, before is not None and before.pinned)
         _move_bucket(unit, bucket, gradients, mover)
         found = [found[0] + mover.moved, found[1] + mover.stayed]
-    unit.places_changed()
+    unit.drop_plans()
     return found[0], found[1]
 
 
 def _move(unit: Unit, mover: Mover) -> None:
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
         _move_bucket(unit, bucket, gradients, mover)
-    unit.places_changed()
+    unit.drop_plans()
 
 
 def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
@@ -212,5 +212,5 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
         mover.move_inside(shows)
     moved = GradientSet(current.flat, current.parts, current.views)
-    moved.shown = current.shown
+    moved.shown, moved.takers, moved.given = current.shown, current.takers, current.given
     delivery.set = moved

@@ -6,16 +6,26 @@ The world's slices lie one after the other, segment by segment. What depends on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_not
+from typing import Any
 
 import torch
 
+from ..comm import Comm, reductions_of
 from ..dtypes import as_real
 from ..errors import PhaseError
 from ..forms import Member, Scratch
 from ..layout import Piece
+from ..mesh import Axis
 from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
 from .bucket import Bucket
+
+_NONE = repeat(None)
+_descriptor: Any = torch.Tensor.layout
+_layout: Callable[[Any], torch.layout] = _descriptor.__get__
+_STRIDED = {torch.strided}
 
 
 class ReduceBuffer(Scratch):
@@ -55,43 +65,42 @@ class ReduceBuffer(Scratch):
     def _pairs(self) -> list[tuple[_Places, Member]]:
         return list(zip(self._places, self.bucket.members, strict=True))
 
-    def fill(self, first: bool) -> list[torch.Tensor | None]:
+    def fill(self, grads: list[Any], first: bool) -> bool:
         """Copy autograd's gradients in, or add them to what is there.
 
         Args:
+            grads: by member, None where there is none.
             first: whether nothing is there: padding, and what has no gradient, becomes zero.
 
         Returns:
-            The gradients, by member.
+            Whether every member has one.
 
         Raises:
             PhaseError: a gradient is sparse.
         """
-        grads = [m.unsharded.grad if m.unsharded is not None else None for m in self.bucket.members]
-        here = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
-        missing = False
-        if self._known and len(here) == len(grads):
+        everyone = all(map(is_not, grads, _NONE))
+        if everyone and self._known and set(map(_layout, grads)) == _STRIDED:
             (alike, mine), (strided, others) = self._known
-            targets, sources, strided_sources = alike[:], [here[i] for i in mine], [here[i] for i in others]
+            targets, sources = alike[:], [grads[i] for i in mine] if others else grads[:]
+            strided_sources = [grads[i] for i in others]
         else:
-            missing = any([grad is None for grad in grads])
             targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
             add_all(targets, sources)
             add_all(strided, strided_sources)
-            return grads
-        if missing or self._strewn:
-            zero_all([self.tensor] if missing else self._padding)
+            return everyone
+        if self._strewn or not everyone:
+            zero_all(self._padding if everyone else [self.tensor])
         else:
             targets += self._padding
             sources += self._zeros
         copy_all(targets, sources)
         copy_all(strided, strided_sources)
-        return grads
+        return everyone
 
-    def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], ...]:
+    def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
         """Targets and sources of the same form, which one kernel copies, and others."""
-        pairs: tuple[list[torch.Tensor], ...] = ([], [], [], [])
+        pairs: tuple[list[Any], ...] = ([], [], [], [])
         for grad, (place, member) in zip(grads, self._pairs(), strict=True):
             if grad is None:
                 continue
@@ -170,3 +179,34 @@ def _not_dense(member: Member) -> PhaseError:
         "ignored_params and reduce its gradient yourself",
         code="P052",
     )
+
+
+class Planned:
+    """The reduction of a buffer into a slice over the shard axis.
+
+    Args:
+        comm: collectives.
+        axis: the ranks.
+        out: [shard_numel], the slice.
+        buffer: its memory may come and go.
+        mean: whether the collective averages.
+
+    Attributes:
+        reductions: each starts one collective.
+        scratch: bytes that they allocate until their waits.
+    """
+
+    __slots__ = ("buffer", "comm", "mean", "out", "reductions", "scratch")
+
+    def __init__(self, comm: Comm, axis: Axis, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
+        self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
+        segments, parts = buffer.segments, [out]
+        if len(segments) > 1:
+            cuts = buffer.bucket.layout.segments
+            parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
+        self.reductions = reductions_of(comm, axis, parts, segments, mean)
+        self.scratch = sum([comm.scratch_bytes(axis, segment) for segment in segments])
+
+    def serves(self, comm: Comm, buffer: ReduceBuffer, mean: bool) -> bool:
+        """Whether it is the same one as of these."""
+        return self.comm is comm and self.buffer is buffer and self.mean is mean

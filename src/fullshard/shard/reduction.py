@@ -8,8 +8,8 @@ import torch
 
 from ..comm import Comm
 from ..events import stream
-from ..torch_private.profiler import in_range
-from .gradients import Gradients, GradState
+from ..torch_private.profiler import begin_range, recording
+from .gradients import GradState
 from .scaling import Rules, Scaling, Total
 from .unit import Unit
 
@@ -35,7 +35,6 @@ def collect(unit: Unit, everything: bool) -> None:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
 
 
-@in_range("reduce")
 def _issue(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> tuple[int, int]:
     """Start the reductions over the shard axis; returns bytes of the buffers, and of scratch memory besides."""
     nbytes = scratch = 0
@@ -54,21 +53,6 @@ def _issue(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> tuple[i
     return nbytes, scratch
 
 
-@in_range("wait for reduce")
-def _wait_for_reduce(unit: Unit, gradients: Gradients) -> None:
-    gradients.finish_shard_axis()
-
-
-@in_range("all_reduce")
-def _all_reduce(unit: Unit, gradients: Gradients, comm: Comm) -> int:
-    return gradients.replicate(comm)
-
-
-@in_range("wait for all_reduce")
-def _wait_for_all_reduce(unit: Unit, gradients: Gradients) -> torch.Tensor:
-    return gradients.finish_replicate()
-
-
 class Reduction:
     """One reduction of a unit's gradients, from issue to delivery.
 
@@ -84,7 +68,12 @@ class Reduction:
     def __init__(self, unit: Unit, comm: Comm, rules: Rules, total: Total | None = None) -> None:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
-        nbytes, self._scratch_bytes = _issue(unit, comm, rules, total)
+        end = begin_range("reduce", unit.name) if recording() else None
+        try:
+            nbytes, self._scratch_bytes = _issue(unit, comm, rules, total)
+        finally:
+            if end is not None:
+                end()
         unit.ledger.reducing += self._scratch_bytes
         unit.ledger.note()
         if stream.listeners:
@@ -110,14 +99,24 @@ class Reduction:
             if gradients.state is not GradState.REDUCING:
                 continue
             live = gradients.live_bytes
-            _wait_for_reduce(unit, gradients)
+            end = begin_range("wait for reduce", unit.name) if recording() else None
+            try:
+                gradients.finish_shard_axis()
+            finally:
+                if end is not None:
+                    end()
             unit.ledger.reducing -= live
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
                 gradients.keep_partial()
                 continue
-            nbytes = _all_reduce(unit, gradients, self.comm)
+            end = begin_range("all_reduce", unit.name) if recording() else None
+            try:
+                nbytes = gradients.replicate(self.comm)
+            finally:
+                if end is not None:
+                    end()
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
 
@@ -140,8 +139,13 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            replicated = gradients.replicating is not None
-            reduced = _wait_for_all_reduce(unit, gradients) if replicated else gradients.finish_replicate()
+            replicated = gradients.replicating is not None and recording()
+            end = begin_range("wait for all_reduce", unit.name) if replicated else None
+            try:
+                reduced = gradients.finish_replicate()
+            finally:
+                if end is not None:
+                    end()
             if hook is not None:
                 hook(reduced)
             given += gradients.deliver(fill_unused)

@@ -7,6 +7,8 @@ that the next forward looks at it, and takes it over or refuses it, as what was 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import call, is_
 from typing import Any
 
 from torch import nn
@@ -27,22 +29,40 @@ class Showing:
         generation: how often parameters, or where they are registered, have become others.
     """
 
-    __slots__ = ("_covered", "_guard", "_places", "_switches", "generation", "summoned", "unsharded", "whole_here")
+    __slots__ = (
+        *("_covered", "_guard", "_hide", "_places", "_read", "_sharded", "_show", "_unsharded"),
+        *("generation", "summoned", "unsharded", "whole_here"),
+    )
 
     def __init__(self) -> None:
         self.unsharded = self.summoned = self.whole_here = False
         self.generation = 0
-        self._switches: list[tuple[Any, str, Any, Any]] | None = None  # targets and names, what either form shows there
-        self._places: list[tuple[Place, Member]] = []  # of the switches
-        self._covered: list[
-            tuple[int, Any]
-        ] = []  # by switch: what users had put there before unsharded ones were shown
+        self._places: list[tuple[Place, Member]] | None = None  # what follows is by place; None: to be made
+        self._read: list[Callable[[], Any]] = []  # what is there now
+        self._sharded: list[Any] = []  # what sharded units show there
+        self._unsharded: list[Any] = []
+        self._show: list[Callable[[], object]] = []  # each puts the unsharded parameters of a module there
+        self._hide: list[Callable[[], object]] = []
+        # Of places where users had put something before unsharded ones were shown: their number, and what it was.
+        self._covered: list[tuple[int, Any]] = []
         self._guard: tuple[dict[Any, Any], Any] | None = None  # a module's forward pre-hooks, and ours
 
     def forget(self) -> None:
         """Parameters, or where they are registered, are others now."""
-        self._switches = None
+        self._places = None
         self.generation += 1
+
+    def _plan(self, members: Sequence[Member]) -> None:
+        self._places = [(place, member) for member in members for place in member.places]
+        self._read = [place.reader for place, _ in self._places]
+        self._sharded = [m.sharded if m.stand_in is None else m.stand_in for _, m in self._places]
+        self._unsharded = [m.unsharded for _, m in self._places]
+        self._show, self._hide = [], []
+        for writes, shown in ((self._show, self._unsharded), (self._hide, self._sharded)):
+            of_modules: dict[int, tuple[Any, dict[str, Any]]] = {}
+            for (place, _), tensor in zip(self._places, shown, strict=True):
+                of_modules.setdefault(id(place.target), (place.target, {}))[1][place.name] = tensor
+            writes += [partial(target.update, tensors) for target, tensors in of_modules.values()]
 
     def summon(self, summoned: bool, here: bool = False) -> None:
         """Whole parameters that the user asked for are shown, on this rank if `here`; or no more."""
@@ -73,23 +93,25 @@ class Showing:
         """
         if self.unsharded:
             return None
-        if self._switches is None:
-            self._places = [(place, member) for member in members() for place in member.places]
-            self._switches = [
-                (p.target, p.name, m.unsharded, m.sharded if m.stand_in is None else m.stand_in)
-                for p, m in self._places
-            ]
+        if self._places is None:
+            self._plan(members())
         first = None
-        for index, (target, name, unsharded, sharded) in enumerate(self._switches):
-            if target.get(name) is not sharded:
-                place, member = self._places[index]
-                self._covered.append((index, place.registered()))
-                first = first or member
-            target[name] = unsharded
+        if not all(map(is_, map(call, self._read), self._sharded)):
+            first = self._cover()
+        for show in self._show:
+            show()
         self.unsharded = True
         if self._guard is not None:
             self._hook(False)
         return first
+
+    def _cover(self) -> Member:
+        """Note what users had put in the places of sharded parameters; returns the first such parameter."""
+        assert self._places is not None
+        for index, (place, _) in enumerate(self._places):
+            if self._read[index]() is not self._sharded[index]:
+                self._covered.append((index, place.registered()))
+        return self._places[self._covered[0][0]][1]
 
     def show_sharded(self) -> Member | None:
         """Register the sharded parameters on the modules, and what users put in their places.
@@ -99,26 +121,34 @@ class Showing:
         """
         if not self.unsharded:
             return None
-        assert self._switches is not None
         first = None
-        for index, (target, name, unsharded, sharded) in enumerate(self._switches):
-            if target.get(name) is unsharded:
-                target[name] = sharded
-            else:
-                first = first or self._places[index][1]
-        if self._covered:
-            covered, self._covered = self._covered, []
-            for index, found in covered:
-                target, name, _, sharded = self._switches[index]
-                if target.get(name) is sharded:  # users have put nothing there since
-                    self._places[index][0].register(found)
+        if self._covered or self.disturbed():
+            first = self._uncover()
+        else:
+            for hide in self._hide:
+                hide()
         self.unsharded = False
         if self._guard is not None:
             self._hook(True)
         return first
 
+    def _uncover(self) -> Member | None:
+        """As `show_sharded`, where users have put something."""
+        assert self._places is not None
+        first = None
+        for index, (place, member) in enumerate(self._places):
+            if self._read[index]() is self._unsharded[index]:
+                place.show(self._sharded[index])
+            else:
+                first = first or member
+        covered, self._covered = self._covered, []
+        for index, found in covered:
+            if self._read[index]() is self._sharded[index]:  # users have put nothing there since
+                self._places[index][0].register(found)
+        return first
+
     def disturbed(self) -> bool:
         """Whether unsharded parameters are shown, and users have put something else in the place of one."""
-        if not self.unsharded or self._switches is None:
+        if not self.unsharded or self._places is None:
             return False
-        return bool(self._covered) or any([target.get(name) is not mine for target, name, mine, _ in self._switches])
+        return bool(self._covered) or not all(map(is_, map(call, self._read), self._unsharded))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, Member, Owner, Place, Touched, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.profiler import in_range
+from ..torch_private.profiler import begin_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
 from .showing import Showing
+
+_SHARD_VERSION = attrgetter("shard._version")
 
 
 class State(Enum):
@@ -73,6 +76,7 @@ class Unit:
 
     def settle_dtypes(self) -> None:
         """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
+        self._counting = [bucket for bucket in self.buckets if bucket.form.counts]
         for gradients, (reduce, shown) in zip(self.gradients, self.dtypes.settle(self.buckets), strict=True):
             gradients.reduce_dtype = reduce
             if gradients.delivery.grad_dtype is not shown:
@@ -100,35 +104,39 @@ class Unit:
 
     # Gather and free.
 
-    @in_range("gather")
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
-        full = staging = 0
+        end = begin_range("gather", self.name) if recording() else None
+        ledger, held, staged = self.ledger, 0, 0
         if self._idle_bytes:
-            self.ledger.gathered -= self._idle_bytes
+            ledger.gathered -= self._idle_bytes
             self._idle_bytes = 0
         try:
             for bucket in self.buckets:
-                if bucket.home is not None:
-                    bucket.home.begin(self.name)
-                held, passing = bucket.issue_gather(comm, self.kept_axis, apart)
-                full, staging = full + held, staging + passing
+                bucket.turns.take()
+                if bucket.planned is not comm or apart:
+                    bucket.plan_gather(comm, self.kept_axis, apart, self.name)
+                full: Any = bucket.full
+                full.issue()
+                held += full.held
+                staged += full.staged
         except BaseException:
-            for bucket in self.buckets:
-                bucket.free()
+            self._release()
             raise
-        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, full, staging
-        self.note_gathered()
-        ledger = self.ledger
-        ledger.gathered += full
-        ledger.staging += staging
-        ledger.note()
+        finally:
+            if end is not None:
+                end()
+        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, held, staged
+        self._gathered_version = self.version()
+        ledger.gathered += held
+        ledger.staging += staged
+        if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
+            ledger.note()
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
 
-    @in_range("wait for gather")
     def finish_gather(self, keep: bool = False) -> None:
         """Wait for the gather; the unit must be gathering.
 
@@ -137,20 +145,29 @@ class Unit:
         """
         if self.state is not State.GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
-        ledger, axis = self.ledger, self.kept_axis if keep else None
+        end = begin_range("wait for gather", self.name) if recording() else None
+        ledger, axis, filled = self.ledger, self.kept_axis if keep else None, 0
         try:
             for bucket in self.buckets:
-                keeps = axis if bucket.kept is None else None
-                held = bucket.finish_gather(keeps)
-                self._full_bytes += held
-                ledger.gathered += held
-                if keeps is not None:
+                full: Any = bucket.full
+                bucket.turns.take()
+                if axis is None or bucket.kept is not None:
+                    full.finish()
+                else:
+                    bucket.kept, bucket.planned = full.finish(axis), None
                     ledger.gathered += bucket.kept_bytes
-                    ledger.note()
+                filled += full.filled
+                bucket.turns.give()
         except BaseException:
             self._release()
             raise
-        ledger.note()
+        finally:
+            if end is not None:
+                end()
+        self._full_bytes += filled
+        ledger.gathered += filled
+        if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
+            ledger.note()
         ledger.staging -= self._staging_bytes
         self._staging_bytes = 0
         self.state = State.GATHERED
@@ -168,10 +185,16 @@ class Unit:
     def _release(self) -> None:
         try:
             for bucket in self.buckets:
-                bucket.free()
+                if (full := bucket.full) is not None:
+                    bucket.turns.take()
+                    try:
+                        full.free(bucket.keeps_storage)
+                    finally:
+                        bucket.turns.give()
         finally:
-            self.ledger.gathered -= self._full_bytes
-            self.ledger.staging -= self._staging_bytes
+            ledger = self.ledger
+            ledger.gathered -= self._full_bytes
+            ledger.staging -= self._staging_bytes
             self._full_bytes = self._staging_bytes = 0
             self.state = State.SHARDED
             if self._keeps_storage:
@@ -181,10 +204,9 @@ class Unit:
         """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
         self._keeps_storage = keep
         for bucket in self.buckets:
-            bucket.keeps_storage = keep
-            if not keep and self.state is State.SHARDED:
-                bucket.free()
+            bucket.keeps_storage, bucket.planned = keep, None
         if self.state is State.SHARDED:
+            self._release()
             self._note_idle()
 
     def _note_idle(self) -> None:
@@ -205,8 +227,9 @@ class Unit:
     def drop_kept(self) -> None:
         """Release what a reshard to a smaller group kept."""
         for bucket in self.buckets:
-            self.ledger.gathered -= bucket.kept_bytes
-            bucket.drop_kept()
+            if bucket.kept is not None:
+                self.ledger.gathered -= bucket.kept_bytes
+                bucket.drop_kept()
 
     def reshard(self) -> None:
         """Show the sharded parameters and release what is gathered, if anything."""
@@ -236,8 +259,10 @@ class Unit:
         """
         return self.showing.show_sharded()
 
-    def places_changed(self) -> None:
-        """Parameters, or where they are registered, are others now."""
+    def drop_plans(self) -> None:
+        """What they were made from has changed: shards, parameters, or where these are registered."""
+        for bucket in self.buckets:
+            bucket.drop_plans()
         self.showing.forget()
 
     def written(self) -> list[Member]:
@@ -277,11 +302,9 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        total = self.touched.changes
-        for bucket in self.buckets:
-            total += bucket.shard._version
-            if bucket.form.counts:
-                total += bucket.form.version(bucket.members)
+        total = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
+        for bucket in self._counting:
+            total += bucket.form.version(bucket.members)
         return total
 
     def note_gathered(self) -> None:
@@ -329,7 +352,7 @@ class Unit:
                 else:
                     gradients.forget()
                 self.settle_dtypes()
-                self.showing.forget()
+                self.drop_plans()
                 self.touched.move(1 + before - self.version())  # the new shard counts from zero
             if self.showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
@@ -343,7 +366,7 @@ class Unit:
                 bucket.compute_in(dtype)
                 gradients.buffer = None
         self.settle_dtypes()
-        self.showing.forget()
+        self.drop_plans()
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Callable[[Any], Any], Callable[[], None]]:
         """For `nn.Module._apply`: `fn` as it acts on this unit's sharded parameters, a whole shard at once.
@@ -379,7 +402,7 @@ class Unit:
                     bucket.rehome(moved[id(bucket)])
                     gradients.forget()
             self.settle_dtypes()
-            self.showing.forget()
+            self.drop_plans()
             self.touched.move(1 + before - self.version())
 
         return applied, finish
@@ -418,7 +441,7 @@ class Unit:
                         self.buckets[index] = rest
                         self.gradients[index] = Gradients(rest)
                     self.settle_dtypes()
-                    self.showing.forget()
+                    self.drop_plans()
                     return list(member.places), whole
         raise PhaseError(f"unit {self.name!r} lacks what it should give up; this is a bug in Fullshard", code="P059")
 
@@ -430,7 +453,7 @@ class Unit:
                     if not any(place.same_as(known) for known in member.places):
                         member.places.append(place)
                         place.show(parameter)
-        self.showing.forget()
+        self.drop_plans()
 
     # Recovery.
 

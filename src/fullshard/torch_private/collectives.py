@@ -13,6 +13,7 @@ have. `tests/test_private_api.py` says when one goes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,23 +57,27 @@ def _has(group: dist.ProcessGroup, name: str) -> bool:
     return found is not None and found is not _OF_TORCH[name]
 
 
-def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start an all-gather of equal shards [S] of any dtype into out [world * S]; returns the work."""
+Call = Callable[[], Any]
+"""A collective on certain tensors: each call starts one and returns its work."""
+
+
+def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Call:
+    """An all-gather of equal shards [S] of any dtype into out [world * S]."""
     if out.dtype not in KNOWN:
         out, shard = as_moved(out), as_moved(shard)
     if _has(group, _GATHER):
-        return group._allgather_base(out, shard, _PLAIN_GATHER)
-    return _public_gather(out, shard, group=group, async_op=True)
+        return partial(group._allgather_base, out, shard, _PLAIN_GATHER)
+    return partial(_public_gather, out, shard, group=group, async_op=True)
 
 
-def reduce_scatter(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Any:
-    """Start a reduce-scatter of buffers [world * S] into out [S]; returns the work."""
+def reduce_scatter(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, mean: bool) -> Call:
+    """A reduce-scatter of buffers [world * S] into out [S]."""
     if out.is_complex():
         out, buffer = as_summed(out), as_summed(buffer)
     if _has(group, _REDUCE):
-        return group._reduce_scatter_base(out, buffer, _AVG if mean else _SUM)
+        return partial(group._reduce_scatter_base, out, buffer, _AVG if mean else _SUM)
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-    return _public_reduce(out, buffer, op=op, group=group, async_op=True)
+    return partial(_public_reduce, out, buffer, op=op, group=group, async_op=True)
 
 
 def exchange(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -107,19 +112,19 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> An
     return group.broadcast([as_moved(tensor)], options)
 
 
-def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
-    """Start several all-gathers in one call, where the group has one; returns the works."""
-    if _has(group, _GATHERS):
+def all_gather_many(outs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup) -> list[Call]:
+    """Several all-gathers, in one call where the group has one."""
+    if len(outs) > 1 and _has(group, _GATHERS):
         pairs = [as_moved(out) for out in outs], [as_moved(shard) for shard in shards]
-        return [group.allgather_into_tensor_coalesced(*pairs, _PLAIN_GATHER)]
+        return [partial(group.allgather_into_tensor_coalesced, *pairs, _PLAIN_GATHER)]
     return [all_gather(out, shard, group) for out, shard in zip(outs, shards, strict=True)]
 
 
 def reduce_scatter_many(
     outs: list[torch.Tensor], buffers: list[torch.Tensor], group: dist.ProcessGroup, mean: bool
-) -> list[Any]:
-    """Start several reduce-scatters in one call, where the group has one; returns the works."""
-    if _has(group, _REDUCES):
+) -> list[Call]:
+    """Several reduce-scatters, in one call where the group has one."""
+    if len(outs) > 1 and _has(group, _REDUCES):
         pairs = [as_summed(out) for out in outs], [as_summed(buffer) for buffer in buffers]
-        return [group.reduce_scatter_tensor_coalesced(*pairs, _AVG if mean else _SUM)]
+        return [partial(group.reduce_scatter_tensor_coalesced, *pairs, _AVG if mean else _SUM)]
     return [reduce_scatter(out, buffer, group, mean) for out, buffer in zip(outs, buffers, strict=True)]

@@ -10,6 +10,7 @@ identity could not be checked every step; and plain attribute access, 2 us in pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ read_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
 write_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 
-def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor inside a `DTensor` or a `FlatShard`: the very object, to tell whether it was replaced."""
-    return parameter._local_tensor  # type: ignore[attr-defined]
+local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor inside a `DTensor` or a `FlatShard`: the very object, to tell whether it was replaced."""
 
 
 def inside(tensor: Any) -> torch.Tensor:

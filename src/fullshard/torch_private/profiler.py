@@ -6,30 +6,17 @@ Private torch API: `torch.autograd._profiler_enabled`. There is no public altern
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.profiler import record_function
 
-_recording: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-P = ParamSpec("P")
-T = TypeVar("T")
+recording: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler records now."""
 
 
-def in_range(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorates a function of a unit: a range "fullshard: <what> <unit>" around its calls, while a profiler records."""
-
-    def decorate(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        @functools.wraps(function)
-        def within(unit: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            if not _recording():
-                return function(unit, *args, **kwargs)
-            with record_function(f"fullshard: {what} {unit.name or '(root)'}"):
-                return function(unit, *args, **kwargs)
-
-        return within
-
-    return decorate
+def begin_range(what: str, unit: str) -> Callable[[], None]:
+    """Begin the range "fullshard: <what> <unit>" in the profile that is recorded now; returns what ends it."""
+    entered = record_function(f"fullshard: {what} {unit or '(root)'}")
+    entered.__enter__()
+    return lambda: entered.__exit__(None, None, None)

@@ -1,18 +1,22 @@
 """Version counters of tensors whose memory comes and goes: while it is gone autograd must not use what it saved.
 
-Private torch API: `torch._C._autograd._unsafe_set_version_counter`. The public `torch.autograd.graph.increment_version`
-counts up, and nothing public counts back; without it a backward that reaches freed memory crashes the process in place
-of raising. `tests/test_private_api.py` says when it goes.
+Private torch API: `torch._C._autograd._unsafe_set_version_counter`, and `torch._C._increment_version`, which the public
+`torch.autograd.graph.increment_version` calls. That counts up, and nothing public counts back; without it a backward
+that reaches freed memory crashes the process in place of raising. `tests/test_private_api.py` says when they go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 HAS_VERSIONS = hasattr(torch._C._autograd, "_unsafe_set_version_counter")
+_increment: Callable[..., None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+_descriptor: Any = torch.Tensor._version
+_version: Callable[[torch.Tensor], int] = _descriptor.__get__
 
 
 def set_version(tensor: torch.Tensor, number: int) -> None:
@@ -26,33 +30,30 @@ class Versions:
 
     Args:
         tensors: as they are now, usable.
+
+    Attributes:
+        spoil: from now on autograd takes what it saved of these tensors for changed, and raises.
+        restore: they hold again what they held.
     """
 
-    __slots__ = ("_numbers", "_tensors")
+    __slots__ = ("_numbers", "_tensors", "restore", "spoil")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors: Any = tuple(tensors)
+        self._tensors = tuple(tensors)
         self.note()
+        self.spoil: Callable[[], object] = bool
+        self.restore: Callable[[], object] = self.note
+        if HAS_VERSIONS and self._tensors:
+            self.spoil = partial(_increment, self._tensors)
+            self.restore = partial(torch._C._autograd._unsafe_set_version_counter, self._tensors, self._numbers)
 
     def note(self) -> None:
         """What they hold now is right."""
-        self._numbers = tuple([tensor._version for tensor in self._tensors])
+        self._numbers = tuple(map(_version, self._tensors))
 
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since they were right."""
-        now = tuple([tensor._version for tensor in self._tensors])
+        now = tuple(map(_version, self._tensors))
         if now == self._numbers:
             return []
         return [i for i, (version, right) in enumerate(zip(now, self._numbers, strict=True)) if version != right]
-
-    def spoil(self) -> None:
-        """From now on autograd takes what it saved of these tensors for changed, and raises."""
-        if HAS_VERSIONS and self._tensors:
-            torch.autograd.graph.increment_version(self._tensors)
-
-    def restore(self) -> None:
-        """They hold again what they held."""
-        if not HAS_VERSIONS:
-            self.note()
-        elif self._tensors:
-            torch._C._autograd._unsafe_set_version_counter(self._tensors, self._numbers)

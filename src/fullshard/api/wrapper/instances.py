@@ -282,7 +282,7 @@ def show_flat(unit: Unit, holder: nn.Module | None) -> None:
         if isinstance(bucket.form, FlatParameterForm) and holder is not None:
             bucket.form.register(bucket.members, bucket.shard, holder)
             gradients.delivery.views = [FlatView(bucket.form, len(bucket.members))]
-    unit.places_changed()
+    unit.drop_plans()
 
 
 def check_uniform(found: Sequence[Found]) -> None:
