@@ -13,16 +13,27 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.store.metadata import read_index
 from fullshard.torch_private import collectives as direct
-from fullshard.torch_private import dcp_files, foreach, graph_nodes, store, tensor_hooks, transforms, versions
+from fullshard.torch_private import (
+    dcp_files,
+    dispatch_modes,
+    foreach,
+    graph_nodes,
+    store,
+    tensor_hooks,
+    transforms,
+    versions,
+)
 from fullshard.torch_private.assigning import is_assigning
 from fullshard.torch_private.autograd_task import BackwardEnd
 from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_group, listening
@@ -179,6 +190,36 @@ def test_hooks_on_tensors_join_those_of_the_user() -> None:
     tensor_hooks.put_first(hooks, lambda grad: seen.append(f"first, {grad.tolist()}"))
     changed.sum().backward()
     assert seen[-3:] == ["first, [3.0, 3.0]", "of what it was", "leaf"]
+
+
+def test_hooks_that_join_the_one_that_is_there() -> None:
+    seen: list[str] = []
+    tensor, other = torch.ones(2, requires_grad=True) * 3, torch.ones(2, requires_grad=True) * 3
+    tensor_hooks.on_gradient(tensor, lambda grad: seen.append("begins"))
+    assert tensor_hooks.join(tensor, lambda grad: seen.append("ends"))
+    assert not tensor_hooks.join(tensor, lambda grad: seen.append("late")), "somebody else's is in front already"
+    assert not tensor_hooks.join(other, lambda grad: seen.append("none there"))
+    tensor.sum().backward()
+    assert seen == ["ends", "begins"]
+    tensor_hooks.on_gradient(other, lambda grad: seen.append("of what it was"))
+    other.mul_(2)
+    assert not tensor_hooks.join(other, lambda grad: seen.append("of what it is"))
+
+
+def test_views_that_no_dispatch_mode_sees() -> None:
+    class Counts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    leaf = torch.ones(2, requires_grad=True)
+    assert not dispatch_modes.modes_active()
+    with Counts() as mode:
+        assert dispatch_modes.modes_active() == 1
+        view = dispatch_modes.view_of(leaf)
+    assert not mode.seen and view is not leaf and view.grad_fn is not None and view.data_ptr() == leaf.data_ptr()
 
 
 def test_hooks_that_come_first_and_can_be_taken_back() -> None:

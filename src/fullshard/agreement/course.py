@@ -138,11 +138,14 @@ def following(history: list[Hashable]) -> Hashable:
     """
     last, best, found = len(history) - 1, 0, None
     for at in range(last - 1, max(-1, last - _MEMORY), -1):
+        most = min(at + 1, _CONTEXT)
+        if best >= most:  # nor will an earlier one be longer
+            break
         length = 0
-        while length <= at and length < _CONTEXT and history[at - length] == history[last - length]:
+        if history[at + 1 - most : at + 1] == history[last + 1 - most :]:  # the usual case, compared in C
+            length = most
+        while length < most and history[at - length] == history[last - length]:
             length += 1
         if length > best:
             best, found = length, history[at + 1]
-            if length == _CONTEXT:
-                break
     return found

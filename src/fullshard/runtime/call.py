@@ -1,5 +1,8 @@
 """One forward call of a unit, from its inputs to its backward: the tensors that tell when that begins and ends.
 
+Between two units one tensor tells both: the output of one, as it is, is the input of the next. When it gets its
+gradient the backward of the next unit is over, and that of the unit before it begins.
+
 Why an input's gradient tells that the call's backward is over: what is watched is a view made when the call began, so
 every node of the call was created later, and autograd runs later nodes first; when the view's node runs, all of the
 call's nodes have run. Where that order does not hold (several devices' threads) gradients that come late are reduced at
@@ -16,8 +19,9 @@ import torch
 
 from ..containers import Borrowed, leaves_in, map_own, tensors_in
 from ..shard import Unit
+from ..torch_private.dispatch_modes import view_of
 from ..torch_private.graph_nodes import next_node, number_of
-from ..torch_private.tensor_hooks import hooks_of, on_gradient, on_gradient_first, put_first
+from ..torch_private.tensor_hooks import hooks_of, join, on_gradient, on_gradient_first, put_first
 from .outputs import PLAIN, tensors_behind
 from .trace import Period
 
@@ -47,7 +51,7 @@ class Call:
 
     Attributes:
         period: of the unit, in which it was called.
-        version: of the unit when the call began.
+        version: of what the unit had gathered when the call began.
         hands_on: whether an output is no work of the call's: its gradient may tell of the backward's beginning, too.
         forgets: each takes back a hook on a tensor that may outlive the graph.
     """
@@ -58,7 +62,7 @@ class Call:
         self.runner, self.period = runner, period
         self.done = self.hands_on = False
         self.forgets: list[Callable[[], None]] | None = None
-        self.version = runner.unit.version()
+        self.version = runner.unit.gathered_version
         period.calls += 1
 
     def __del__(self) -> None:
@@ -106,17 +110,18 @@ class Forward:
     borrowed: Borrowed | None = None
     call: Any = None  # a `Call`
     watches = leads_back = hides = False
+    _views: list[View]
 
     def watch_inputs(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace each input that needs a gradient by a view of it, and be told when the view gets its gradient.
+        """Be told when an input gets its gradient: a view of it, in its place, unless another unit watches it already.
 
         Where all of them are in containers of the user's, one is watched as it is: its gradient comes later, when all
         that used it has run.
         """
         self.call = call
-        self._views: list[View] = []
+        self._views = []
         if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
             args = (self._watch(args[0]),)
         else:
@@ -131,10 +136,13 @@ class Forward:
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
+        if join(tensor, self.call.after_backward):
+            self.watches = True
+            return tensor
         if tensor.is_nested or tensor.layout is not torch.strided:  # of which there are no views
             self._watch_in_place([tensor])
             return tensor
-        view = tensor.view_as(tensor)
+        view = view_of(tensor)
         self.watches = True
         self._views.append((view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor)))
         on_gradient(view, self.call.after_backward)

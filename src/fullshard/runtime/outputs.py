@@ -33,17 +33,14 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
 
     So are those that a forward put into containers that it was passed, in place. See `_run_later` for a generator.
     """
-    addresses = unit.full_addresses()
-    if not addresses:
-        return output
+    if borrowed is None and type(output) is torch.Tensor:
+        return output.clone() if _lies_in(output, unit) else output
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if _lies_in(tensor, addresses) else tensor
+        return tensor.clone() if _lies_in(tensor, unit) else tensor
 
     if borrowed is not None:
         map_tensors(copy, borrowed.values, borrowed)
-    if type(output) is torch.Tensor:
-        return copy(output)
     return _run_later(output, unit) if type(output) is types.GeneratorType else map_tensors(copy, output, borrowed)
 
 
@@ -88,10 +85,10 @@ def shown_part(module: nn.Module) -> str | None:
     return None
 
 
-def _lies_in(tensor: torch.Tensor, addresses: set[int]) -> bool:
+def _lies_in(tensor: torch.Tensor, unit: Unit) -> bool:
     if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
-    return tensor.untyped_storage().data_ptr() in addresses
+    return unit.owns(tensor)
 
 
 def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
@@ -100,9 +97,8 @@ def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
     Raises:
         PhaseError: names the unit's parameters.
     """
-    addresses = unit.full_addresses()
     for tensor in tensors:
-        if _lies_in(tensor, addresses):
+        if _lies_in(tensor, unit):
             raise PhaseError(
                 "A forward returned an object that holds a view of a gathered parameter, which is about to be freed.",
                 parameter=", ".join(m.name for m in unit.members if m.shape == tuple(tensor.shape)) or unit.name,

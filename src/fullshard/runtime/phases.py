@@ -171,9 +171,6 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     },
 }
 
-ROWS: list[list[tuple[str, Phase] | None]] = [[TABLE[phase].get(event) for event in Happening] for phase in Phase]
-"""The table by number, as `Runner` looks it up."""
-
 
 def refused_transform(unit: str) -> PhaseError:
     """The error for a forward under a transform of `torch.func`."""

@@ -23,7 +23,7 @@ from ..watcher import GATHER, REGATHER
 from .asked import Asked
 from .call import Call, Forward
 from .outputs import FirstGradient, Leftovers, refuse_views
-from .phases import ROWS, Happening, Phase, impossible
+from .phases import TABLE, Happening, Phase, impossible
 from .root import Root
 from .settings import UnitSettings
 from .trace import Period
@@ -84,12 +84,12 @@ class Runner(Asked):
 
     def happens(self, event: Happening) -> None:
         """Do what the table says, and go to the phase that follows."""
-        row = ROWS[self.phase][event]
+        row = _ROWS[self.phase][event]
         if row is None:
             raise impossible(self.phase, event, self.unit.name)
         action, following = row
-        if action:
-            getattr(self, action)()
+        if action is not None:
+            action(self)
         self.phase = following
 
     def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -381,3 +381,11 @@ class Runner(Asked):
         self.forwards.clear()
         self._late = ()
         self.unit.reset()
+
+
+def _row(action: str, following: Phase) -> tuple[Callable[[Runner], None] | None, Phase]:
+    return getattr(Runner, action) if action else None, following
+
+
+_ROWS = [[_row(*TABLE[phase][event]) if event in TABLE[phase] else None for event in Happening] for phase in Phase]
+"""The table by number, with `Runner`'s methods in place of their names."""

@@ -13,7 +13,6 @@ How a sharded parameter shows is its form's affair (`forms/`). Gradients have a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from ..torch_private.local_tensor import plain_access
 from ..watcher import RANK
 from .offload import Home
 
-# What users want of each parameter, and what its unsharded one has: asked of every unit twice a step, in C.
-_WANTED, _TRAINS = attrgetter("sharded.requires_grad"), attrgetter("trains")
+_descriptor: Any = torch.Tensor.requires_grad
+_requires_grad: Callable[[torch.Tensor], bool] = _descriptor.__get__
 
 
 class Bucket:
@@ -86,6 +85,7 @@ class Bucket:
         self._seen: Seen | None = None
         self.sharded: list[nn.Parameter] = []  # of the members; see `list_sharded`
         self.unsharded: list[nn.Parameter] = []
+        self._followed: list[bool] = []  # by member, `requires_grad` when it was followed last
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
@@ -217,6 +217,7 @@ class Bucket:
             home.begin(unit)
         with torch.inference_mode(False):  # what is made here must serve training later
             if self.full is None:
+                self._followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
                 axis, source, once = kept_axis, self.kept, True
@@ -240,7 +241,7 @@ class Bucket:
     def drop_plans(self) -> None:
         """What they were made from has changed: the shard, the parameters, or where they are registered."""
         self.planned = self._seen = None
-        self.sharded, self.unsharded = [], []
+        self.sharded, self.unsharded, self._followed = [], [], []
 
     def list_sharded(self) -> list[nn.Parameter]:
         """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
@@ -386,17 +387,18 @@ class Bucket:
         if self.form.follows:
             self.form.follow(self.members)
         with plain_access():
-            wanted = list(map(_WANTED, self.members))
-            self.trains = True in wanted
-            if wanted == list(map(_TRAINS, self.members)):
-                return
-            for member, trains in zip(self.members, wanted, strict=True):
-                if member.trains is not trains and member.unsharded is not None:
-                    member.trains = trains
-                    member.unsharded.requires_grad_(trains)
+            wanted = list(map(_requires_grad, self.sharded or self.list_sharded()))
+        if wanted == self._followed:
+            return
+        self._followed, self.trains = wanted, True in wanted
+        for member, trains in zip(self.members, wanted, strict=True):
+            if member.trains is not trains and member.unsharded is not None:
+                member.trains = trains
+                member.unsharded.requires_grad_(trains)
 
     def take_requires_grad(self) -> None:
         """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""
+        self._followed = []
         for member in self.members:
             if member.unsharded is not None and member.unsharded.requires_grad != member.trains:
                 member.trains = member.unsharded.requires_grad

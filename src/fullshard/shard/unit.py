@@ -53,6 +53,7 @@ class Unit:
         moving: whether the model's own code changes the weights within a forward: they are not gathered ahead in one.
         touched: what users' code is known to have done to the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
+        gathered_version: `version()` of what is gathered, or was last.
     """
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
@@ -71,7 +72,7 @@ class Unit:
         self._keeps_storage = False
         self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
         self.showing = Showing()
-        self._gathered_version = 0  # `version()` when what is gathered was
+        self.gathered_version = 0  # `version()` when what is gathered was
         self.settle_dtypes()
 
     def settle_dtypes(self) -> None:
@@ -129,7 +130,7 @@ class Unit:
             if end is not None:
                 end()
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, held, staged
-        self._gathered_version = self.version()
+        self.gathered_version = self.version()
         ledger.gathered += held
         ledger.staging += staged
         if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
@@ -309,11 +310,11 @@ class Unit:
 
     def note_gathered(self) -> None:
         """What is gathered is what the shards hold now."""
-        self._gathered_version = self.version()
+        self.gathered_version = self.version()
 
     def changed_since_gather(self) -> bool:
         """Whether users' code is known to have changed the shards since what is gathered was."""
-        return self.version() != self._gathered_version
+        return self.version() != self.gathered_version
 
     def replaced(self) -> bool:
         """Whether a sharded parameter or its storage is not the one that was made here; not asked since `unshard()`."""
@@ -323,9 +324,10 @@ class Unit:
         """Of the shards' bytes; of equal value for equal shards. Reads them to the host."""
         return sum([bucket.checksum() for bucket in self.buckets])
 
-    def full_addresses(self) -> set[int]:
-        """Addresses of the gathered memory, which `free` gives back."""
-        return {at for bucket in self.buckets if bucket.full is not None for at in bucket.full.addresses()} - {0}
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor lies in the gathered memory, which `free` gives back."""
+        at = tensor.untyped_storage().data_ptr()
+        return any([at and bucket.full is not None and at in bucket.full.addresses() for bucket in self.buckets])
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.

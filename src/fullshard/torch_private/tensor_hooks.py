@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,25 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
+
+
+def join(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> bool:
+    """Call `hook(gradient)` right before the one that `on_gradient` put on this tensor, as it is now, by itself.
+
+    Returns:
+        Whether there is one, and it was not joined before; else nothing was done.
+    """
+    hooks = tensor._backward_hooks if HAS_HOOK_DICT else None  # None after a change in place
+    ours = None if hooks is None else hooks.get(_OURS)
+    if hooks is None or ours is None or type(ours) is partial:
+        return False
+    hooks[_OURS] = partial(_both, hook, ours)
+    return True
+
+
+def _both(first: Callable[..., Any], second: Callable[..., Any], gradient: torch.Tensor) -> None:
+    first(gradient)
+    second(gradient)
 
 
 def hooks_of(tensor: torch.Tensor) -> Any:
