@@ -137,9 +137,6 @@ class _Holding:
         self.work: Any = work or DONE
         self.buffer: torch.Tensor | None = buffer
 
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
     def wait(self) -> None:
         self.work.wait()
         self.buffer = None

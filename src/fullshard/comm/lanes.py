@@ -298,9 +298,6 @@ class _Arriving:
     def __init__(self, device: torch.device, pending: Pending, event: torch.Event) -> None:
         self.device, self.pending, self.event = device, pending, event
 
-    def is_completed(self) -> bool:
-        return self.pending.is_completed() and bool(self.event.query())
-
     def wait(self) -> None:
         current_stream(self.device).wait_event(self.event)
         self.pending.wait()

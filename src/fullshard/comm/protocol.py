@@ -22,19 +22,12 @@ class Pending(Protocol):
     def wait(self) -> object:
         """Make the output usable by what the calling thread issues next."""
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-
 
 class Done:
     """A collective that finished when it was issued."""
 
     def wait(self) -> None:
         """Nothing is in flight."""
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
 
 
 DONE = Done()

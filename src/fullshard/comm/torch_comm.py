@@ -150,9 +150,6 @@ class _Exchange:
         self.received: torch.Tensor | None = torch.empty_like(buffer)
         self.work = watched(axis, exchange(self.received, buffer, line_of(axis)))
 
-    def is_completed(self) -> bool:
-        return self.work is None or bool(self.work.is_completed())
-
     def wait(self) -> None:
         if self.received is None:
             return

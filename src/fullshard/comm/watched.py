@@ -21,9 +21,6 @@ class Watched:
     def __init__(self, work: Any) -> None:
         self.work, self.label = work, RANK.log[-1]
 
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
     def wait(self) -> None:
         try:
             self.work.wait(_SLICE)

@@ -128,7 +128,8 @@ class Reducer:
         self._owed.pop(one.index, None)
         while len(self.in_flight) >= settings.max_in_flight:
             self._advance()
-        self._finish_own(one)
+        if self.in_flight or self._replicating:
+            self._finish_own(one)
         if one.settings.share is not None:
             one.settings.share.apply(one.unit)
         collect(one.unit, everything=True)
@@ -149,18 +150,19 @@ class Reducer:
         except BaseException:
             reduction.drop()
             raise
-        if any([bucket.axes.replicate is not None for bucket in one.unit.buckets]):
-            owner._replicating.append((one, reduction))
-            while len(owner._replicating) > 1:
-                owner._deliver(*owner._replicating.popleft())
-        else:
-            owner._deliver(one, reduction)
+        for bucket in one.unit.buckets:
+            if bucket.axes.replicate is not None:
+                owner._replicating.append((one, reduction))
+                while len(owner._replicating) > 1:
+                    owner._deliver(*owner._replicating.popleft())
+                return
+        owner._deliver(one, reduction)
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
-        while self.in_flight and any([entry[1] is one for entry in self.in_flight]):
+        while any([entry[1] is one for entry in self.in_flight]):
             self._advance()
-        while self._replicating and any([entry[0] is one for entry in self._replicating]):
+        while any([entry[0] is one for entry in self._replicating]):
             self._deliver(*self._replicating.popleft())
 
     def _set_aside(self, one: Reducible) -> None:
@@ -177,8 +179,9 @@ class Reducer:
         try:
             with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():
                 given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
-        finally:
+        except BaseException:
             reduction.drop()
+            raise
         if given:
             self._run_hooks(given)
 
@@ -198,17 +201,6 @@ class Reducer:
                             hook(parameter)
                     if attached and read_grad(parameter) is not None:
                         step_attached(parameter)
-
-    def deliver_completed(self) -> None:
-        """Deliver reductions that are done, so that their buffers are not held while more is gathered.
-
-        Not where users' hooks run: hooks that communicate must run at the same moments on all ranks.
-        """
-        while self.in_flight and self.in_flight[0][2].is_completed():
-            one = self.in_flight[0][1]
-            if one.settings.reduce.hook is not None or _has_hooks(one.unit):
-                return
-            self._advance()
 
     def end(self) -> None:
         """The backward is over: reduce what is left in order, wait for everything, agree on what was used."""
@@ -287,7 +279,3 @@ class Reducer:
 
 def _trains(unit: Unit) -> bool:
     return any([bucket.trains for bucket in unit.buckets])
-
-
-def _has_hooks(unit: Unit) -> bool:
-    return any([gradients.delivery.hooked for gradients in unit.gradients])

@@ -264,7 +264,6 @@ class Runner(Asked):
         prefetch = self.settings.prefetch
         if self.settings.unshard_in_backward:
             self._gather_and_show(REGATHER)
-        root.reducer.deliver_completed()
         learned = root.orders.backward.visit(self.index, prefetch.backward)
         upcoming = root.traces.upcoming(prefetch.backward) or learned
         if prefetch.backward_units is not None:

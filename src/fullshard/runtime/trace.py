@@ -44,6 +44,10 @@ class Trace:
     Args:
         root: whose pass it is; a weak reference, or nothing.
 
+    Attributes:
+        steps: in the order of the forward, less those that were gone back over.
+        ahead: by unit, how many ends of its backwards are among them.
+
     >>> trace, outer, inner = Trace(), Period(0), Period(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
     >>> trace.upcoming(2)
@@ -54,64 +58,53 @@ class Trace:
     [(0, False)]
     """
 
-    __slots__ = ("_ahead", "_steps", "root")
+    __slots__ = ("ahead", "root", "steps")
 
     def __init__(self, root: Callable[[], Any] | None = None) -> None:
         self.root = root or (lambda: None)
-        self._steps: list[Step] = []  # in the order of the forward, less those that were gone back over
-        self._ahead: dict[int, int] = {}  # by unit: ends of its backwards among the steps
+        self.steps: list[Step] = []
+        self.ahead: dict[int, int] = {}
 
     def entered(self, period: Period) -> None:
         """A unit was opened for its forward."""
-        self._steps.append((period, False))
-        self._ahead[period.unit] = self._ahead.get(period.unit, 0) + 1
+        self.steps.append((period, False))
+        self.ahead[period.unit] = self.ahead.get(period.unit, 0) + 1
 
     def left(self, period: Period, goes_back: bool = True) -> None:
         """A unit's forward is over; nothing of it stays if no rank's backward goes through it."""
-        if not goes_back and self._steps and self._steps[-1] == (period, False):
+        if not goes_back and self.steps and self.steps[-1] == (period, False):
             self._pop()
             return
-        self._steps.append((period, True))
+        self.steps.append((period, True))
 
     def back_to(self, period: Period, begins: bool) -> Iterator[Step]:
         """Go back to this step, one by one: those passed over, each when it is done with. None if it is not ahead."""
-        steps, wanted = self._steps, (period, begins)
+        steps, wanted = self.steps, (period, begins)
         if (steps and steps[-1] == wanted) or wanted in steps:
             while (step := self._pop()) != wanted:
                 yield step
 
-    def went_to(self, period: Period, begins: bool) -> bool:
-        """Go back to this step if it is the next, and nothing is passed over; False if it is not."""
-        if not self._steps or self._steps[-1] != (period, begins):
-            return False
-        self._pop()
-        return True
-
     def rest(self) -> Iterator[Step]:
         """Go back to the beginning, one by one."""
-        while self._steps:
+        while self.steps:
             yield self._pop()
 
     def _pop(self) -> Step:
-        step = self._steps.pop()
+        step = self.steps.pop()
         period, begins = step
         if not begins:
-            self._ahead[period.unit] -= 1
+            self.ahead[period.unit] -= 1
         return step
 
     def upcoming(self, depth: int) -> tuple[int, ...]:
         """The up to `depth` units whose backward begins next."""
         found: list[int] = []
-        for period, begins in reversed(self._steps):
-            if len(found) >= depth:
-                break
+        for period, begins in reversed(self.steps) if depth > 0 else ():
             if begins:
                 found.append(period.unit)
+                if len(found) == depth:
+                    break
         return tuple(found)
-
-    def holds(self, unit: int) -> bool:
-        """Whether the end of a backward of the unit is still ahead."""
-        return self._ahead.get(unit, 0) > 0
 
 
 _MOST_PASSES = 64  # without a backward, that are remembered
@@ -143,7 +136,13 @@ class Traces:
             return ()
         if trace not in self._reached:
             self._reached.append(trace)
-        return () if trace.went_to(period, begins) else trace.back_to(period, begins)
+        steps = trace.steps
+        if not steps or steps[-1] != (period, begins):
+            return trace.back_to(period, begins)
+        steps.pop()  # the next one: nothing is passed over
+        if not begins:
+            trace.ahead[period.unit] -= 1
+        return ()
 
     def rest(self) -> Iterator[Step]:
         """Go back to the beginnings of all passes that were reached, one step at a time."""
@@ -156,12 +155,10 @@ class Traces:
 
     def hold(self, unit: int) -> bool:
         """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
-        for trace in self._reached:
-            if trace.holds(unit):
-                return True
-        for trace in self._recent:  # noqa: SIM110 - a generator costs twice as much
-            if trace.holds(unit):
-                return True
+        for traces in (self._reached, self._recent):
+            for trace in traces:
+                if trace.ahead.get(unit):
+                    return True
         return False
 
     def forget(self) -> None:

@@ -186,10 +186,6 @@ class Gradients:
         current.settle()
         return current.planned
 
-    def is_completed(self) -> bool:
-        """Whether the reduction over the shard axis is done."""
-        return all([pending.is_completed() for pending in self._pending])
-
     def finish_shard_axis(self) -> torch.Tensor:
         """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
         self.bucket.turns.take()

@@ -9,8 +9,8 @@ import torch
 from ..comm import Comm
 from ..events import stream
 from ..torch_private.profiler import begin_range, recording
-from .gradients import GradState
-from .scaling import Rules, Scaling, Total
+from .gradients import Gradients, GradState
+from .scaling import MEAN, Rules, Scaling, Total
 from .unit import Unit
 
 
@@ -26,31 +26,25 @@ def collect(unit: Unit, everything: bool) -> None:
         everything: buckets that train and got no gradient take part with zeros, as other ranks may have some: all
             trainable buckets of a unit are reduced once one is.
     """
+    ledger = unit.ledger
     for gradients in unit.gradients:
         takes_part = everything and gradients.state is GradState.NONE and gradients.bucket.trains
         if takes_part or gradients.waiting():
-            unit.ledger.reducing += gradients.collect()
-    unit.ledger.note()
+            ledger.reducing += gradients.collect()
+    if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
+        ledger.note()
     if stream.listeners:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
 
 
-def _issue(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> tuple[int, int]:
-    """Start the reductions over the shard axis; returns bytes of the buffers, and of scratch memory besides."""
-    nbytes = scratch = 0
-    for gradients in unit.gradients:
-        if gradients.state is GradState.PENDING:
-            world, dtype = gradients.bucket.axes.world, gradients.reduce_dtype
-            if rules.reduction == "mean":
-                scaling = Scaling.choose(world, dtype, rules.divide_factor, rules.force_sum)
-            else:
-                scaling = Scaling.summed(world, dtype, total)
-            if getattr(comm, "scales_itself", False):
-                scaling = Scaling(True)
-            scratch += gradients.issue_reduce(comm, scaling, rules.check_nonfinite)
-            assert gradients.buffer is not None
-            nbytes += gradients.buffer.nbytes
-    return nbytes, scratch
+def _scaling(gradients: Gradients, comm: Comm, rules: Rules, total: Total | None) -> Scaling:
+    """How a bucket's sum over ranks becomes the gradient."""
+    if getattr(comm, "scales_itself", False):
+        return MEAN
+    world, dtype = gradients.bucket.axes.world, gradients.reduce_dtype
+    if rules.reduction == "mean":
+        return Scaling.choose(world, dtype, rules.divide_factor, rules.force_sum)
+    return Scaling.summed(world, dtype, total)
 
 
 class Reduction:
@@ -69,30 +63,29 @@ class Reduction:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
         end = begin_range("reduce", unit.name) if recording() else None
+        scratch = 0
         try:
-            nbytes, self._scratch_bytes = _issue(unit, comm, rules, total)
+            for gradients in unit.gradients:
+                if gradients.state is GradState.PENDING:
+                    scratch += gradients.issue_reduce(
+                        comm, _scaling(gradients, comm, rules, total), rules.check_nonfinite
+                    )
         finally:
             if end is not None:
                 end()
-        unit.ledger.reducing += self._scratch_bytes
-        unit.ledger.note()
+        if scratch:
+            self._scratch_bytes = scratch
+            unit.ledger.reducing += scratch
+            unit.ledger.note()
         if stream.listeners:
-            unit.emit("reduce", nbytes)
-
-    def is_completed(self) -> bool:
-        """Whether `finish` would neither wait nor communicate."""
-        return not self._replicating and all(
-            [g.is_completed() and g.bucket.axes.replicate is None for g in self.unit.gradients]
-        )
+            unit.emit("reduce", sum([g.buffer_bytes for g in unit.gradients if g.state is GradState.REDUCING]))
 
     def replicate(self, all_reduce: bool) -> None:
-        """The shard axis is to be done: give the buffers back, and start reducing over the replicate axis. Once.
+        """The shard axis is to be done: give the buffers back, and start reducing over the replicate axis.
 
         Args:
             all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
         """
-        if self._replicating:
-            return
         self._replicating = True
         unit = self.unit
         for gradients in unit.gradients:
@@ -133,14 +126,16 @@ class Reduction:
         Returns:
             What got a gradient; see `Delivery.deliver`.
         """
-        self.replicate(all_reduce)
+        if not self._replicating:
+            self.replicate(all_reduce)
         given: list[torch.Tensor] = []
         unit = self.unit
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            replicated = gradients.replicating is not None and recording()
-            end = begin_range("wait for all_reduce", unit.name) if replicated else None
+            end = None
+            if gradients.replicating is not None and recording():
+                end = begin_range("wait for all_reduce", unit.name)
             try:
                 reduced = gradients.finish_replicate()
             finally:
@@ -149,7 +144,8 @@ class Reduction:
             if hook is not None:
                 hook(reduced)
             given += gradients.deliver(fill_unused)
-        self.drop()
+        if self._scratch_bytes:
+            self.drop()
         if stream.listeners:
             unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))
         return given

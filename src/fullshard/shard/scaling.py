@@ -59,12 +59,12 @@ class Scaling:
         In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division
         is split: by a power of two near the square root before, the rest after (as PyTorch's FSDP documents).
         """
+        if factor is None and not force_sum and dtype is not torch.float16:
+            return MEAN
         divide = float(world if factor is None else factor)
         if dtype == torch.float16:
             before = _power_near_root(world)
             return cls(False, 1.0 / before, before / divide)
-        if factor is None and not force_sum:
-            return _MEAN
         return cls(False, 1.0, 1.0 / divide)
 
     @classmethod
@@ -83,7 +83,8 @@ class Scaling:
         return cls(False, after=share, divides_buffer=divisor * share)
 
 
-_MEAN = Scaling(True)
+MEAN = Scaling(True)
+"""The collective averages."""
 
 
 def _power_near_root(world: int) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..forms import Member, Place
+from .bucket import Bucket
 
 _HOOK_KEY = "fullshard"
 """Of our hook among a module's forward pre-hooks: it comes and goes with every pass, at the price of an entry."""
@@ -52,7 +53,8 @@ class Showing:
         self._places = None
         self.generation += 1
 
-    def _plan(self, members: Sequence[Member]) -> None:
+    def _plan(self, buckets: Sequence[Bucket]) -> None:
+        members = [member for bucket in buckets for member in bucket.members]
         self._places = [(place, member) for member in members for place in member.places]
         self._read = [place.reader for place, _ in self._places]
         self._sharded = [m.sharded if m.stand_in is None else m.stand_in for _, m in self._places]
@@ -82,19 +84,17 @@ class Showing:
             else:
                 hooks.pop(_HOOK_KEY, None)
 
-    def show_unsharded(self, members: Callable[[], Sequence[Member]]) -> Member | None:
+    def show_unsharded(self, buckets: Sequence[Bucket]) -> Member | None:
         """Register the unsharded parameters on the modules.
 
         Args:
-            members: the unit's; asked for once, and again after `forget`.
+            buckets: the unit's; looked into once, and again after `forget`.
 
         Returns:
             The first parameter in whose place users had put something since sharded ones were shown.
         """
-        if self.unsharded:
-            return None
         if self._places is None:
-            self._plan(members())
+            self._plan(buckets)
         first = None
         if not all(map(is_, map(call, self._read), self._sharded)):
             first = self._cover()

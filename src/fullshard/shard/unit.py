@@ -248,9 +248,7 @@ class Unit:
         """
         for bucket in self.buckets:
             bucket.turns.take()
-        if self.showing.unsharded:
-            return None
-        return self.showing.show_unsharded(lambda: self.members)
+        return None if self.showing.unsharded else self.showing.show_unsharded(self.buckets)
 
     def show_sharded(self) -> Member | None:
         """Register the sharded parameters on the modules.
