@@ -12,11 +12,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+
+_nothing: deque[object] = deque(maxlen=0)
+drain: Callable[[Iterable[object]], object] = _nothing.extend
+"""Runs through an iterator, in C: `drain(map(call, functions))` calls them all."""
 
 
 def leaves_in(value: Any) -> Iterator[Any]:

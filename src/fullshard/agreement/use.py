@@ -55,11 +55,14 @@ class UseAgreement:
     Args:
         comm: collectives.
         position: keeps the fingerprint.
+
+    Attributes:
+        reduced: indices of the units whose reductions were issued since the ranks last agreed.
     """
 
     def __init__(self, comm: Comm, position: Position) -> None:
         self.comm, self.position = comm, position
-        self._reduced: set[int] = set()  # indices of units, since the ranks last agreed
+        self.reduced: set[int] = set()
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
         self._steps = 0  # of optimizers, before the backward that runs now
         self._sent: dict[tuple[dist.ProcessGroup, ...], deque[_Sent]] = {}  # by the mesh's groups, oldest first
@@ -72,21 +75,13 @@ class UseAgreement:
         """
         self._steps = sum([unit.touched.steps for unit in units])
 
-    def note(self, index: int) -> None:
-        """A unit's reduction was issued."""
-        self._reduced.add(index)
-
-    def noted(self, index: int) -> bool:
-        """Whether the unit was reduced since the ranks last agreed."""
-        return index in self._reduced
-
     def note_changed(self, index: int) -> None:
         """A unit's weights are not those that its forward saw, in the backward that runs now."""
         self._changed.add(index)
 
     def reset(self) -> None:
         """After an exception."""
-        self._reduced.clear()
+        self.reduced.clear()
         self._changed.clear()
         self._sent.clear()  # the allocator waits for what is still being copied
 
@@ -105,12 +100,12 @@ class UseAgreement:
             UsageError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
         changed, self._changed = [index in self._changed for index in range(len(units))], set()
-        if not self._reduced:
+        if not self.reduced:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint = self.position.take_fingerprint()
-        self._reduced.clear()
+        self.reduced.clear()
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
         for delivery in deliveries:
             by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)

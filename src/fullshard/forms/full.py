@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..comm import Gathers, Pending, gathers_of, wait_all
+from ..containers import drain
 from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, copies_out
 from ..mesh import Axis
-from ..torch_private.foreach import copy_all, same_form
+from ..torch_private.foreach import copies, same_form
 from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
@@ -145,13 +146,13 @@ class PlainFull:
             else:
                 self._outs.append(self.staging.tensor.narrow(0, at, numel))
                 at += numel
-        copies, to, come = copies_out(layout), self.copied.tensor, self.staging.tensor
+        to, come = self.copied.tensor, self.staging.tensor
         pairs = [
             (
                 to.as_strided(p.sizes, p.parameter_strides, p.parameter_offset),
                 come.as_strided(p.sizes, p.gathered_strides, p.gathered_offset),
             )
-            for p in copies
+            for p in copies_out(layout)
         ]
         if dtype not in KNOWN:  # copies of many need one that accelerators have them for (no 8-bit float, say)
             pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
@@ -159,7 +160,7 @@ class PlainFull:
         for same in (True, False):
             alike = [(to, come) for to, come in pairs if same_form(to, come) is same]
             if alike:
-                self._copies.append(partial(copy_all, [to for to, _ in alike], [come for _, come in alike]))
+                self._copies.append(copies([to for to, _ in alike], [come for _, come in alike]))
         self._pending: list[Pending] = []
         for member in members:
             buffer, offset = self._place_of(member)
@@ -229,10 +230,8 @@ class PlainFull:
 
     def issue(self) -> None:
         try:
-            for begin in self._begins:
-                begin()
-            for gather in self._gathers:
-                self._pending.append(gather())
+            drain(map(call, self._begins))
+            self._pending.extend(map(call, self._gathers))
         except BaseException:
             self.free()
             raise
@@ -242,16 +241,14 @@ class PlainFull:
         try:
             while pending:
                 pending.pop(0).wait()
-            for fill in self._fills:
-                fill()
+            drain(map(call, self._fills))
             if axis is not None:
                 cut = torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
         except BaseException:
             self.free()
             raise
         self._versions.restore()
-        for end in self._ends:
-            end()
+        drain(map(call, self._ends))
         if self._once:
             self._gathers, self._begins = [], []
         return cut
@@ -261,8 +258,7 @@ class PlainFull:
             if self._pending:
                 wait_all(self._pending)
         finally:
-            for release in self._ends if keep else self._frees:
-                release()
+            drain(map(call, self._ends if keep else self._frees))
             self._versions.spoil()
 
     def addresses(self) -> list[int]:

@@ -62,7 +62,7 @@ class Form(Protocol):
         """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        """Whether sharded parameters lie elsewhere than in `shard`, as nothing but their addresses tells."""
+        """Whether sharded parameters lie elsewhere than in `shard`. Asked where the form `counts`."""
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         """Take what users put in the places of sharded parameters for these; returns the locals they hold now.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -54,6 +55,7 @@ class InFlight(deque[tuple["Reducer", Reducible, Reduction]]):
 
 
 _no_grad = torch.no_grad
+_TRAINS = attrgetter("trains")
 
 
 class Reducer:
@@ -115,7 +117,7 @@ class Reducer:
             if not one.settings.reduce.sync:
                 self._set_aside(one)
             elif not comes_again and self._in_step is None:  # else once all ranks have all of its gradients
-                self._issue(one)
+                self.take_part(one)
 
     def _issue(self, one: Reducible) -> None:
         if self._in_step is not None:
@@ -137,7 +139,7 @@ class Reducer:
         self.position.reduced = True
         reduction = Reduction(one.unit, one.settings.comm, settings, self._tokens)
         self.in_flight.append((self, one, reduction))
-        self._use.note(one.index)
+        self._use.reduced.add(one.index)
 
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
@@ -212,7 +214,7 @@ class Reducer:
         self._kept_apart = False
         for one in self.units:
             if any([gradients.partial is not None for gradients in one.unit.gradients]):
-                if one.settings.reduce.all_reduce and not self._use.noted(one.index):  # else it does already
+                if one.settings.reduce.all_reduce and one.index not in self._use.reduced:  # else it does already
                     self._owed[one.index] = one
                 self._kept_apart = True
 
@@ -223,7 +225,7 @@ class Reducer:
         with plain_access(), torch.no_grad():
             for one in self.units:
                 settings, late = one.settings.reduce, has_gradients(one.unit)
-                fills = settings.fill_unused and not self._use.noted(one.index)
+                fills = settings.fill_unused and one.index not in self._use.reduced
                 if settings.sync and (late or one.index in self._owed or (fills and _trains(one.unit))):
                     self._issue(one)
                 elif late:
@@ -278,4 +280,4 @@ class Reducer:
 
 
 def _trains(unit: Unit) -> bool:
-    return any([bucket.trains for bucket in unit.buckets])
+    return True in map(_TRAINS, unit.buckets)

@@ -246,7 +246,7 @@ class Runner(Asked):
         if call.version != self.unit.version():
             root.reducer.changed(self)
         else:
-            for bucket in self.unit.buckets:
+            for bucket in self.unit.counting:
                 if bucket.form.reassigned(bucket.members, bucket.shard):
                     root.reducer.changed(self)
         if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
@@ -342,7 +342,8 @@ class Runner(Asked):
         in_step = self.root is not None and self.root.guide.in_step is not None  # what stays has to on all ranks
         # A gather that nobody waited for was prefetched in vain, also where units stay gathered.
         if ((self.settings.reshard_after_backward or in_step) and not self.held) or unit.state is State.GATHERING:
-            unit.drop_kept()
+            if unit.kept_axis is not None:
+                unit.drop_kept()
             self.kept = False
             if unit.state is not State.SHARDED:
                 unit.free()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..containers import drain
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
@@ -25,9 +25,6 @@ _ALL = -1
 
 
 _NONE = repeat(None)
-_nothing: deque[object] = deque(maxlen=0)
-drain: Callable[[Iterable[object]], object] = _nothing.extend
-"""Runs through what is iterated over, in C."""
 
 
 class Delivery:

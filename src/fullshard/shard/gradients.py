@@ -21,13 +21,14 @@ from operator import is_, is_not, or_
 import torch
 
 from ..comm import Comm, Pending, wait_all
+from ..containers import drain
 from ..errors import PhaseError
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
 from .bucket import Bucket
-from .delivery import Delivery, drain
+from .delivery import Delivery
 from .reduce_buffer import Planned, ReduceBuffer
-from .scaling import Scaling
+from .scaling import MEAN, Scaling
 
 
 class GradState(Enum):
@@ -60,11 +61,11 @@ class Gradients:
         self.state = GradState.NONE
         self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
-        self.scaling = Scaling(True)
+        self.scaling = MEAN
         self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
         self._version = -1  # of what is shown, when it was delivered last
-        self._slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
+        self.slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
         self._pending: list[Pending] = []
 
     @property
@@ -121,7 +122,7 @@ class Gradients:
         unsharded = bucket.unsharded or bucket.list_unsharded()
         grads = list(map(read_grad, unsharded)) or [None] * len(bucket.members)
         if first:
-            buffer.allocate()
+            buffer.take()
         try:
             everyone = buffer.fill(grads, first)
         except BaseException:
@@ -165,17 +166,18 @@ class Gradients:
             out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
             scratch = out.numel() * out.element_size()
             planned = Planned(comm, axis, out, self.buffer, mean)
-        if scaling.before != 1.0:
-            self.buffer.tensor.mul_(scaling.before)
-        if scaling.divides_buffer is not None:
-            self.buffer.tensor.div_(scaling.divides_buffer)
+        if scaling is not MEAN:
+            if scaling.before != 1.0:
+                self.buffer.tensor.mul_(scaling.before)
+            if scaling.divides_buffer is not None:
+                self.buffer.tensor.div_(scaling.divides_buffer)
         try:
             for reduce in planned.reductions:
                 self._pending.append(reduce())
         except BaseException:
             wait_all(self._pending)
             raise
-        self.state, self.scaling, self._slice = GradState.REDUCING, scaling, planned.out
+        self.state, self.scaling, self.slice = GradState.REDUCING, scaling, planned.out
         return scratch + planned.scratch
 
     def _plan(self, comm: Comm, mean: bool) -> Planned:
@@ -186,22 +188,26 @@ class Gradients:
         current.settle()
         return current.planned
 
-    def finish_shard_axis(self) -> torch.Tensor:
-        """Wait for the reduction over the shard axis and give the buffer back; returns the slice."""
+    def finish_shard_axis(self) -> int:
+        """Wait for the reduction over the shard axis and give the buffer back; returns its bytes."""
+        pending, buffer = self._pending, self.buffer
+        assert buffer is not None
         self.bucket.turns.take()
-        wait_all(self._pending)
-        assert self.buffer is not None and self._slice is not None
-        self.buffer.free()
+        if len(pending) == 1:
+            pending.pop().wait()
+        else:
+            wait_all(pending)
+        buffer.release()
         self.bucket.turns.give()
-        return self._slice
+        return buffer.nbytes
 
     def keep_partial(self) -> None:
         """Set the slice aside, not yet reduced over the replicate axis, to be added to the next one."""
-        assert self._slice is not None
-        ours = self.delivery.set is not None and self._slice is self.delivery.set.flat
-        reduced = self._slice.clone() if ours else self._slice
+        assert self.slice is not None
+        ours = self.delivery.set is not None and self.slice is self.delivery.set.flat
+        reduced = self.slice.clone() if ours else self.slice
         self.partial = reduced if self.partial is None else self.partial.add_(reduced)
-        self._slice, self.state = None, GradState.NONE
+        self.slice, self.state = None, GradState.NONE
 
     def replicate(self, comm: Comm) -> int:
         """Start the all-reduce of the slice, with what `keep_partial` set aside, over the replicate axis.
@@ -210,21 +216,19 @@ class Gradients:
             Bytes of the slice.
         """
         axis = self.bucket.axes.replicate
-        assert axis is not None and self._slice is not None
+        assert axis is not None and self.slice is not None
         if self.partial is not None:
-            self._slice.add_(self.partial)
+            self.slice.add_(self.partial)
             self.partial = None
-        self.replicating = comm.all_reduce(axis, self._slice, self.scaling.mean and axis.size > 1)
-        return self._slice.numel() * self._slice.element_size()
+        self.replicating = comm.all_reduce(axis, self.slice, self.scaling.mean and axis.size > 1)
+        return self.slice.numel() * self.slice.element_size()
 
-    def finish_replicate(self) -> torch.Tensor:
-        """Wait for the all-reduce, if there is one; returns the slice."""
-        assert self._slice is not None
+    def finish_replicate(self) -> None:
+        """Wait for the all-reduce."""
+        assert self.replicating is not None
         self.bucket.turns.take()
-        if self.replicating is not None:
-            self.replicating.wait()
-            self.replicating = None
-        return self._slice
+        self.replicating.wait()
+        self.replicating = None
 
     def deliver(self, fill_unused: bool) -> list[torch.Tensor]:
         """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
@@ -235,13 +239,15 @@ class Gradients:
         Returns:
             See `Delivery.deliver`.
         """
-        assert self._slice is not None
-        if self.scaling.after != 1.0:
-            self._slice.mul_(self.scaling.after)
-        if self.scaling.divides_slice is not None:
-            self._slice.div_(self.scaling.divides_slice)
-        given = self.delivery.deliver(self._slice, fill_unused)
-        self._slice, self.state = None, GradState.NONE
+        assert self.slice is not None
+        self.bucket.turns.take()
+        if self.scaling is not MEAN:
+            if self.scaling.after != 1.0:
+                self.slice.mul_(self.scaling.after)
+            if self.scaling.divides_slice is not None:
+                self.slice.div_(self.scaling.divides_slice)
+        given = self.delivery.deliver(self.slice, fill_unused)
+        self.slice, self.state = None, GradState.NONE
         if self.own is not None:
             self._version = self._shown_version()
         self.bucket.turns.give()
@@ -279,7 +285,7 @@ class Gradients:
             self.delivery.undecided = []
             self.delivery.aside.clear()
             self.delivery.kept.clear()
-            self.partial = self.replicating = self._slice = None
+            self.partial = self.replicating = self.slice = None
             self.bucket.turns.give()
             self.state = GradState.NONE
 

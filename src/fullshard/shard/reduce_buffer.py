@@ -95,7 +95,8 @@ class ReduceBuffer(Scratch):
             targets += self._padding
             sources += self._zeros
         copy_all(targets, sources)
-        copy_all(strided, strided_sources)
+        if strided:
+            copy_all(strided, strided_sources)
         return everyone
 
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:

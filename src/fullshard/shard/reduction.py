@@ -91,14 +91,12 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            live = gradients.live_bytes
             end = begin_range("wait for reduce", unit.name) if recording() else None
             try:
-                gradients.finish_shard_axis()
+                unit.ledger.reducing -= gradients.finish_shard_axis()
             finally:
                 if end is not None:
                     end()
-            unit.ledger.reducing -= live
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
@@ -133,16 +131,15 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            end = None
-            if gradients.replicating is not None and recording():
-                end = begin_range("wait for all_reduce", unit.name)
-            try:
-                reduced = gradients.finish_replicate()
-            finally:
-                if end is not None:
-                    end()
-            if hook is not None:
-                hook(reduced)
+            if gradients.replicating is not None:
+                end = begin_range("wait for all_reduce", unit.name) if recording() else None
+                try:
+                    gradients.finish_replicate()
+                finally:
+                    if end is not None:
+                        end()
+            if hook is not None and gradients.slice is not None:
+                hook(gradients.slice)
             given += gradients.deliver(fill_unused)
         if self._scratch_bytes:
             self.drop()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..containers import drain
 from ..forms import Member, Place
 from .bucket import Bucket
 
@@ -98,8 +99,7 @@ class Showing:
         first = None
         if not all(map(is_, map(call, self._read), self._sharded)):
             first = self._cover()
-        for show in self._show:
-            show()
+        drain(map(call, self._show))
         self.unsharded = True
         if self._guard is not None:
             self._hook(False)
@@ -114,19 +114,16 @@ class Showing:
         return self._places[self._covered[0][0]][1]
 
     def show_sharded(self) -> Member | None:
-        """Register the sharded parameters on the modules, and what users put in their places.
+        """Register the sharded parameters on the modules, and what users put in their places; unsharded ones are shown.
 
         Returns:
             The first parameter in whose place users had put something since unsharded ones were shown.
         """
-        if not self.unsharded:
-            return None
         first = None
-        if self._covered or self.disturbed():
+        if self._covered or not all(map(is_, map(call, self._read), self._unsharded)):
             first = self._uncover()
         else:
-            for hide in self._hide:
-                hide()
+            drain(map(call, self._hide))
         self.unsharded = False
         if self._guard is not None:
             self._hook(True)

@@ -54,6 +54,7 @@ class Unit:
         touched: what users' code is known to have done to the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
         gathered_version: `version()` of what is gathered, or was last.
+        counting: the buckets whose forms count changes that their shards' own counters do not tell.
     """
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: GradientDtypes) -> None:
@@ -77,7 +78,7 @@ class Unit:
 
     def settle_dtypes(self) -> None:
         """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
-        self._counting = [bucket for bucket in self.buckets if bucket.form.counts]
+        self.counting = [bucket for bucket in self.buckets if bucket.form.counts]
         for gradients, (reduce, shown) in zip(self.gradients, self.dtypes.settle(self.buckets), strict=True):
             gradients.reduce_dtype = reduce
             if gradients.delivery.grad_dtype is not shown:
@@ -256,7 +257,7 @@ class Unit:
         Returns:
             The first parameter in whose place users have put something since; that stays there.
         """
-        return self.showing.show_sharded()
+        return self.showing.show_sharded() if self.showing.unsharded else None
 
     def drop_plans(self) -> None:
         """What they were made from has changed: shards, parameters, or where these are registered."""
@@ -302,7 +303,7 @@ class Unit:
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
         total = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
-        for bucket in self._counting:
+        for bucket in self.counting:
             total += bucket.form.version(bucket.members)
         return total
 
@@ -336,10 +337,10 @@ class Unit:
         if self.showing.summoned:
             return
         self.touched.assigned = False
-        if self.showing.disturbed():  # since unshard()
+        if self.showing.unsharded and self.showing.disturbed():  # since unshard()
             self.show_sharded()
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            views = gradients.delivery.replaced_views()
+            views = gradients.delivery.replaced_views() if gradients.delivery.views else ()
             if not self.showing.unsharded and (views or bucket.replaced()):
                 before = self.version()
                 alike = bucket.take_over(views)

@@ -11,6 +11,9 @@ calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 
@@ -18,6 +21,11 @@ def same_form(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy between these can be part of one kernel for many."""
     dense = torch.ops.aten.is_non_overlapping_and_dense
     return target.stride() == source.stride() and bool(dense(target)) and bool(dense(source))
+
+
+def copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:
+    """What does `copy_all` of these, which are some, whenever it is called."""
+    return partial(torch._foreach_copy_, targets, sources)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
