@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -44,16 +45,16 @@ def test_small_dtypes_are_copied_as_bits(run_ranks):
 
 
 def copied_as_bits() -> bool:
-    dtypes, copy_all = set(), FULL.copy_all
+    dtypes, copies = set(), FULL.copies
 
-    def copied(to: list[torch.Tensor], come: list[torch.Tensor]) -> None:
+    def planned(to: list[torch.Tensor], come: list[torch.Tensor]) -> Callable[[], object]:
         dtypes.update(tensor.dtype for tensor in [*to, *come])
-        copy_all(to, come)
+        return copies(to, come)
 
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16):
         model, expected = Frozen(dtype), Frozen(dtype)
         fully_shard(model)
-        with mock.patch.object(FULL, "copy_all", copied):
+        with mock.patch.object(FULL, "copies", planned):
             model(torch.ones(1))
         expected(torch.ones(1))
         for mine, other in zip(model.seen, expected.seen, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import is_not
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
@@ -54,12 +54,12 @@ class ReduceBuffer(Scratch):
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
         self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # If every gradient goes in as one tensor: targets and members of those alike, and of the others.
-        self._known: list[tuple[list[torch.Tensor], list[int]]] = []
+        # If every gradient goes in as one tensor: targets of those alike, and what picks their gradients; and of others.
+        self._known: list[tuple[list[torch.Tensor], Callable[[list[Any]], Sequence[Any]]]] = []
         if all([place.whole and member.split is None for place, member in self._pairs()]):
             for alike in (True, False):
                 mine = [i for i, place in enumerate(self._places) if place.alike[0] is alike]
-                self._known.append(([self._places[i].targets[0] for i in mine], mine))
+                self._known.append(([self._places[i].targets[0] for i in mine], _picks(mine)))
         self.free()
 
     def _pairs(self) -> list[tuple[_Places, Member]]:
@@ -81,8 +81,7 @@ class ReduceBuffer(Scratch):
         everyone = all(map(is_not, grads, _NONE))
         if everyone and self._known and set(map(_layout, grads)) == _STRIDED:
             (alike, mine), (strided, others) = self._known
-            targets, sources = alike[:], [grads[i] for i in mine] if others else grads[:]
-            strided_sources = [grads[i] for i in others]
+            targets, sources, strided_sources = alike[:], [*mine(grads)], [*others(grads)]
         else:
             targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
@@ -131,6 +130,15 @@ class ReduceBuffer(Scratch):
         """Make what was collected for these members zero."""
         chosen = set(map(id, members))
         zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
+
+
+def _picks(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What takes these items of a list."""
+    return (
+        itemgetter(*indices)
+        if len(indices) > 1
+        else itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
+    )
 
 
 class _Places:
