@@ -54,7 +54,7 @@ class ReduceBuffer(Scratch):
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
         self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # If every gradient goes in as one tensor: targets of those alike, and what picks their gradients; and of others.
+        # If every gradient goes in as one tensor: targets of those alike, and what picks their gradients; the others'.
         self._known: list[tuple[list[torch.Tensor], Callable[[list[Any]], Sequence[Any]]]] = []
         if all([place.whole and member.split is None for place, member in self._pairs()]):
             for alike in (True, False):
