@@ -52,6 +52,9 @@ class Full(Protocol):
             once: `source` is for one gather, and held until that is finished.
         """
 
+    def unplan(self) -> None:
+        """Let go of what was planned; a gather in flight goes on."""
+
     def issue(self) -> None:
         """Allocate, and start gathering as planned."""
 
@@ -228,6 +231,9 @@ class PlainFull:
             parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
         self._gathers, self._once = gathers_of(comm, axis, self._outs, parts), once
 
+    def unplan(self) -> None:
+        self._gathers, self._begins = [], []
+
     def issue(self) -> None:
         try:
             drain(map(call, self._begins))
@@ -250,7 +256,7 @@ class PlainFull:
         self._versions.restore()
         drain(map(call, self._ends))
         if self._once:
-            self._gathers, self._begins = [], []
+            self.unplan()
         return cut
 
     def free(self, keep: bool = False) -> None:

@@ -167,6 +167,9 @@ class SubclassFull:
     def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
         self._planned = comm, axis, source
 
+    def unplan(self) -> None:
+        self._planned = None
+
     def issue(self) -> None:
         comm, axis, source = self._planned
         self._name_what_is_sent(source)

@@ -242,6 +242,8 @@ class Bucket:
         """What they were made from has changed: the shard, the parameters, or where they are registered."""
         self.planned = self._seen = None
         self.sharded, self.unsharded, self._followed = [], [], []
+        if self.full is not None:
+            self.full.unplan()
 
     def list_sharded(self) -> list[nn.Parameter]:
         """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
