@@ -33,6 +33,8 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
 
     So are those that a forward put into containers that it was passed, in place. See `_run_later` for a generator.
     """
+    if not unit.buckets:
+        return output
     if borrowed is None and type(output) is torch.Tensor:
         return output.clone() if _lies_in(output, unit) else output
 
