@@ -17,7 +17,7 @@ PAGE = "project/glossary"
 PLAIN = {
     "world", "draft", "place", "form", "slot", "part", "piece", "run", "local", "shown", "full",
     "free", "reduce", "home", "held", "pass", "trace", "period", "call", "course", "lines",
-    "board", "guide", "folder", "record", "source", "sink", "event", "member", "happening", "checkpoint",
+    "guide", "folder", "record", "source", "sink", "event", "member", "happening", "checkpoint",
     "segment", "delivery", "schedule", "phase",
 }  # fmt: skip
 """Words without hover."""
