@@ -6,6 +6,7 @@ an ordinary step as ever.
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard import fully_shard
 from models import blocks_of
 from ways import (
     WIDE,
@@ -208,3 +211,33 @@ def test_a_loss_kept_now_and_then(way: str) -> list[str]:
         backward_of_both(model, plain, step, sometimes)
         problems += gradient_problems(f"step {step}", model, plain)
     return problems
+
+
+class Detached(nn.Linear):
+    """A head that trains alone: what it is given gets no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 4), Detached(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda given: self.head(self.trunk(given)), x.clone(), use_reentrant=True)
+
+
+def test_an_input_without_a_gradient_in_a_reentrant_checkpoint(fake_world):
+    """Autograd calls hooks there with None."""
+    fake_world(1)
+    model = Headed()
+    expected = copy.deepcopy(model)
+    for unit in (model.trunk, model.head, model):
+        fully_shard(unit)
+    x = torch.randn(3, 4, requires_grad=True)
+    for each in (model, expected):
+        each(x).sum().backward()
+    assert torch.allclose(model.head.weight.grad.full_tensor(), expected.head.weight.grad)
+    assert model.trunk.weight.grad is None and expected.trunk.weight.grad is None

@@ -76,11 +76,13 @@ class Call:
         """An output got its gradient."""
         self.runner.before_backward(self)
 
-    def after_backward(self, gradient: torch.Tensor) -> None:
-        """A watched input got its gradient."""
+    def after_backward(self, gradient: torch.Tensor | None) -> None:
+        """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
         if self.hands_on and not self.period.opened:
             self.runner.before_backward(self)
-        if gradient.requires_grad:  # create_graph: whoever differentiates this gradient needs the parameters first
+        if (
+            gradient is not None and gradient.requires_grad
+        ):  # create_graph: whoever differentiates this gradient needs the parameters first
             on_gradient(gradient, self.before_backward)
         self.finish()
 
@@ -157,7 +159,7 @@ class Forward:
         self.watches = True
         reference = weakref.ref(call)  # the tensor may outlive the graph
 
-        def after_backward(gradient: torch.Tensor) -> None:
+        def after_backward(gradient: torch.Tensor | None) -> None:
             if (call := reference()) is not None:
                 call.after_backward(gradient)
 
