@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.agreement.course import Course
+from fullshard.watcher import RANK
 from ways import whole_gradients, whole_parameters
 
 
@@ -98,13 +99,14 @@ def held_by_this_process() -> dict[str, int]:
     objects = gc.get_objects()
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fullshard"]
     bounded = {id(each._history) for each in objects if type(each) is Course}  # the kinds of the last 256 passes
+    bounded |= {id(RANK.log)}  # what was issued last, 2,048 numbers
     theirs = [each for module in modules for each in vars(module).values() if hasattr(each, "__dict__")]
     holders = {id(each): each for each in (*modules, *theirs)}.values()  # once where several modules import it
     tables = [v for each in holders for v in list(vars(each).values()) if isinstance(v, (list, dict, set, deque))]
     return {
         "tensors": sum(1 for each in objects if isinstance(each, Tensor)),
         "entries": sum(len(each) for each in objects if type(each) in (list, set, deque) and id(each) not in bounded),
-        "tables": sum(map(len, tables)),  # of modules, classes and objects that were there before
+        "tables": sum([len(v) for v in tables if id(v) not in bounded]),  # of modules, classes, objects from before
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
