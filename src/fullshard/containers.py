@@ -15,6 +15,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ import torch
 _nothing: deque[object] = deque(maxlen=0)
 drain: Callable[[Iterable[object]], object] = _nothing.extend
 """Runs through an iterator, in C: `drain(map(call, functions))` calls them all."""
+NONES = repeat(None)
+"""As many as are wanted: `map(is_, values, NONES)`."""
 
 
 def leaves_in(value: Any) -> Iterator[Any]:

@@ -59,29 +59,29 @@ FAULTS = (
     Fault(
         "a gather is not waited for",
         "forms/full.py",
-        "                pending.pop(0).wait()\n",
-        "                pending.pop(0)\n",
+        "            wait_all(pending)\n            drain(map(call, self._fills))\n",
+        "            pending.clear()\n            drain(map(call, self._fills))\n",
     ),
     # shard
     Fault(
         "the reduction's buffer is never given back",
         "shard/gradients.py",
-        "            wait_all(pending)\n        buffer.release()\n",
-        "            wait_all(pending)\n",
+        "        wait_all(pending)\n        buffer.free()\n",
+        "        wait_all(pending)\n",
         besides="tests/test_events.py -k storages",
     ),
     Fault(
         "the reduction's buffer is given back before the wait",
         "shard/gradients.py",
-        "        if len(pending) == 1:\n",
-        "        buffer.release()\n        if len(pending) == 1:\n",
+        "        wait_all(pending)\n        buffer.free()\n",
+        "        buffer.free()\n        wait_all(pending)\n",
         "tests/parity/test_layouts.py",
     ),
     Fault(
         "gradients are counted twice when they accumulate",
         "shard/gradients.py",
-        "        drain(map(write_grad, unsharded, _NONE))\n",
-        "        if first:\n            drain(map(write_grad, unsharded, _NONE))\n",
+        "        drain(map(write_grad, unsharded, NONES))\n",
+        "        if first:\n            drain(map(write_grad, unsharded, NONES))\n",
     ),
     Fault(
         "gradients are reduced in the dtype of the parameters' storage",

@@ -35,6 +35,9 @@ DONE = Done()
 
 def wait_all(pending: list[Pending]) -> None:
     """Wait for all of these, and empty the list; what the first that failed raises is raised when all are over."""
+    if len(pending) == 1:  # the usual case
+        pending.pop().wait()
+        return
     failed: BaseException | None = None
     while pending:
         try:

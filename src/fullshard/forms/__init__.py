@@ -1,6 +1,6 @@
 """One parameter of a sharded model: where it is registered, what is held of it, how it shows while that is sharded."""
 
-from .changes import OWNER_KEY, Owner, Seen, Touched, mark_view, note_change, owner_of
+from .changes import OWNER_KEY, Owner, Touched, Untouched, mark_view, note_change, owner_of
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
@@ -56,11 +56,11 @@ __all__ = [
     "RowsForm",
     "RunsForm",
     "Scratch",
-    "Seen",
     "SpmdMesh",
     "SubclassForm",
     "TensorParallel",
     "Touched",
+    "Untouched",
     "attributes_of",
     "chunk_of",
     "explicit_grad_dtype",

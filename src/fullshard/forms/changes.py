@@ -68,27 +68,28 @@ class Touched:
         self.by = by
 
 
-class Seen:
-    """What users may have put something else in place of, compared in C with what the engine made.
+class Untouched:
+    """That users have put nothing else in place of what the engine made: compared in C, once a pass.
 
     Args:
         objects: what reads an object, and the very one that is to be there.
         facts: what reads a value, and what it is to be equal to.
     """
 
-    __slots__ = ("_facts", "_found", "_objects", "_values")
+    __slots__ = ("_facts", "_objects", "_originals", "_values")
 
     def __init__(
         self,
         objects: Iterable[tuple[Callable[[], Any], Any]],
         facts: Iterable[tuple[Callable[[], Any], Any]] = (),
     ) -> None:
-        self._objects, self._found = _unzipped(objects)
+        self._objects, self._originals = _unzipped(objects)
         self._facts, self._values = _unzipped(facts)
 
-    def differs(self) -> bool:
-        """Whether anything is not as it was made."""
-        return not all(map(is_, map(call, self._objects), self._found)) or list(map(call, self._facts)) != self._values
+    def holds(self) -> bool:
+        """Whether everything is as it was made."""
+        same = all(map(is_, map(call, self._objects), self._originals))
+        return same and list(map(call, self._facts)) == self._values
 
 
 def _unzipped(pairs: Iterable[tuple[Callable[[], Any], Any]]) -> tuple[list[Callable[[], Any]], list[Any]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..torch_private.local_tensor import same_memory
-from .changes import OWNER_KEY, Seen
+from .changes import OWNER_KEY, Untouched
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .local import LocalForm, memory_of
 from .member import Member
@@ -91,11 +91,11 @@ class FlatParameterForm(LocalForm):
                     place.show(stand_in)
             member.stand_in = stand_in
 
-    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+    def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         objects = [(place.reader, member.stand_in) for member in members for place in member.places]
         if (holder := self.holder) is not None:
             objects.append((partial(holder._parameters.get, ATTRIBUTE), self.flat))
-        return Seen(objects, memory_of(self.flat, shard))
+        return Untouched(objects, memory_of(self.flat, shard))
 
     def version(self, members: Sequence[Member]) -> int:
         version: int = self.flat._version

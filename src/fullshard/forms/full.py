@@ -32,14 +32,14 @@ class Full(Protocol):
     A gather that fails, because memory runs out, leaves nothing allocated and nothing in flight.
 
     Attributes:
-        held: bytes that the last `issue` allocated until `free`.
-        staged: bytes that it allocated until `finish`.
-        filled: bytes that the last `finish` allocated until `free`.
+        whole_bytes: that the last `issue` allocated until `free`.
+        passing_bytes: that it allocated until `finish`.
+        copied_bytes: that the last `finish` allocated until `free`.
     """
 
-    held: int
-    staged: int
-    filled: int
+    whole_bytes: int
+    passing_bytes: int
+    copied_bytes: int
 
     def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
         """From now on gather `source` of every rank of `axis`.
@@ -132,7 +132,8 @@ class PlainFull:
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
         self._sent: Scratch | None = None  # [S], while gathering: the shard in the dtype that is gathered
-        self.held, self.staged, self.filled = self.whole.nbytes, self.staging.nbytes, self.copied.nbytes
+        self.whole_bytes, self.copied_bytes = self.whole.nbytes, self.copied.nbytes
+        self.passing_bytes = self.staging.nbytes
         # What a gather calls, one after another; made by `plan`.
         self._begins: list[Callable[[], object]] = []  # allocate, and cast
         self._gathers: list[Callable[[], Pending]] = []
@@ -214,9 +215,9 @@ class PlainFull:
             self._sent.free()
             shard = self._sent.tensor
             passing.append(self._sent)
-        self.staged = sum([buffer.nbytes for buffer in passing])
+        self.passing_bytes = sum([buffer.nbytes for buffer in passing])
         self._begins = [buffer.take for buffer in passing]
-        self._ends = [buffer.release for buffer in passing]
+        self._ends = [buffer.free for buffer in passing]
         self._fills = list(self._copies)
         if whole.nbytes:
             self._begins.append(whole.allocate if keeps else whole.take)
@@ -224,7 +225,7 @@ class PlainFull:
             self._fills.insert(0, copied.allocate if keeps else copied.take)
         if shard is not source:
             self._begins.append(partial(shard.copy_, source))
-        self._frees = [*self._ends, *[buffer.release for buffer in (whole, copied) if buffer.nbytes]]
+        self._frees = [*self._ends, *[buffer.free for buffer in (whole, copied) if buffer.nbytes]]
         parts = [shard]
         if len(self._outs) > 1:
             scale = shard.numel() // max(self.layout.shard_numel, 1)
@@ -245,8 +246,7 @@ class PlainFull:
     def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
         pending, cut = self._pending, None
         try:
-            while pending:
-                pending.pop(0).wait()
+            wait_all(pending)
             drain(map(call, self._fills))
             if axis is not None:
                 cut = torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])

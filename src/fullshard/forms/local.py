@@ -16,8 +16,8 @@ from torch import nn
 from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import local_part, same_memory
-from .changes import Seen
+from ..torch_private.local_tensor import local_part, read_device, read_dtype, read_is_meta, same_memory
+from .changes import Untouched
 from .flat_shard import FlatShard
 from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
@@ -92,9 +92,9 @@ class LocalForm:
         memory = whole.permute(member.slot.spec.order).reshape(-1)
         return memory[member.part.start : member.part.start + member.part.numel]
 
-    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+    def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         places = [(place.reader, member.sharded) for member in members for place in member.places]
-        return Seen(places, [fact for member in members for fact in memory_of(member.sharded, member.local)])
+        return Untouched(places, [fact for member in members for fact in memory_of(member.sharded, member.local)])
 
     def version(self, members: Sequence[Member]) -> int:
         return sum([member.sharded._version for member in members])
@@ -166,9 +166,5 @@ class LocalForm:
 
 def memory_of(tensor: torch.Tensor, like: torch.Tensor) -> list[tuple[Callable[[], Any], Any]]:
     """Where a tensor lies, and of which dtype it is; and what both are to be."""
-    facts = [(partial(read, tensor), read(like)) for read in _FACTS]
+    facts = [(partial(read, tensor), read(like)) for read in (read_dtype, read_device, read_is_meta)]
     return [(tensor.data_ptr, like.data_ptr()), *facts]
-
-
-_DESCRIPTORS: Any = (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.is_meta)
-_FACTS: list[Callable[[torch.Tensor], Any]] = [descriptor.__get__ for descriptor in _DESCRIPTORS]

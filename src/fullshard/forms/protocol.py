@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..layout import Part, Slot
-from .changes import Seen
+from .changes import Untouched
 from .full import Full
 from .member import Member
 
@@ -55,8 +55,8 @@ class Form(Protocol):
     def cut(self, member: Member, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value, as a local; shares memory with `whole` where it can."""
 
-    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
-        """What tells that a sharded parameter, its storage or its dtype is not the one that was made here."""
+    def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
+        """That the sharded parameters, their storage and dtype are those that were made here."""
 
     def version(self, members: Sequence[Member]) -> int:
         """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""

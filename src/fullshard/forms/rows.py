@@ -14,7 +14,7 @@ from ..errors import ConfigError, ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
-from .changes import Seen
+from .changes import Untouched
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
@@ -96,9 +96,9 @@ class RowsForm:
         cut: Any = distribute_tensor(whole.detach(), shown.device_mesh, shown.placements, src_data_rank=None)
         return local_of(cut)
 
-    def seen(self, members: Sequence[Member], shard: torch.Tensor) -> Seen:
+    def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         inside = [(partial(local_of, member.sharded), member.local) for member in members]
-        return Seen([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
+        return Untouched([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
 
     def version(self, members: Sequence[Member]) -> int:
         return 0

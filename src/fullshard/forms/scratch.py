@@ -25,27 +25,24 @@ class Scratch:
         dtype, device: of the buffer.
 
     Attributes:
-        take: allocates, where nothing is.
-        release: gives the memory back.
+        take: allocates, where nothing is allocated.
+        free: gives the memory back, if there is any.
     """
 
-    __slots__ = ("nbytes", "release", "storage", "take", "tensor")
+    __slots__ = ("free", "nbytes", "storage", "take", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)  # [numel], storage only while allocated
         self.storage = self.tensor.untyped_storage()
         self.nbytes = numel * dtype.itemsize
         self.take: Callable[[], object] = partial(self.storage.resize_, self.nbytes)
-        self.release: Callable[[], object] = partial(self.storage.resize_, 0)
+        self.free: Callable[[], object] = partial(self.storage.resize_, 0)
 
     @property
     def allocated(self) -> bool:
         return self.nbytes == 0 or self.storage.nbytes() != 0
 
     def allocate(self) -> None:
+        """As `take`, unless it is allocated already."""
         if self.nbytes and not self.storage.nbytes():
             self.storage.resize_(self.nbytes)
-
-    def free(self) -> None:
-        if self.nbytes:
-            self.storage.resize_(0)

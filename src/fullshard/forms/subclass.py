@@ -154,7 +154,7 @@ class SubclassFull:
         self._pending: list[Pending] = []
         self._versions: Versions | None = None
         self._planned: Any = None  # collectives, ranks, and the chunk
-        self.held = self.staged = self.filled = 0
+        self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +194,7 @@ class SubclassFull:
         except BaseException:
             self.free()
             raise
-        self.staged = self.nbytes
+        self.passing_bytes = self.nbytes
 
     def _rows_of_all(self, comm: Gathers, axis: Axis) -> list[tuple[int, int]]:
         """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.
@@ -268,10 +268,10 @@ class SubclassFull:
             raise
         assert self.member.unsharded is not None
         self._versions = Versions([self.member.unsharded])
-        self.filled = sum(t.untyped_storage().nbytes() for t in self._inner)
+        self.copied_bytes = sum(t.untyped_storage().nbytes() for t in self._inner)
         for out, keeps in zip(self._received, self._keeps, strict=True):
             if keeps:
-                self.filled += out.nbytes
+                self.copied_bytes += out.nbytes
             else:
                 out.free()
         return None

@@ -110,7 +110,7 @@ class Reducer:
         Args:
             comes_again: more gradients of it are expected.
         """
-        if not _trains(one.unit) and not has_gradients(one.unit):
+        if True not in map(_TRAINS, one.unit.buckets) and not has_gradients(one.unit):
             return
         self._owed[one.index] = one
         with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():  # on with create_graph
@@ -226,7 +226,9 @@ class Reducer:
             for one in self.units:
                 settings, late = one.settings.reduce, has_gradients(one.unit)
                 fills = settings.fill_unused and one.index not in self._use.reduced
-                if settings.sync and (late or one.index in self._owed or (fills and _trains(one.unit))):
+                if settings.sync and (
+                    late or one.index in self._owed or (fills and True in map(_TRAINS, one.unit.buckets))
+                ):
                     self._issue(one)
                 elif late:
                     self._set_aside(one)
@@ -277,7 +279,3 @@ class Reducer:
         self._tokens = None
         if self.in_flight.finalizing is self:
             self.in_flight.finalizing = None
-
-
-def _trains(unit: Unit) -> bool:
-    return True in map(_TRAINS, unit.buckets)

@@ -22,15 +22,12 @@ from torch.distributed.tensor import DTensor
 from ..comm import Comm, Gathers, apart_of, turns_on
 from ..dtypes import fingerprint
 from ..errors import ConfigError
-from ..forms import OWNER_KEY, Draft, Form, Full, Member, Seen, attributes_of, hooks_onto, take_grad_dtype
+from ..forms import OWNER_KEY, Draft, Form, Full, Member, Untouched, attributes_of, hooks_onto, take_grad_dtype
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
-from ..torch_private.local_tensor import plain_access
+from ..torch_private.local_tensor import plain_access, read_requires_grad
 from ..watcher import RANK
 from .offload import Home
-
-_descriptor: Any = torch.Tensor.requires_grad
-_requires_grad: Callable[[torch.Tensor], bool] = _descriptor.__get__
 
 
 class Bucket:
@@ -82,7 +79,7 @@ class Bucket:
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
         self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
         self.planned: Comm | None = None  # whose collectives `full` is planned to gather by; None: it is not
-        self._seen: Seen | None = None
+        self._untouched: Untouched | None = None
         self.sharded: list[nn.Parameter] = []  # of the members; see `list_sharded`
         self.unsharded: list[nn.Parameter] = []
         self._followed: list[bool] = []  # by member, `requires_grad` when it was followed last
@@ -225,7 +222,7 @@ class Bucket:
                 source, gathers, once = home.to_device(source, self.compute_dtype), home.gathering(comm), True
                 passing = source.numel() * source.element_size()
             self.full.plan(gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage, once)
-        self.full.staged += passing
+        self.full.passing_bytes += passing
         if not once and not apart:
             self.planned = comm
 
@@ -240,7 +237,7 @@ class Bucket:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: the shard, the parameters, or where they are registered."""
-        self.planned = self._seen = None
+        self.planned = self._untouched = None
         self.sharded, self.unsharded, self._followed = [], [], []
         if self.full is not None:
             self.full.unplan()
@@ -293,9 +290,9 @@ class Bucket:
 
     def replaced(self) -> bool:
         """Whether a sharded parameter or its storage is not the one this bucket made. About 0.1 us a parameter."""
-        if self._seen is None:
-            self._seen = self.form.seen(self.members, self.shard)
-        return self._seen.differs()
+        if self._untouched is None:
+            self._untouched = self.form.untouched(self.members, self.shard)
+        return not self._untouched.holds()
 
     def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
         """Copy replaced storage into a new shard, or refuse; nothing has changed then.
@@ -389,7 +386,7 @@ class Bucket:
         if self.form.follows:
             self.form.follow(self.members)
         with plain_access():
-            wanted = list(map(_requires_grad, self.sharded or self.list_sharded()))
+            wanted = list(map(read_requires_grad, self.sharded or self.list_sharded()))
         if wanted == self._followed:
             return
         self._followed, self.trains = wanted, True in wanted

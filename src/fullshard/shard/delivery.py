@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 
-from ..containers import drain
+from ..containers import NONES, drain
 from ..errors import ConfigError, message
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
@@ -24,9 +23,6 @@ _ALL = -1
 """In place of a member's index: all of them, in one `FlatParameter`."""
 
 
-_NONE = repeat(None)
-
-
 class Delivery:
     """Gives a bucket's reduced slices to users as `.grad`.
 
@@ -37,7 +33,7 @@ class Delivery:
         grad_dtype: of `.grad`; see `GradientDtypes`.
         set: the slice that is shown now, or was last.
         views: optimizer views over the bucket's shard.
-        everyone, nobody: True, and False, for each member. Not to be written to, nor are `got` and `used`.
+        everyone, nobody: True, and False, for each member.
         got: per member, whether this rank had a gradient for it since the last reduction.
         used: the same for reductions since the ranks last agreed.
         undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
@@ -50,8 +46,9 @@ class Delivery:
         self.bucket, self.grad_dtype = bucket, bucket.storage_dtype
         self.set: GradientSet | None = None
         self.views: list[OptimizerView] = []
-        self.everyone, self.nobody = [True] * len(bucket.members), [False] * len(bucket.members)
-        self.got = self.used = self.nobody
+        self.everyone, self.nobody = (True,) * len(bucket.members), (False,) * len(bucket.members)
+        self.got: Sequence[bool] = self.nobody
+        self.used: Sequence[bool] = self.nobody
         self.undecided: list[int] = []
         self.aside: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
@@ -79,8 +76,8 @@ class Delivery:
             target, old = self._added(reduced)
         got, self.got = self.got, self.nobody
         if got is self.everyone and not self.hooked:
-            self.used, target.shown = got, got[:]
-            drain(map(write_grad, target.takers, target.given))
+            self.used, target.shown = got, list(got)
+            drain(map(write_grad, target.receivers, target.received))
             if self.views:
                 self._show_views(target)
             return []
@@ -104,7 +101,7 @@ class Delivery:
             Indices of the hooked members that are known to have got one.
         """
         given: list[int] = []
-        gives_empty, used = self.bucket.form.gives_empty, self.used[:]
+        gives_empty, used = self.bucket.form.gives_empty, list(self.used)
         for index, member in enumerate(self.bucket.members):
             fills = False
             if got[index]:
@@ -191,7 +188,7 @@ class Delivery:
                 target.flat.copy_(reduced)
             else:
                 self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
-        target.shown = self.nobody[:]
+        target.shown = list(self.nobody)
         return target
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
@@ -329,7 +326,7 @@ class Delivery:
             self._agree(view)
             if view.alone and view.has_gradient:
                 return False
-        return all(map(is_, map(read_grad, self.bucket.sharded or self.bucket.list_sharded()), _NONE))
+        return all(map(is_, map(read_grad, self.bucket.sharded or self.bucket.list_sharded()), NONES))
 
     def _agree(self, view: OptimizerView) -> None:
         """An optimizer view and its parameters share one gradient: whoever set it to None set it for both."""
@@ -477,8 +474,8 @@ class Delivery:
             made = GradientSet(flat, parts, views)
         for member, part in zip(bucket.members, parts, strict=True):
             if bucket.form.gives_empty or part.numel():
-                made.takers.append(member.sharded)
-                made.given.append(part)
+                made.receivers.append(member.sharded)
+                made.received.append(part)
         return made
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ..torch_private.holders import holders
 from ..torch_private.local_tensor import inside, plain_access
-from .reduce_buffer import Planned
+from .reduce_buffer import PlannedReduction
 
 
 def _address(part: Any) -> int:
@@ -28,8 +28,8 @@ class GradientSet:
         flat: [shard_numel], dtype of `.grad`.
         parts: per member, its gradient as users see it.
         views: per optimizer view of the bucket, the plain 1-D tensor over `flat`.
-        takers, given: the sharded parameters that get a `.grad`, and the part that each gets.
-        planned: the reduction into `flat` that ran last.
+        receivers, received: the sharded parameters that get a `.grad`, and the part that each gets.
+        reduction: into `flat`, as it ran last.
         shown: per member, whether its part was given out since the whole was last written.
         held: what `holders` said when nobody else held them.
     """
@@ -38,9 +38,9 @@ class GradientSet:
     parts: list[torch.Tensor]
     views: list[torch.Tensor]
     shown: list[bool] = field(default_factory=list)
-    takers: list[Any] = field(default_factory=list)
-    given: list[torch.Tensor] = field(default_factory=list)
-    planned: Planned | None = None
+    receivers: list[Any] = field(default_factory=list)
+    received: list[torch.Tensor] = field(default_factory=list)
+    reduction: PlannedReduction | None = None
     held: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from itertools import repeat
 from operator import is_, is_not, or_
 
 import torch
 
 from ..comm import Comm, Pending, wait_all
-from ..containers import drain
+from ..containers import NONES, drain
 from ..errors import PhaseError
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
 from .bucket import Bucket
 from .delivery import Delivery
-from .reduce_buffer import Planned, ReduceBuffer
+from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, Scaling
 
 
@@ -37,9 +36,6 @@ class GradState(Enum):
     NONE = "none"
     PENDING = "pending"
     REDUCING = "reducing"
-
-
-_NONE = repeat(None)
 
 
 class Gradients:
@@ -92,7 +88,7 @@ class Gradients:
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
         unsharded = self.bucket.unsharded or self.bucket.list_unsharded()
-        return not all(map(is_, map(read_grad, unsharded), _NONE))
+        return not all(map(is_, map(read_grad, unsharded), NONES))
 
     # Collect.
 
@@ -129,8 +125,8 @@ class Gradients:
             if first:
                 buffer.free()
             raise
-        drain(map(write_grad, unsharded, _NONE))
-        delivery.got = delivery.everyone if everyone else list(map(or_, delivery.got, map(is_not, grads, _NONE)))
+        drain(map(write_grad, unsharded, NONES))
+        delivery.got = delivery.everyone if everyone else list(map(or_, delivery.got, map(is_not, grads, NONES)))
         bucket.turns.give()
         self.state = GradState.PENDING
         return (buffer.nbytes if first else 0) - freed
@@ -159,13 +155,18 @@ class Gradients:
             self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
         mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
         if fresh and self.reduce_dtype == self.delivery.grad_dtype and bucket.home is None:
-            planned = self.delivery.writable().planned
-            if planned is None or not planned.serves(comm, self.buffer, mean):
+            planned = self.delivery.writable().reduction
+            if (
+                planned is None
+                or planned.comm is not comm
+                or planned.buffer is not self.buffer
+                or planned.mean is not mean
+            ):
                 planned = self._plan(comm, mean)
         else:
             out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
             scratch = out.numel() * out.element_size()
-            planned = Planned(comm, axis, out, self.buffer, mean)
+            planned = PlannedReduction(comm, axis, out, self.buffer, mean)
         if scaling is not MEAN:
             if scaling.before != 1.0:
                 self.buffer.tensor.mul_(scaling.before)
@@ -180,24 +181,21 @@ class Gradients:
         self.state, self.scaling, self.slice = GradState.REDUCING, scaling, planned.out
         return scratch + planned.scratch
 
-    def _plan(self, comm: Comm, mean: bool) -> Planned:
+    def _plan(self, comm: Comm, mean: bool) -> PlannedReduction:
         """The reduction into the slice that is shown; nobody but the engine holds that now."""
         current = self.delivery.writable()
         assert self.buffer is not None
-        current.planned = Planned(comm, self.bucket.axes.shard, current.flat, self.buffer, mean)
+        current.reduction = PlannedReduction(comm, self.bucket.axes.shard, current.flat, self.buffer, mean)
         current.settle()
-        return current.planned
+        return current.reduction
 
     def finish_shard_axis(self) -> int:
         """Wait for the reduction over the shard axis and give the buffer back; returns its bytes."""
         pending, buffer = self._pending, self.buffer
         assert buffer is not None
         self.bucket.turns.take()
-        if len(pending) == 1:
-            pending.pop().wait()
-        else:
-            wait_all(pending)
-        buffer.release()
+        wait_all(pending)
+        buffer.free()
         self.bucket.turns.give()
         return buffer.nbytes
 

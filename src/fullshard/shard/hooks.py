@@ -14,15 +14,14 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..forms import Form, Member
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
+from ..torch_private.local_tensor import read_hooks, read_post_hooks
 
-_TENSOR: Any = torch.Tensor
-_hooks, _post_hooks = _TENSOR._backward_hooks.__get__, _TENSOR._post_accumulate_grad_hooks.__get__
 _attributes = attrgetter("__dict__")
 
 
 def sees_gradients(parameters: Sequence[Any]) -> bool:
     """Whether users' code runs when one of these gets a gradient: hooks of either kind, or an attached optimizer."""
-    if any(map(_hooks, parameters)) or any(map(_post_hooks, parameters)):
+    if any(map(read_hooks, parameters)) or any(map(read_post_hooks, parameters)):
         return True
     return any(map(contains, map(_attributes, parameters), repeat(ATTACHED_OPTIMIZERS)))
 

@@ -212,5 +212,5 @@ def _move_gradients(bucket: Bucket, gradients: Gradients, mover: Mover) -> None:
     for shows in (current.flat, *current.parts, *current.views):  # those that are `.grad` are there already
         mover.move_inside(shows)
     moved = GradientSet(current.flat, current.parts, current.views)
-    moved.shown, moved.takers, moved.given = current.shown, current.takers, current.given
+    moved.shown, moved.receivers, moved.received = current.shown, current.receivers, current.received
     delivery.set = moved

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from operator import is_not, itemgetter
 from typing import Any
 
 import torch
 
 from ..comm import Comm, reductions_of
+from ..containers import NONES
 from ..dtypes import as_real
 from ..errors import PhaseError
 from ..forms import Member, Scratch
 from ..layout import Piece
 from ..mesh import Axis
 from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
+from ..torch_private.local_tensor import read_layout
 from .bucket import Bucket
 
-_NONE = repeat(None)
-_descriptor: Any = torch.Tensor.layout
-_layout: Callable[[Any], torch.layout] = _descriptor.__get__
 _STRIDED = {torch.strided}
 
 
@@ -78,8 +76,8 @@ class ReduceBuffer(Scratch):
         Raises:
             PhaseError: a gradient is sparse.
         """
-        everyone = all(map(is_not, grads, _NONE))
-        if everyone and self._known and set(map(_layout, grads)) == _STRIDED:
+        everyone = all(map(is_not, grads, NONES))
+        if everyone and self._known and set(map(read_layout, grads)) == _STRIDED:
             (alike, mine), (strided, others) = self._known
             targets, sources, strided_sources = alike[:], [*mine(grads)], [*others(grads)]
         else:
@@ -190,7 +188,7 @@ def _not_dense(member: Member) -> PhaseError:
     )
 
 
-class Planned:
+class PlannedReduction:
     """The reduction of a buffer into a slice over the shard axis.
 
     Args:
@@ -215,7 +213,3 @@ class Planned:
             parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
         self.reductions = reductions_of(comm, axis, parts, segments, mean)
         self.scratch = sum([comm.scratch_bytes(axis, segment) for segment in segments])
-
-    def serves(self, comm: Comm, buffer: ReduceBuffer, mean: bool) -> bool:
-        """Whether it is the same one as of these."""
-        return self.comm is comm and self.buffer is buffer and self.mean is mean

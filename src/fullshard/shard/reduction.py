@@ -8,7 +8,7 @@ import torch
 
 from ..comm import Comm
 from ..events import stream
-from ..torch_private.profiler import begin_range, recording
+from ..torch_private.profiler import begin_range, no_range, recording
 from .gradients import Gradients, GradState
 from .scaling import MEAN, Rules, Scaling, Total
 from .unit import Unit
@@ -62,7 +62,7 @@ class Reduction:
     def __init__(self, unit: Unit, comm: Comm, rules: Rules, total: Total | None = None) -> None:
         self.unit, self.comm = unit, comm
         self._scratch_bytes, self._replicating = 0, False
-        end = begin_range("reduce", unit.name) if recording() else None
+        end = begin_range("reduce", unit.name) if recording() else no_range
         scratch = 0
         try:
             for gradients in unit.gradients:
@@ -71,8 +71,7 @@ class Reduction:
                         comm, _scaling(gradients, comm, rules, total), rules.check_nonfinite
                     )
         finally:
-            if end is not None:
-                end()
+            end()
         if scratch:
             self._scratch_bytes = scratch
             unit.ledger.reducing += scratch
@@ -91,23 +90,21 @@ class Reduction:
         for gradients in unit.gradients:
             if gradients.state is not GradState.REDUCING:
                 continue
-            end = begin_range("wait for reduce", unit.name) if recording() else None
+            end = begin_range("wait for reduce", unit.name) if recording() else no_range
             try:
                 unit.ledger.reducing -= gradients.finish_shard_axis()
             finally:
-                if end is not None:
-                    end()
+                end()
             if gradients.bucket.axes.replicate is None:
                 continue
             if not all_reduce:
                 gradients.keep_partial()
                 continue
-            end = begin_range("all_reduce", unit.name) if recording() else None
+            end = begin_range("all_reduce", unit.name) if recording() else no_range
             try:
                 nbytes = gradients.replicate(self.comm)
             finally:
-                if end is not None:
-                    end()
+                end()
             if stream.listeners:
                 unit.emit("all_reduce", nbytes)
 
@@ -132,12 +129,11 @@ class Reduction:
             if gradients.state is not GradState.REDUCING:
                 continue
             if gradients.replicating is not None:
-                end = begin_range("wait for all_reduce", unit.name) if recording() else None
+                end = begin_range("wait for all_reduce", unit.name) if recording() else no_range
                 try:
                     gradients.finish_replicate()
                 finally:
-                    if end is not None:
-                        end()
+                    end()
             if hook is not None and gradients.slice is not None:
                 hook(gradients.slice)
             given += gradients.deliver(fill_unused)

@@ -21,7 +21,7 @@ from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, Member, Owner, Place, Touched, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.profiler import begin_range, recording
+from ..torch_private.profiler import begin_range, no_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
@@ -110,8 +110,8 @@ class Unit:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
-        end = begin_range("gather", self.name) if recording() else None
-        ledger, held, staged = self.ledger, 0, 0
+        end = begin_range("gather", self.name) if recording() else no_range
+        ledger, whole, passing = self.ledger, 0, 0
         if self._idle_bytes:
             ledger.gathered -= self._idle_bytes
             self._idle_bytes = 0
@@ -122,18 +122,17 @@ class Unit:
                     bucket.plan_gather(comm, self.kept_axis, apart, self.name)
                 full: Any = bucket.full
                 full.issue()
-                held += full.held
-                staged += full.staged
+                whole += full.whole_bytes
+                passing += full.passing_bytes
         except BaseException:
             self._release()
             raise
         finally:
-            if end is not None:
-                end()
-        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, held, staged
+            end()
+        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, whole, passing
         self.gathered_version = self.version()
-        ledger.gathered += held
-        ledger.staging += staged
+        ledger.gathered += whole
+        ledger.staging += passing
         if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
             ledger.note()
         if stream.listeners:
@@ -147,8 +146,8 @@ class Unit:
         """
         if self.state is not State.GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
-        end = begin_range("wait for gather", self.name) if recording() else None
-        ledger, axis, filled = self.ledger, self.kept_axis if keep else None, 0
+        end = begin_range("wait for gather", self.name) if recording() else no_range
+        ledger, axis, copied = self.ledger, self.kept_axis if keep else None, 0
         try:
             for bucket in self.buckets:
                 full: Any = bucket.full
@@ -158,16 +157,15 @@ class Unit:
                 else:
                     bucket.kept, bucket.planned = full.finish(axis), None
                     ledger.gathered += bucket.kept_bytes
-                filled += full.filled
+                copied += full.copied_bytes
                 bucket.turns.give()
         except BaseException:
             self._release()
             raise
         finally:
-            if end is not None:
-                end()
-        self._full_bytes += filled
-        ledger.gathered += filled
+            end()
+        self._full_bytes += copied
+        ledger.gathered += copied
         if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
             ledger.note()
         ledger.staging -= self._staging_bytes
@@ -326,7 +324,10 @@ class Unit:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor lies in the gathered memory, which `free` gives back."""
         at = tensor.untyped_storage().data_ptr()
-        return any([at and bucket.full is not None and at in bucket.full.addresses() for bucket in self.buckets])
+        for bucket in self.buckets:  # noqa: SIM110 - a comprehension costs a call, in every forward
+            if at and bucket.full is not None and at in bucket.full.addresses():
+                return True
+        return False
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.

@@ -1,7 +1,8 @@
 """The tensor inside a DTensor, and reading attributes of tensor subclasses without asking them.
 
 Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` leaves as they
-were), `Tensor._base`, `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
+were), `Tensor._base`, `._version`, `._backward_hooks`, `._post_accumulate_grad_hooks`,
+`torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
 identity could not be checked every step; and plain attribute access, 2 us in place of 0.1 where a class has a
 `__torch_function__`. `tests/test_private_api.py` says when one goes.
@@ -26,6 +27,16 @@ read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 """`tensor.grad` within `plain_access`, past a subclass's own property."""
 write_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 delete_grad: Callable[[torch.Tensor], None] = _grad.__delete__
+_of_tensor: Any = torch.Tensor
+# More of the same kind, for those who ask in every step: C functions, to be mapped over many tensors.
+read_requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
+read_version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
+read_layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
+read_dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
+read_device: Callable[[torch.Tensor], torch.device] = _of_tensor.device.__get__
+read_is_meta: Callable[[torch.Tensor], bool] = _of_tensor.is_meta.__get__
+read_hooks: Callable[[torch.Tensor], Any] = _of_tensor._backward_hooks.__get__
+read_post_hooks: Callable[[torch.Tensor], Any] = _of_tensor._post_accumulate_grad_hooks.__get__
 _data: Any = torch.Tensor.data
 read_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
 write_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__

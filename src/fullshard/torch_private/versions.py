@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
+from .local_tensor import read_version
+
 HAS_VERSIONS = hasattr(torch._C._autograd, "_unsafe_set_version_counter")
 _increment: Callable[..., None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
-_descriptor: Any = torch.Tensor._version
-_version: Callable[[torch.Tensor], int] = _descriptor.__get__
 
 
 def set_version(tensor: torch.Tensor, number: int) -> None:
@@ -49,11 +48,11 @@ class Versions:
 
     def note(self) -> None:
         """What they hold now is right."""
-        self._numbers = tuple(map(_version, self._tensors))
+        self._numbers = tuple(map(read_version, self._tensors))
 
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since they were right."""
-        now = tuple(map(_version, self._tensors))
+        now = tuple(map(read_version, self._tensors))
         if now == self._numbers:
             return []
         return [i for i, (version, right) in enumerate(zip(now, self._numbers, strict=True)) if version != right]

@@ -131,6 +131,7 @@ class Watcher:
         self._read_at = time.monotonic()
         self._asked_store = 0.0  # since when; 0: it has answered
         self._answered_store = time.monotonic()
+        self._fault = ""
         self._over, self._ends = threading.Event(), False
         self._put({"round": 0, **self.status(False)})
         self._ask(lambda line: line.replace(f"{self._prefix}roll", "", json.dumps(self._roll)))
@@ -161,7 +162,10 @@ class Watcher:
             except StoreGone:
                 self.is_alone, self._round = True, None
             except Exception:
-                traceback.print_exc()  # a fault of ours, which must not be taken for silence; the rank is watched on
+                fault = traceback.format_exc()  # of ours, which must not be taken for silence; the rank is watched on
+                if fault != self._fault:  # once, not twice a second
+                    self._fault = fault
+                    sys.stderr.write(fault)
             pause = _SOON if self._round is not None else max(_TICK, self.world / 4000)
         if self._ends:
             if not self.is_alone:

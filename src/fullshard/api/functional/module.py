@@ -210,6 +210,7 @@ class FSDPModule:
             raise ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}", code="C018")
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
+            runner.unit.drop_kept()
             runner.unit.kept_axis = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
