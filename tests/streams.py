@@ -17,8 +17,8 @@ from torch import nn
 import fullshard
 from fullshard.comm import lanes
 from fullshard.comm.lanes import Lanes, Turns
-from fullshard.forms.full import PlainFull
 from fullshard.runtime.root import Root
+from fullshard.shard import Unit
 from happens_before import Event, InFlight, Stream, World, muted, watched
 from models import Example, blocks_of
 from training import Options, shard
@@ -327,14 +327,14 @@ def unheld_slices() -> AbstractContextManager[Any]:
 
 
 def unheld_shards() -> AbstractContextManager[Any]:
-    issue = PlainFull.issue
+    issue = Unit.issue_gather
 
-    def mutated(self: PlainFull) -> None:
-        issue(self)
-        if self._once:
-            self._gathers = []
+    def mutated(self: Unit, *given: Any, **named: Any) -> None:
+        issue(self, *given, **named)
+        if self._gathered.comm is None:
+            self._gathered.spend()
 
-    return mock.patch.object(PlainFull, "issue", mutated)
+    return mock.patch.object(Unit, "issue_gather", mutated)
 
 
 def no_settle(caller: str) -> AbstractContextManager[Any]:

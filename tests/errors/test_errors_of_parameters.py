@@ -117,7 +117,7 @@ CALLS = {
     "C103": (
         lambda: fully_shard(int8()),
         lambda m: m.unshard(),
-        lambda m: unit_of(m).buckets[0].full.finish(unit_of(m).buckets[0].axes.shard),
+        lambda m: unit_of(m).buckets[0].full.cut(unit_of(m).buckets[0].axes.shard),
     ),
     "C175": lambda: FullyShardedDataParallel(int8()),
     "C223": (frozen, lambda m: setattr(m.weight, "values", torch.zeros(9999)), by_rows),

@@ -58,9 +58,9 @@ FAULTS = (
     ),
     Fault(
         "a gather is not waited for",
-        "forms/full.py",
-        "            wait_all(pending)\n            drain(map(call, self._fills))\n",
-        "            pending.clear()\n            drain(map(call, self._fills))\n",
+        "shard/unit.py",
+        "            wait_all(self._pending)\n            drain(map(call, plan.fills))\n",
+        "            self._pending.clear()\n            drain(map(call, plan.fills))\n",
     ),
     # shard
     Fault(

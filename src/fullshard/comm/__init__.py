@@ -4,7 +4,7 @@ from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
-from .lanes import Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
+from .lanes import ONE_STREAM, Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
 from .meeting import apart_of, can_open, new_name, own_lines
 from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
@@ -15,6 +15,7 @@ from .protocol import (
     NullComm,
     Pending,
     RecordingComm,
+    Several,
     gathers_of,
     reductions_of,
     wait_all,
@@ -41,6 +42,7 @@ def make_comm(kind: "str | Comm") -> Comm:
 
 
 __all__ = [
+    "ONE_STREAM",
     "AllGather",
     "Call",
     "Comm",
@@ -55,6 +57,7 @@ __all__ = [
     "Pending",
     "RecordingComm",
     "ReduceScatter",
+    "Several",
     "TorchComm",
     "Turns",
     "apart_of",

@@ -168,12 +168,12 @@ class OneStream:
         """There are no events."""
 
 
-_ONE_STREAM = OneStream()
+ONE_STREAM = OneStream()
 
 
 def turns_on(device: torch.device) -> Turns | OneStream:
     """Of memory on `device`; the current stream's turn."""
-    return Turns(device) if has_streams(device) else _ONE_STREAM
+    return Turns(device) if has_streams(device) else ONE_STREAM
 
 
 def _captures(stream: torch.Stream) -> bool:

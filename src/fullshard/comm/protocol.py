@@ -48,6 +48,14 @@ def wait_all(pending: list[Pending]) -> None:
         raise failed
 
 
+class Several(list[Pending]):
+    """Several collectives in flight."""
+
+    def wait(self) -> None:
+        """See `wait_all`."""
+        wait_all(self)
+
+
 def gathers_of(
     comm: Gathers, axis: Axis, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> list[Callable[[], Pending]]:

@@ -4,7 +4,7 @@ from .changes import OWNER_KEY, Owner, Touched, Untouched, mark_view, note_chang
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
-from .full import Full
+from .full import Full, GatherPlan
 from .ignored import Ignored
 from .local import LocalForm
 from .member import (
@@ -46,6 +46,7 @@ __all__ = [
     "FlatShard",
     "Form",
     "Full",
+    "GatherPlan",
     "HiddenParameter",
     "Ignored",
     "LocalForm",

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..comm import Gathers, Pending, gathers_of, wait_all
-from ..containers import drain
+from ..comm import Gathers, Pending, gathers_of
 from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, copies_out
 from ..mesh import Axis
@@ -26,47 +25,68 @@ from .scratch import Scratch
 _Address = Callable[[], int]
 
 
+class GatherPlan:
+    """What a gather calls, moment by moment: made once, run in every step.
+
+    Attributes:
+        comm: the collectives that it was made for; None if it serves one gather only, whose source it holds.
+        begins: take memory, and cast.
+        gathers: each starts a collective.
+        fills: once these are over: take memory for what is copied out of them, and copy.
+        ends: give back what only the gather needed.
+        frees: give back everything, at whatever time.
+        whole_bytes: from `begins` to `frees`.
+        passing_bytes: from `begins` to `ends`.
+        copied_bytes: from `fills` to `frees`.
+        varying: of which each gather tells anew how many bytes it takes.
+    """
+
+    __slots__ = (
+        *("begins", "comm", "copied_bytes", "ends", "fills", "frees", "gathers"),
+        *("passing_bytes", "varying", "whole_bytes"),
+    )
+
+    def __init__(self, comm: Any = None) -> None:
+        self.comm = comm
+        self.begins: list[Callable[[], object]] = []
+        self.gathers: list[Callable[[], Pending]] = []
+        self.fills: list[Callable[[], object]] = []
+        self.ends: list[Callable[[], object]] = []
+        self.frees: list[Callable[[], object]] = []
+        self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
+        self.varying: list[Full] = []
+
+    def spend(self) -> None:
+        """It was for one gather, which is over: let go of what that sent."""
+        self.begins, self.gathers = [], []
+
+
 class Full(Protocol):
     """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay.
 
-    A gather that fails, because memory runs out, leaves nothing allocated and nothing in flight.
-
     Attributes:
-        whole_bytes: that the last `issue` allocated until `free`.
-        passing_bytes: that it allocated until `finish`.
-        copied_bytes: that the last `finish` allocated until `free`.
+        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`. Asked for where that varies.
     """
 
-    whole_bytes: int
     passing_bytes: int
     copied_bytes: int
 
-    def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
-        """From now on gather `source` of every rank of `axis`.
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool = False) -> None:
+        """Add to a plan all but `frees`: gather `source` of every rank of `axis`.
 
         Args:
+            to: the plan.
             comm: collectives.
             axis: the ranks.
             source: this rank's part; read whenever a gather is issued.
             keeps: the memory of unsharded parameters may be there already.
-            once: `source` is for one gather, and held until that is finished.
         """
 
-    def unplan(self) -> None:
-        """Let go of what was planned; a gather in flight goes on."""
+    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+        """What gives all memory back, at whatever time; `keep`: but that of the unsharded parameters."""
 
-    def issue(self) -> None:
-        """Allocate, and start gathering as planned."""
-
-    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
-        """Wait, make the unsharded parameters whole, and give back what only the gather needed.
-
-        Returns:
-            This rank's slice of what was gathered, among the ranks of `axis`; None without one.
-        """
-
-    def free(self, keep: bool = False) -> None:
-        """Wait for what is in flight and give all memory back; `keep`: but that of the unsharded parameters."""
+    def cut(self, axis: Axis) -> torch.Tensor:
+        """This rank's slice of what was gathered, among the ranks of `axis`. Between `fills` and `ends`."""
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
@@ -74,7 +94,7 @@ class Full(Protocol):
     def written(self) -> list[Member]:
         """Members whose unsharded parameter somebody changed in place since the gather, or gave another `.data`.
 
-        That is put right as far as memory goes: the next gather gives it the right values.
+        That is put right as far as memory goes: the next gather, planned anew, gives it the right values.
         """
 
     def addresses(self) -> list[int]:
@@ -115,8 +135,7 @@ def plain_part(member: Member) -> torch.Tensor:
 class PlainFull:
     """The whole of a bucket of plain tensors.
 
-    Ownership: allocated by `issue` and `finish`, written by collectives, released by `finish` (what is staged, and what
-    was cast to be sent) and `free`.
+    Ownership: memory is taken and given back by plans alone; collectives write to it.
 
     Args:
         layout: the bucket's plan.
@@ -132,15 +151,7 @@ class PlainFull:
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
         self._sent: Scratch | None = None  # [S], while gathering: the shard in the dtype that is gathered
-        self.whole_bytes, self.copied_bytes = self.whole.nbytes, self.copied.nbytes
-        self.passing_bytes = self.staging.nbytes
-        # What a gather calls, one after another; made by `plan`.
-        self._begins: list[Callable[[], object]] = []  # allocate, and cast
-        self._gathers: list[Callable[[], Pending]] = []
-        self._fills: list[Callable[[], object]] = []  # allocate `copied`, and copy
-        self._ends: list[Callable[[], object]] = []  # give back what only the gather needed
-        self._frees: list[Callable[[], object]] = []
-        self._once = False
+        self.passing_bytes, self.copied_bytes = 0, self.copied.nbytes
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -165,7 +176,6 @@ class PlainFull:
             alike = [(to, come) for to, come in pairs if same_form(to, come) is same]
             if alike:
                 self._copies.append(copies([to for to, _ in alike], [come for _, come in alike]))
-        self._pending: list[Pending] = []
         for member in members:
             buffer, offset = self._place_of(member)
             # `.data` gives the view a version counter of its own: a gather rewrites the same values, which must not
@@ -206,66 +216,39 @@ class PlainFull:
         buffers = (self.whole, self.copied, self.staging, self._sent)
         return sum([buffer.storage.nbytes() for buffer in buffers if buffer is not None])
 
-    def plan(self, comm: Gathers, axis: Axis, source: torch.Tensor, keeps: bool = False, once: bool = False) -> None:
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: torch.Tensor, keeps: bool = False) -> None:
         whole, copied, shard = self.whole, self.copied, source
         passing = [self.staging] if self.staging.nbytes else []
-        self._sent = None
         if source.dtype != self.dtype:
-            self._sent = Scratch(source.numel(), self.dtype, source.device)
-            self._sent.free()
+            if self._sent is None or self._sent.tensor.numel() != source.numel():
+                self._sent = Scratch(source.numel(), self.dtype, source.device)
+                self._sent.free()
             shard = self._sent.tensor
             passing.append(self._sent)
-        self.passing_bytes = sum([buffer.nbytes for buffer in passing])
-        self._begins = [buffer.take for buffer in passing]
-        self._ends = [buffer.free for buffer in passing]
-        self._fills = list(self._copies)
+        to.passing_bytes += sum([buffer.nbytes for buffer in passing])
+        to.begins += [buffer.take for buffer in passing]
         if whole.nbytes:
-            self._begins.append(whole.allocate if keeps else whole.take)
-        if copied.nbytes:
-            self._fills.insert(0, copied.allocate if keeps else copied.take)
+            to.begins.append(whole.allocate if keeps else whole.take)
+            to.whole_bytes += whole.nbytes
         if shard is not source:
-            self._begins.append(partial(shard.copy_, source))
-        self._frees = [*self._ends, *[buffer.free for buffer in (whole, copied) if buffer.nbytes]]
+            to.begins.append(partial(shard.copy_, source))
         parts = [shard]
         if len(self._outs) > 1:
             scale = shard.numel() // max(self.layout.shard_numel, 1)
             parts = [shard.narrow(0, s.shard_offset * scale, s.slice_numel * scale) for s in self.layout.segments]
-        self._gathers, self._once = gathers_of(comm, axis, self._outs, parts), once
+        to.gathers += gathers_of(comm, axis, self._outs, parts)
+        if copied.nbytes:
+            to.fills.append(copied.allocate if keeps else copied.take)
+            to.copied_bytes += copied.nbytes
+        to.fills += self._copies
+        to.ends += [self._versions.restore, *[buffer.free for buffer in passing]]
 
-    def unplan(self) -> None:
-        self._gathers, self._begins = [], []
+    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+        buffers = [self.staging, self._sent, *(() if keep else (self.whole, self.copied))]
+        return [*[buffer.free for buffer in buffers if buffer is not None and buffer.nbytes], self._versions.spoil]
 
-    def issue(self) -> None:
-        try:
-            drain(map(call, self._begins))
-            self._pending.extend(map(call, self._gathers))
-        except BaseException:
-            self.free()
-            raise
-
-    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
-        pending, cut = self._pending, None
-        try:
-            wait_all(pending)
-            drain(map(call, self._fills))
-            if axis is not None:
-                cut = torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
-        except BaseException:
-            self.free()
-            raise
-        self._versions.restore()
-        drain(map(call, self._ends))
-        if self._once:
-            self.unplan()
-        return cut
-
-    def free(self, keep: bool = False) -> None:
-        try:
-            if self._pending:
-                wait_all(self._pending)
-        finally:
-            drain(map(call, self._ends if keep else self._frees))
-            self._versions.spoil()
+    def cut(self, axis: Axis) -> torch.Tensor:
+        return torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
 
     def addresses(self) -> list[int]:
         return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]

@@ -15,6 +15,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm import Gathers, Pending, wait_all
+from ..comm import Gathers, Pending, Several
 from ..errors import ConfigError, DivergenceError
 from ..layout import Layout, Part, Slot
 from ..mesh import Axis, MeshAxes
@@ -30,7 +31,7 @@ from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
 from .changes import owner_of
 from .flat_shard import FlatShard
-from .full import Full, show_as_parameter
+from .full import Full, GatherPlan, show_as_parameter
 from .member import Member, identity_of
 from .rows import RowsForm, not_its_shard
 from .scratch import Scratch
@@ -151,10 +152,8 @@ class SubclassFull:
         self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what this rank sends
         self._rows: list[tuple[int, int]] = []  # of each: rows that every rank sends, padded; rows of all without it
         self._metadata: Any = None
-        self._pending: list[Pending] = []
         self._versions: Versions | None = None
-        self._planned: Any = None  # collectives, ranks, and the chunk
-        self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
+        self.passing_bytes = self.copied_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -164,37 +163,42 @@ class SubclassFull:
     def live_bytes(self) -> int:
         return sum(out.storage.nbytes() for out in self._received)
 
-    def plan(self, comm: Gathers, axis: Axis, source: Any, keeps: bool = False, once: bool = False) -> None:
-        self._planned = comm, axis, source
+    def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool = False) -> None:
+        to.begins.append(partial(self._begin, comm, axis, source))
+        to.gathers.append(partial(self._gather, comm, axis))
+        to.fills.append(self._fill)
+        to.ends.append(self._end)
+        to.varying.append(self)
 
-    def unplan(self) -> None:
-        self._planned = None
-
-    def issue(self) -> None:
-        comm, axis, source = self._planned
+    def _begin(self, comm: Gathers, axis: Axis, source: Any) -> None:
         self._name_what_is_sent(source)
         sizes = [(tensor.shape, tensor.dtype) for tensor in self._sent]
+        if sizes != self._sizes:
+            self._rows = self._rows_of_all(comm, axis)
+            self.member.unsharded, self._made, self._inner = None, None, []
+            if (unit := owner_of(self.member.sharded)) is not None:
+                unit.drop_plans()  # modules are shown another parameter from now on
+            self._received = [
+                Scratch(axis.size * rows * math.prod(shape[1:]), dtype, self.device)
+                for (rows, _), (shape, dtype) in zip(self._rows, sizes, strict=True)
+            ]
+            self._sizes = sizes
+        for out in self._received:
+            out.allocate()
+        self.passing_bytes = self.nbytes
+
+    def _gather(self, comm: Gathers, axis: Axis) -> Pending:
+        pending = Several()
         try:
-            if sizes != self._sizes:
-                self._rows = self._rows_of_all(comm, axis)
-                self.member.unsharded, self._made, self._inner = None, None, []
-                if (unit := owner_of(self.member.sharded)) is not None:
-                    unit.drop_plans()  # modules are shown another parameter from now on
-                self._received = [
-                    Scratch(axis.size * rows * math.prod(shape[1:]), dtype, self.device)
-                    for (rows, _), (shape, dtype) in zip(self._rows, sizes, strict=True)
-                ]
-                self._sizes = sizes
             for out, tensor in zip(self._received, self._sent, strict=True):
-                out.allocate()
                 sent, numel = tensor.view(-1), out.tensor.numel() // axis.size
                 if sent.numel() < numel:
                     sent = torch.cat([sent, sent.new_zeros(numel - sent.numel())])
-                self._pending.append(comm.gather(axis, out.tensor, sent))
+                pending.append(comm.gather(axis, out.tensor, sent))
         except BaseException:
-            self.free()
+            pending.wait()
             raise
-        self.passing_bytes = self.nbytes
+        return pending
 
     def _rows_of_all(self, comm: Gathers, axis: Axis) -> list[tuple[int, int]]:
         """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.
@@ -252,31 +256,28 @@ class SubclassFull:
                 )
         self._sent = [_plain(tensor) for tensor in sent]
 
-    def finish(self, axis: Axis | None = None) -> torch.Tensor | None:
-        try:
-            if axis is not None:
-                raise ConfigError(
-                    "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
-                )
-            wait_all(self._pending)
-            for tensor in self._inner:
-                _allocate(tensor)
-            with torch.no_grad(), torch.inference_mode(False):
-                self._fill()
-        except BaseException:
-            self.free()
-            raise
+    def cut(self, axis: Axis) -> torch.Tensor:
+        raise ConfigError(
+            "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
+        )
+
+    def _fill(self) -> None:
+        for tensor in self._inner:
+            _allocate(tensor)
+        with torch.no_grad(), torch.inference_mode(False):
+            self._have_it_made()
         assert self.member.unsharded is not None
         self._versions = Versions([self.member.unsharded])
+
+    def _end(self) -> None:
         self.copied_bytes = sum(t.untyped_storage().nbytes() for t in self._inner)
         for out, keeps in zip(self._received, self._keeps, strict=True):
             if keeps:
                 self.copied_bytes += out.nbytes
             else:
                 out.free()
-        return None
 
-    def _fill(self) -> None:
+    def _have_it_made(self) -> None:
         """Have the subclass make its tensor, or fill the one it made before."""
         member, chunk = self.member, self.member.local
         outputs = tuple(
@@ -312,14 +313,14 @@ class SubclassFull:
         show_as_parameter(member, shown.data if type(shown) is torch.Tensor else shown)
         self._made = made
 
-    def free(self, keep: bool = False) -> None:
-        try:
-            wait_all(self._pending)
-        finally:
-            for out in self._received:
-                out.free()
-            for tensor in self._inner:
-                tensor.untyped_storage().resize_(0)
+    def frees(self, keep: bool = False) -> list[Callable[[], object]]:
+        return [self._free]
+
+    def _free(self) -> None:
+        for out in self._received:
+            out.free()
+        for tensor in self._inner:
+            tensor.untyped_storage().resize_(0)
 
     def addresses(self) -> list[int]:
         return [out.storage.data_ptr() for out in self._received]

@@ -22,7 +22,18 @@ from torch.distributed.tensor import DTensor
 from ..comm import Comm, Gathers, apart_of, turns_on
 from ..dtypes import fingerprint
 from ..errors import ConfigError
-from ..forms import OWNER_KEY, Draft, Form, Full, Member, Untouched, attributes_of, hooks_onto, take_grad_dtype
+from ..forms import (
+    OWNER_KEY,
+    Draft,
+    Form,
+    Full,
+    GatherPlan,
+    Member,
+    Untouched,
+    attributes_of,
+    hooks_onto,
+    take_grad_dtype,
+)
 from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access, read_requires_grad
@@ -78,7 +89,6 @@ class Bucket:
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
         self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
-        self.planned: Comm | None = None  # whose collectives `full` is planned to gather by; None: it is not
         self._untouched: Untouched | None = None
         self.sharded: list[nn.Parameter] = []  # of the members; see `list_sharded`
         self.unsharded: list[nn.Parameter] = []
@@ -194,22 +204,20 @@ class Bucket:
         """Bytes of what a reshard to fewer ranks kept."""
         return 0 if self.kept is None else self.kept.numel() * self.kept.element_size()
 
-    # Gather and free. When is the unit's affair; what runs then is planned here.
+    # Gather and free, which are planned here; when is the unit's affair.
 
-    def plan_gather(self, comm: Comm, kept_axis: Axis | None, apart: bool = False, unit: str = "") -> None:
-        """Settle what a gather does, from the shard or from what a reshard to fewer ranks kept.
-
-        Stands until `drop_plans`, except where the source is made for each gather.
+    def plan_gather(self, to: GatherPlan, comm: Comm, kept_axis: Axis | None, apart: bool, unit: str) -> None:
+        """Add to a unit's plan what a gather does, from the shard or from what a reshard to fewer ranks kept.
 
         Args:
+            to: the plan; it serves one gather only if the source is made for that.
             comm: collectives.
             kept_axis: the ranks that a reshard kept parts among.
             apart: a user asks for it, maybe on one rank alone.
             unit: its name, for errors.
         """
-        home, axis, source, once, passing = self.home, self.axes.shard, self.shard, False, 0
+        home, axis, source = self.home, self.axes.shard, self.shard
         gathers: Gathers = comm
-        self.planned = None
         if home is not None:
             home.begin(unit)
         with torch.inference_mode(False):  # what is made here must serve training later
@@ -217,14 +225,11 @@ class Bucket:
                 self._followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
-                axis, source, once = kept_axis, self.kept, True
+                axis, source, to.comm = kept_axis, self.kept, None
             elif home is not None and self.form.plain:
-                source, gathers, once = home.to_device(source, self.compute_dtype), home.gathering(comm), True
-                passing = source.numel() * source.element_size()
-            self.full.plan(gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage, once)
-        self.full.passing_bytes += passing
-        if not once and not apart:
-            self.planned = comm
+                source, gathers, to.comm = home.to_device(source, self.compute_dtype), home.gathering(comm), None
+                to.passing_bytes += source.numel() * source.element_size()
+            self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage)
 
     def _source(self) -> torch.Tensor:
         """The shard as it is gathered: on the compute device, in the compute dtype."""
@@ -237,10 +242,8 @@ class Bucket:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: the shard, the parameters, or where they are registered."""
-        self.planned = self._untouched = None
+        self._untouched = None
         self.sharded, self.unsharded, self._followed = [], [], []
-        if self.full is not None:
-            self.full.unplan()
 
     def list_sharded(self) -> list[nn.Parameter]:
         """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
@@ -257,7 +260,7 @@ class Bucket:
         """Release what a reshard to fewer ranks kept."""
         if self.kept is not None:
             self.turns.take()
-            self.kept = self.planned = None
+            self.kept = None
             self.turns.give()
 
     def differs(self) -> torch.Tensor:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..comm import Comm
+from ..comm import ONE_STREAM, Comm, Pending, wait_all
+from ..containers import drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, Member, Owner, Place, Touched, hooks_onto, identity_of
+from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
 from ..mesh import Axis
 from ..torch_private.profiler import begin_range, no_range, recording
 from .bucket import Bucket
@@ -68,6 +69,9 @@ class Unit:
         self.kept_axis: Axis | None = None
         self.moving = False
         self.touched = Touched()
+        self._plan: GatherPlan | None = None  # of gathers to come; None: to be made
+        self._gathered: Any = None  # the plan of what is gathered now, or being so
+        self._pending: list[Pending] = []  # gathers in flight
         self._full_bytes = 0  # of what is gathered now
         self._staging_bytes = 0
         self._keeps_storage = False
@@ -111,24 +115,21 @@ class Unit:
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
         end = begin_range("gather", self.name) if recording() else no_range
-        ledger, whole, passing = self.ledger, 0, 0
-        if self._idle_bytes:
-            ledger.gathered -= self._idle_bytes
-            self._idle_bytes = 0
+        ledger, plan = self.ledger, self._plan
         try:
-            for bucket in self.buckets:
-                bucket.turns.take()
-                if bucket.planned is not comm or apart:
-                    bucket.plan_gather(comm, self.kept_axis, apart, self.name)
-                full: Any = bucket.full
-                full.issue()
-                whole += full.whole_bytes
-                passing += full.passing_bytes
+            if plan is None or plan.comm is not comm or apart:
+                plan = self._plan_gather(comm, apart)
+            self._gathered = plan
+            drain(map(call, plan.begins))
+            self._pending.extend(map(call, plan.gathers))
         except BaseException:
             self._release()
             raise
         finally:
             end()
+        whole, passing = plan.whole_bytes, plan.passing_bytes
+        if plan.varying:
+            passing += sum([full.passing_bytes for full in plan.varying])
         self.state, self._full_bytes, self._staging_bytes = State.GATHERING, whole, passing
         self.gathered_version = self.version()
         ledger.gathered += whole
@@ -137,6 +138,38 @@ class Unit:
             ledger.note()
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
+
+    def _plan_gather(self, comm: Comm, apart: bool) -> GatherPlan:
+        """What a gather calls, for all buckets; kept if it serves again."""
+        plan = GatherPlan(comm)
+        for bucket in self.buckets:
+            bucket.turns.take()
+            bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
+        plan.frees = self._frees()
+        takes = [bucket.turns.take for bucket in self.buckets if bucket.turns is not ONE_STREAM]
+        plan.begins[:0], plan.fills[:0] = takes, takes
+        plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
+        if self._keeps_storage:
+            plan.begins.append(self._take_idle)
+        if plan.comm is None:
+            plan.ends.append(plan.spend)
+        elif not apart:
+            self._plan = plan
+        return plan
+
+    def _take_idle(self) -> None:
+        """What was kept while the unit was sharded counts as gathered from now on."""
+        self.ledger.gathered -= self._idle_bytes
+        self._idle_bytes = 0
+
+    def _frees(self) -> list[Callable[[], object]]:
+        """What gives back what is gathered, but for what `keep_storage` keeps."""
+        frees: list[Callable[[], object]] = []
+        for bucket in self.buckets:
+            if bucket.full is not None:
+                mine = bucket.full.frees(bucket.keeps_storage)
+                frees += mine if bucket.turns is ONE_STREAM else [bucket.turns.take, *mine, bucket.turns.give]
+        return frees
 
     def finish_gather(self, keep: bool = False) -> None:
         """Wait for the gather; the unit must be gathering.
@@ -147,23 +180,21 @@ class Unit:
         if self.state is not State.GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
         end = begin_range("wait for gather", self.name) if recording() else no_range
-        ledger, axis, copied = self.ledger, self.kept_axis if keep else None, 0
+        ledger, plan = self.ledger, self._gathered
         try:
-            for bucket in self.buckets:
-                full: Any = bucket.full
-                bucket.turns.take()
-                if axis is None or bucket.kept is not None:
-                    full.finish()
-                else:
-                    bucket.kept, bucket.planned = full.finish(axis), None
-                    ledger.gathered += bucket.kept_bytes
-                copied += full.copied_bytes
-                bucket.turns.give()
+            wait_all(self._pending)
+            drain(map(call, plan.fills))
+            if keep and self.kept_axis is not None:
+                self._keep_part(self.kept_axis)
+            drain(map(call, plan.ends))
         except BaseException:
             self._release()
             raise
         finally:
             end()
+        copied = plan.copied_bytes
+        if plan.varying:
+            copied += sum([full.copied_bytes for full in plan.varying])
         self._full_bytes += copied
         ledger.gathered += copied
         if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
@@ -174,6 +205,13 @@ class Unit:
         if stream.listeners:
             self.emit("gathered", self.gathered_bytes)
 
+    def _keep_part(self, axis: Axis) -> None:
+        """Keep this rank's slice of what the ranks of `axis` hold together, to gather it from them."""
+        for bucket in self.buckets:
+            if bucket.kept is None and bucket.full is not None:
+                bucket.kept, self._plan = bucket.full.cut(axis), None
+                self.ledger.gathered += bucket.kept_bytes
+
     def free(self) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight."""
         if self.state is State.SHARDED:
@@ -183,30 +221,29 @@ class Unit:
             self.emit("free", self.gathered_bytes)
 
     def _release(self) -> None:
+        plan, ledger = self._gathered, self.ledger
         try:
-            for bucket in self.buckets:
-                if (full := bucket.full) is not None:
-                    bucket.turns.take()
-                    try:
-                        full.free(bucket.keeps_storage)
-                    finally:
-                        bucket.turns.give()
+            if self._pending:
+                wait_all(self._pending)
         finally:
-            ledger = self.ledger
+            if plan is not None:
+                drain(map(call, plan.frees))
             ledger.gathered -= self._full_bytes
             ledger.staging -= self._staging_bytes
             self._full_bytes = self._staging_bytes = 0
-            self.state = State.SHARDED
+            self.state, self._gathered = State.SHARDED, None
             if self._keeps_storage:
                 self._note_idle()
 
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
-        self._keeps_storage = keep
+        self._keeps_storage, self._plan = keep, None
         for bucket in self.buckets:
-            bucket.keeps_storage, bucket.planned = keep, None
-        if self.state is State.SHARDED:
-            self._release()
+            bucket.keeps_storage = keep
+        if self._gathered is not None:
+            self._gathered.frees = self._frees()
+        else:
+            drain(map(call, self._frees()))
             self._note_idle()
 
     def _note_idle(self) -> None:
@@ -229,6 +266,7 @@ class Unit:
         for bucket in self.buckets:
             if bucket.kept is not None:
                 self.ledger.gathered -= bucket.kept_bytes
+                self._plan = None
                 bucket.drop_kept()
 
     def reshard(self) -> None:
@@ -259,6 +297,7 @@ class Unit:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: shards, parameters, or where these are registered."""
+        self._plan = None
         for bucket in self.buckets:
             bucket.drop_plans()
         self.showing.forget()
@@ -270,6 +309,8 @@ class Unit:
             for bucket in self.buckets:
                 if bucket.full is not None:
                     written += bucket.full.written()
+        if written:
+            self._plan = None
         return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
