@@ -390,7 +390,7 @@ MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]
     "memory goes back to who has waited": (partial(without, Turns, "give"), "unsharded_under_side", True),
     "... when a gather is waited for": (partial(no_turn, "take", "finish_gather"), "unsharded_under_side", False),
     "... when a unit is freed": (partial(no_turn, "take", "_release"), "resharded_under_side", False),
-    "... when a reduction is waited for": (partial(no_turn, "take", "finish_shard_axis"), "trained_under_side", False),
+    "... when a reduction is waited for": (partial(no_turn, "take", "wait"), "trained_under_side", False),
     "... of what was staged": (partial(no_turn, "give", "finish_gather"), "unsharded_under_side", False),
     "... of a freed unit": (partial(no_turn, "give", "_release"), "unsharded_under_side", False),
     "... of collected gradients": (partial(no_turn, "give", "collect"), "accumulated_under_side", False),

@@ -142,7 +142,7 @@ def test_sharing_leaves_the_others_reductions_to_them(fake_world):
         model(torch.ones(1, WIDTH)).sum().backward()
     first, second = (model._runner().root for model in chunks)
     assert first.reducer.in_flight is second.reducer.in_flight
-    entry = (second.reducer, second.top, None)
+    entry = (second.reducer, second.top)
     first.reducer.in_flight.append(entry)
     first.recover()
     assert list(first.reducer.in_flight) == [entry]

@@ -127,7 +127,7 @@ CALLS = {
     "P048": (
         lambda: unit_of(unit()),
         lambda unit: setattr(unit.gradients[0], "state", GradState.REDUCING),
-        lambda unit: unit.gradients[0].collect(),
+        lambda unit: unit.gradients[0].collect(unit.ledger),
     ),
     "P054": (unit, lambda m: m.unshard(), lambda m: unit_of(m).issue_gather(TorchComm())),
     "P055": lambda: unit_of(unit()).finish_gather(),

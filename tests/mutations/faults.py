@@ -66,15 +66,15 @@ FAULTS = (
     Fault(
         "the reduction's buffer is never given back",
         "shard/gradients.py",
-        "        wait_all(pending)\n        buffer.free()\n",
-        "        wait_all(pending)\n",
+        "        buffer.free()\n        turns.give()\n",
+        "        turns.give()\n",
         besides="tests/test_events.py -k storages",
     ),
     Fault(
         "the reduction's buffer is given back before the wait",
         "shard/gradients.py",
-        "        wait_all(pending)\n        buffer.free()\n",
-        "        buffer.free()\n        wait_all(pending)\n",
+        "        self.pending = None\n        try:\n",
+        "        self.pending = None\n        buffer.free()\n        try:\n",
         "tests/parity/test_layouts.py",
     ),
     Fault(
@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "the all-reduce over replicas is forgotten where no gradient was there",
         "shard/reduction.py",
-        "            if gradients.bucket.axes.replicate is None:\n",
-        "            if gradients.bucket.axes.replicate is None or gradients.delivery.all_none():\n",
+        "        if gradients.bucket.axes.replicate is None:\n",
+        "        if gradients.bucket.axes.replicate is None or gradients.delivery.all_none():\n",
     ),
     Fault(
         "parameters that this rank had no gradient for stay undecided for good",
@@ -111,9 +111,9 @@ FAULTS = (
     ),
     Fault(
         "the memory of gradients that a user still holds is given back",
-        "shard/delivery.py",
-        "        if current.reusable():\n            current.storage.resize_(0)",
-        "        if current.storage.nbytes():\n            current.storage.resize_(0)",
+        "shard/gradients.py",
+        "        if delivery.set.reusable():\n            delivery",
+        "        if delivery.set.storage.nbytes():\n            delivery",
         besides="tests/corners/test_kept_gradients.py",
     ),
     Fault(
@@ -321,8 +321,9 @@ FAULTS = (
     Fault(
         "what is on its way between replicas stays so when a backward breaks",
         "shard/gradients.py",
-        "            pending.append(self.replicating)\n",
-        "            pass\n",
+        "            if pending is not None:\n                pending.wait()\n",
+        "            if pending is not None and self.buffer and self.buffer.allocated:\n"
+        "                pending.wait()\n",
     ),
     Fault(
         "a gradient whose .data was assigned is taken for the one that was given",

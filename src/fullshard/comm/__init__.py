@@ -17,7 +17,7 @@ from .protocol import (
     RecordingComm,
     Several,
     gathers_of,
-    reductions_of,
+    reduction_of,
     wait_all,
 )
 from .torch_comm import TorchComm
@@ -76,7 +76,7 @@ __all__ = [
     "objects_to_first",
     "own_lines",
     "reduce_value",
-    "reductions_of",
+    "reduction_of",
     "separate_group",
     "turns_on",
     "values_of_all",

@@ -26,8 +26,7 @@ class Pending(Protocol):
 class Done:
     """A collective that finished when it was issued."""
 
-    def wait(self) -> None:
-        """Nothing is in flight."""
+    wait = staticmethod(bool)  # nothing is in flight: a call that does nothing, in C
 
 
 DONE = Done()
@@ -67,15 +66,35 @@ def gathers_of(
     return [partial(comm.gather, axis, out, shard) for out, shard in zip(outs, shards, strict=True)]
 
 
-def reductions_of(
+def reduction_of(
     comm: Comm, axis: Axis, outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], mean: bool
-) -> list[Callable[[], Pending]]:
-    """As `gathers_of`, for reductions and `plan_reductions`."""
+) -> Callable[[], Pending]:
+    """As `gathers_of`, for reductions and `plan_reductions`; one call starts all of them."""
     plan = getattr(comm, "plan_reductions", None)
+    calls: list[Callable[[], Pending]]
     if plan is not None:
-        calls: list[Callable[[], Pending]] = plan(axis, outs, buffers, mean)
-        return calls
-    return [partial(comm.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+        calls = plan(axis, outs, buffers, mean)
+    else:
+        calls = [partial(comm.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
+    return calls[0] if len(calls) == 1 else partial(_Several, calls)
+
+
+class _Several:
+    """Collectives that were started one after the other; if one cannot be, those before it are waited for."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, calls: Sequence[Callable[[], Pending]]) -> None:
+        self._pending: list[Pending] = []
+        try:
+            for call in calls:
+                self._pending.append(call())
+        except BaseException:
+            wait_all(self._pending)
+            raise
+
+    def wait(self) -> None:
+        wait_all(self._pending)
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,26 @@ rank used has a `.grad` on all, one that none used has none, and its optimizer s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Protocol
 
 import torch
 
 from ..agreement import InStep, Position, UseAgreement
 from ..comm import Comm
+from ..containers import drain
 from ..shard import (
-    Reduction,
+    Bucket,
     TokenCount,
     Unit,
     collect,
+    deliver_unit,
     has_gradients,
     no_tokens,
+    reduce_unit,
+    replicate_unit,
     settle,
     shown_empty,
 )
@@ -44,7 +49,7 @@ class Reducible(Protocol):
     index: int
 
 
-class InFlight(deque[tuple["Reducer", Reducible, Reduction]]):
+class InFlight(deque[tuple["Reducer", Reducible]]):
     """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`).
 
     Attributes:
@@ -54,8 +59,11 @@ class InFlight(deque[tuple["Reducer", Reducible, Reduction]]):
     finalizing: Reducer | None = None
 
 
-_no_grad = torch.no_grad
 _TRAINS = attrgetter("trains")
+_REPLICATE = attrgetter("axes.replicate")
+_BUCKETS = attrgetter("unit.buckets")
+_HOME = attrgetter("home")
+_TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
 
 
 class Reducer:
@@ -79,7 +87,7 @@ class Reducer:
     ) -> None:
         self.units, self.position, self._in_step = units, position, in_step
         self.in_flight = InFlight() if in_flight is None else in_flight
-        self._replicating: deque[tuple[Reducible, Reduction]] = deque()  # over the replicate axis; slices only
+        self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm, position)
         self._tokens: TokenCount | None = None  # what the backward that runs now divides by
@@ -112,60 +120,58 @@ class Reducer:
         """
         if True not in map(_TRAINS, one.unit.buckets) and not has_gradients(one.unit):
             return
-        self._owed[one.index] = one
-        with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():  # on with create_graph
+        if torch.is_grad_enabled():  # with create_graph
+            with torch.no_grad():
+                self.close(one, comes_again)
+            return
+        with plain_access():
             if not one.settings.reduce.sync:
+                self._owed[one.index] = one
                 self._set_aside(one)
-            elif not comes_again and self._in_step is None:  # else once all ranks have all of its gradients
+            elif not comes_again and self._in_step is None:
                 self.take_part(one)
-
-    def _issue(self, one: Reducible) -> None:
-        if self._in_step is not None:
-            self._in_step.come_to(REDUCE, one.index)
-        self.take_part(one)
+            else:  # once all ranks have all of its gradients
+                self._owed[one.index] = one
 
     def take_part(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
-        settings = one.settings.reduce
-        self._owed.pop(one.index, None)
-        while len(self.in_flight) >= settings.max_in_flight:
+        unit, settings, index, in_flight, position = one.unit, one.settings, one.index, self.in_flight, self.position
+        rules = settings.reduce
+        if self._owed:
+            self._owed.pop(index, None)
+        while len(in_flight) >= rules.max_in_flight:
             self._advance()
-        if self.in_flight or self._replicating:
+        if in_flight or self._replicating:
             self._finish_own(one)
-        if one.settings.share is not None:
-            one.settings.share.apply(one.unit)
-        collect(one.unit, everything=True)
-        self.position.issue(REDUCE, one.index)
-        self.position.reduced = True
-        reduction = Reduction(one.unit, one.settings.comm, settings, self._tokens)
-        self.in_flight.append((self, one, reduction))
-        self._use.reduced.add(one.index)
+        if settings.share is not None:
+            settings.share.apply(unit)
+        collect(unit, True)
+        position.issue(REDUCE, index)
+        position.reduced = True
+        reduce_unit(unit, settings.comm, rules, self._tokens)
+        in_flight.append((self, one))
+        self._use.reduced.add(index)
 
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
-        owner, one, reduction = self.in_flight.popleft()
+        owner, one = self.in_flight.popleft()
+        if not any(map(_REPLICATE, one.unit.buckets)):
+            owner._deliver(one)
+            return
         all_reduce = one.settings.reduce.all_reduce
         if not all_reduce:
             owner._kept_apart = True
-        try:
-            reduction.replicate(all_reduce)
-        except BaseException:
-            reduction.drop()
-            raise
-        for bucket in one.unit.buckets:
-            if bucket.axes.replicate is not None:
-                owner._replicating.append((one, reduction))
-                while len(owner._replicating) > 1:
-                    owner._deliver(*owner._replicating.popleft())
-                return
-        owner._deliver(one, reduction)
+        replicate_unit(one.unit, one.settings.comm, all_reduce)
+        owner._replicating.append(one)
+        while len(owner._replicating) > 1:
+            owner._deliver(owner._replicating.popleft())
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
-        while any([entry[1] is one for entry in self.in_flight]):
+        while any(flying is one for _, flying in self.in_flight):
             self._advance()
-        while any([entry[0] is one for entry in self._replicating]):
-            self._deliver(*self._replicating.popleft())
+        while one in self._replicating:
+            self._deliver(self._replicating.popleft())
 
     def _set_aside(self, one: Reducible) -> None:
         """Collect a unit's gradients, to be reduced with those of a later backward."""
@@ -176,15 +182,9 @@ class Reducer:
         for gradients in one.unit.gradients:
             gradients.delivery.show_kept()
 
-    def _deliver(self, one: Reducible, reduction: Reduction) -> None:
-        settings = one.settings.reduce
-        try:
-            with plain_access(), _no_grad() if torch.is_grad_enabled() else plain_access():
-                given = reduction.finish(settings.all_reduce, settings.hook, settings.fill_unused)
-        except BaseException:
-            reduction.drop()
-            raise
-        if given:
+    def _deliver(self, one: Reducible) -> None:
+        rules = one.settings.reduce
+        if given := deliver_unit(one.unit, rules.hook, rules.fill_unused):
             self._run_hooks(given)
 
     def _run_hooks(self, given: Sequence[torch.Tensor]) -> None:
@@ -224,12 +224,14 @@ class Reducer:
             self._owe_partial()
         with plain_access(), torch.no_grad():
             for one in self.units:
-                settings, late = one.settings.reduce, has_gradients(one.unit)
-                fills = settings.fill_unused and one.index not in self._use.reduced
-                if settings.sync and (
-                    late or one.index in self._owed or (fills and True in map(_TRAINS, one.unit.buckets))
-                ):
-                    self._issue(one)
+                rules, late = one.settings.reduce, has_gradients(one.unit)
+                due = late or one.index in self._owed
+                if rules.fill_unused and one.index not in self._use.reduced:
+                    due = due or True in map(_TRAINS, one.unit.buckets)
+                if due and rules.sync:
+                    if self._in_step is not None:
+                        self._in_step.come_to(REDUCE, one.index)
+                    self.take_part(one)
                 elif late:
                     self._set_aside(one)
             if self._in_step is not None:
@@ -241,10 +243,8 @@ class Reducer:
             while self.in_flight:
                 self._advance()
             while self._replicating:
-                self._deliver(*self._replicating.popleft())
-            for one in self.units:  # gradients are the caller's stream's from now on
-                for bucket in one.unit.buckets:
-                    bucket.turns.take()
+                self._deliver(self._replicating.popleft())
+            drain(map(_TAKE, map(_TURNS, self._buckets())))  # gradients are the caller's stream's from now on
             self.settle()
             given = self._use.agree([one.unit for one in self.units])
         self._run_hooks(given)
@@ -254,25 +254,26 @@ class Reducer:
 
     def settle(self) -> None:
         """The host waits for what crosses between its memory and the device; see `Home.settle`."""
-        homes = [bucket.home for one in self.units for bucket in one.unit.buckets if bucket.home is not None]
+        homes = list(filter(None, map(_HOME, self._buckets())))
         if homes:
             with plain_access(), torch.no_grad():
                 settle(homes)
 
+    def _buckets(self) -> Iterator[Bucket]:
+        return chain.from_iterable(map(_BUCKETS, self.units))
+
     def share(self, in_flight: InFlight) -> None:
         """Use `in_flight` from now on, together with other roots."""
         if in_flight is not self.in_flight:
-            while self.in_flight:
-                self._advance()
+            with plain_access(), torch.no_grad():
+                while self.in_flight:
+                    self._advance()
             self.in_flight = in_flight
 
     def reset(self) -> None:
         """After an exception: nothing is in flight, and nobody is expected."""
         for entry in [entry for entry in self.in_flight if entry[0] is self]:  # not those of roots that share it
             self.in_flight.remove(entry)
-            entry[2].drop()
-        for _, reduction in self._replicating:
-            reduction.drop()
         self._replicating.clear()
         self._owed.clear()
         self._use.reset()

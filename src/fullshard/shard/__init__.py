@@ -12,7 +12,7 @@ from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
-from .reduction import Reduction, collect, has_gradients
+from .reduction import collect, deliver_unit, has_gradients, reduce_unit, replicate_unit
 from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
@@ -31,7 +31,6 @@ __all__ = [
     "Home",
     "Mover",
     "OptimizerView",
-    "Reduction",
     "Rehearsal",
     "Share",
     "State",
@@ -44,6 +43,7 @@ __all__ = [
     "check_ties",
     "clone_unit",
     "collect",
+    "deliver_unit",
     "find_parameters",
     "find_shared",
     "follow_views",
@@ -57,9 +57,11 @@ __all__ = [
     "park_unit",
     "place_clone",
     "plan_unit",
+    "reduce_unit",
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",
+    "replicate_unit",
     "resume_unit",
     "run_of",
     "sees_gradients",

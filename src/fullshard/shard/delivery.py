@@ -70,25 +70,25 @@ class Delivery:
         """
         if self.hooked:
             self._run_hooks(reduced, self.got)
-        if self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
-            target, old = self._written(reduced), None
-        else:
+        target, old = self.set, None
+        if not self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._added(reduced)
+        elif target is None or target.flat is not reduced:
+            target = self._written(reduced)
+        given: list[torch.Tensor] = []
         got, self.got = self.got, self.nobody
         if got is self.everyone and not self.hooked:
             self.used, target.shown = got, list(got)
             drain(map(write_grad, target.receivers, target.received))
-            if self.views:
-                self._show_views(target)
-            return []
-        given = self._give_some(got, target, old, fill_unused)
+        else:
+            given = self._give_some(got, target, old, fill_unused)
         if self.views:
             self._show_views(target)
-        return self._tensors(given) if self.hooked else []
+        return given
 
     def _give_some(
         self, got: Sequence[bool], target: GradientSet, old: Sequence[torch.Tensor | None] | None, fill_unused: bool
-    ) -> list[int]:
+    ) -> list[torch.Tensor]:
         """Show members their gradients, and note what all ranks have to say; see `deliver`.
 
         Args:
@@ -98,9 +98,11 @@ class Delivery:
             fill_unused: see `deliver`.
 
         Returns:
-            Indices of the hooked members that are known to have got one.
+            See `deliver`.
         """
         given: list[int] = []
+        if old is None:
+            target.shown = list(self.nobody)
         gives_empty, used = self.bucket.form.gives_empty, list(self.used)
         for index, member in enumerate(self.bucket.members):
             fills = False
@@ -120,7 +122,7 @@ class Delivery:
             if self.hooked and (got[index] or fills):
                 given.append(index)
         self.used = used
-        return given
+        return self._tensors(given) if self.hooked else []
 
     def look(self) -> None:
         """Note whether users' code runs when any of the parameters, or of the views over them, gets a gradient."""
@@ -180,15 +182,12 @@ class Delivery:
         local.zero_()
 
     def _written(self, reduced: torch.Tensor) -> GradientSet:
-        """A set that shows `reduced` itself; no `.grad` is there."""
-        target = self.set
-        if target is None or target.flat is not reduced:
-            target = self.writable()
-            if self.bucket.home is None:
-                target.flat.copy_(reduced)
-            else:
-                self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
-        target.shown = list(self.nobody)
+        """A set that shows a copy of `reduced`; no `.grad` is there."""
+        target = self.writable()
+        if self.bucket.home is None:
+            target.flat.copy_(reduced)
+        else:
+            self.bucket.home.bring(target.flat, reduced, self.bucket.turns)
         return target
 
     def _added(self, reduced: torch.Tensor) -> tuple[GradientSet, list[torch.Tensor | None]]:
@@ -455,7 +454,7 @@ class Delivery:
         current = self.set
         shape_fits = current is not None and len(current.views) == len(self.views)
         if current is not None and shape_fits and not current.storage.nbytes():
-            current.storage.resize_(current.nbytes)  # `release` found that nobody else holds it
+            current.take()  # `release` found that nobody else holds it
         elif current is None or not shape_fits or not current.reusable():
             self.set = self._make_set(self.bucket.new_slice(self.grad_dtype))
             self.set.settle()
@@ -477,21 +476,6 @@ class Delivery:
                 made.receivers.append(member.sharded)
                 made.received.append(part)
         return made
-
-    def release(self) -> None:
-        """Give back the memory of gradients that the user set to None, if nobody else holds them."""
-        for view in self.views:
-            if not view.alone:
-                self._agree(view)
-        current = self.set
-        if current is None or not current.storage.nbytes() or not self.all_none():
-            return
-        if self.bucket.home is not None:  # the host's memory is kept
-            return
-        if current.reusable():
-            current.storage.resize_(0)
-        else:
-            self.set = None
 
     def drop_set(self) -> None:
         """Make another set at the next delivery; what this one gave out lives on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class GradientSet:
 
     def __post_init__(self) -> None:
         self.storage = self.flat.untyped_storage()
-        self.nbytes = self.storage.nbytes()
+        self.take = partial(self.storage.resize_, self.storage.nbytes())  # gets back memory that was given back
         self.shown = [False] * len(self.parts)
         # Those that have elements here, and where each lies: bytes from the first one of `flat`.
         self._held = [part for part in self.parts if inside(part).numel()]
@@ -57,11 +58,7 @@ class GradientSet:
 
     def settle(self) -> None:
         """Nobody but the engine holds it now, nor does a frame of the engine's."""
-        self.held = self.holders()
-
-    def holders(self) -> tuple[int, int]:
-        """How many tensors and Python references there are to the slice."""
-        return holders(self.storage, self._watched)
+        self.held = holders(self.storage, self._watched)
 
     def astray(self) -> bool:
         """Whether somebody assigned another tensor to the `.data` of a part."""
@@ -75,7 +72,7 @@ class GradientSet:
 
     def reusable(self) -> bool:
         """Whether only the engine holds it (all `.grad` must be None for this to be true)."""
-        return self.held[0] > 0 and self.holders() == self.held
+        return self.held[0] > 0 and holders(self.storage, self._watched) == self.held
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add to each member's part, where there is something."""

@@ -16,18 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from operator import is_, is_not, or_
+from typing import Any
 
 import torch
 
-from ..comm import Comm, Pending, wait_all
+from ..comm import Comm, Pending
 from ..containers import NONES, drain
 from ..errors import PhaseError
+from ..events import Ledger
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
+from ..torch_private.profiler import begin_range, no_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
 from .reduce_buffer import PlannedReduction, ReduceBuffer
-from .scaling import MEAN, Scaling
+from .scaling import MEAN, Rules, Total, scaling_of
 
 
 class GradState(Enum):
@@ -36,6 +39,9 @@ class GradState(Enum):
     NONE = "none"
     PENDING = "pending"
     REDUCING = "reducing"
+
+
+NONE, PENDING, REDUCING = GradState
 
 
 class Gradients:
@@ -49,20 +55,19 @@ class Gradients:
 
     Attributes:
         reduce_dtype: of the buffer and the reduction; see `GradientDtypes`.
+        running: the reduction in flight.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.reduce_dtype = bucket, bucket.storage_dtype
         self.delivery = Delivery(bucket)
-        self.state = GradState.NONE
+        self.state = NONE
         self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
-        self.scaling = MEAN
-        self.replicating: Pending | None = None  # the all-reduce over the replicate axis, in flight
+        self.running: Any = None  # a `PlannedReduction`
+        self.pending: Pending | None = None  # its collective, then the all-reduce over the replicate axis
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
         self._version = -1  # of what is shown, when it was delivered last
-        self.slice: torch.Tensor | None = None  # [shard_numel], reduce dtype, while reducing
-        self._pending: list[Pending] = []
 
     @property
     def buffer_bytes(self) -> int:
@@ -71,17 +76,18 @@ class Gradients:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the buffer if it is allocated now."""
-        return self.buffer.nbytes if self.buffer is not None and self.buffer.allocated else 0
+        """Bytes of the buffer if it is allocated now, and what a reduction in flight holds besides."""
+        held = self.buffer.storage.nbytes() if self.buffer is not None else 0
+        return held + (self.running.scratch if self.running is not None else 0)
 
     @property
     def accumulates(self) -> bool:
         """Whether something was accumulated that no reduction has taken yet."""
-        return self.state is GradState.PENDING or (self.partial is not None and self.state is not GradState.REDUCING)
+        return self.state is PENDING or (self.partial is not None and self.state is not REDUCING)
 
     def owed(self) -> bool:
         """Whether gradients of earlier backwards wait to be reduced, and the user did not give them up."""
-        if self.state is not GradState.PENDING and self.partial is None:
+        if self.state is not PENDING and self.partial is None:
             return False
         return not self.delivery.all_given_up()
 
@@ -92,26 +98,25 @@ class Gradients:
 
     # Collect.
 
-    def collect(self) -> int:
+    def collect(self, ledger: Ledger) -> None:
         """Move autograd's gradients into the buffer, added to what is there from earlier backwards.
 
         Where there are none the buffer is zeros: the bucket takes part in a reduction that others need. If memory runs
         out nothing has changed.
 
-        Returns:
-            Bytes that are allocated now and were not before.
+        Args:
+            ledger: told of what is allocated.
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
-        if self.state is GradState.REDUCING:
+        if delivery.kept and (given_up := delivery.given_up()):
+            live = self.live_bytes
+            self.give_up(given_up)
+            ledger.reducing -= live - self.live_bytes
+        first = self.state is NONE
+        if not first and self.state is not PENDING:
             raise PhaseError(
                 "gradients were collected while their bucket is being reduced; this is a bug in Fullshard", code="P048"
             )
-        freed = 0
-        if delivery.kept and (given_up := delivery.given_up()):
-            freed = self.live_bytes
-            self.give_up(given_up)
-            freed -= self.live_bytes
-        first = self.state is GradState.NONE
         if buffer is None or buffer.tensor.dtype != self.reduce_dtype:
             buffer = self.buffer = ReduceBuffer(bucket, self.reduce_dtype)
         bucket.turns.take()
@@ -128,84 +133,104 @@ class Gradients:
         drain(map(write_grad, unsharded, NONES))
         delivery.got = delivery.everyone if everyone else list(map(or_, delivery.got, map(is_not, grads, NONES)))
         bucket.turns.give()
-        self.state = GradState.PENDING
-        return (buffer.nbytes if first else 0) - freed
+        if first:
+            self.state = PENDING
+            ledger.reducing += buffer.nbytes
 
     # Reduce.
 
-    def issue_reduce(self, comm: Comm, scaling: Scaling, check: bool = False) -> int:
+    def issue_reduce(self, comm: Comm, rules: Rules, total: Total | None) -> None:
         """Start the reduction of the buffer over the shard axis.
 
         Args:
-            check: note the magnitudes of this rank's own gradients first, in `own`.
-
-        Returns:
-            Bytes that are allocated until it is finished, besides the buffer and `.grad`.
+            comm: collectives.
+            rules: how.
+            total: what sums are divided by; None: nothing.
         """
-        assert self.buffer is not None and self.state is GradState.PENDING
-        if self.delivery.kept and (given_up := self.delivery.given_up()):
+        delivery, buffer = self.delivery, self.buffer
+        assert buffer
+        if delivery.kept and (given_up := delivery.given_up()):
             self.give_up(given_up)
         self.bucket.turns.take()
-        self.delivery.look()
-        bucket, axis = self.bucket, self.bucket.axes.shard
-        fresh = self.delivery.all_none() and self.partial is None
-        scratch = 0
-        if check:
-            mine, adds = self.buffer.magnitudes(), not fresh and self._version == self._shown_version()
-            self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
-        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
-        if fresh and self.reduce_dtype == self.delivery.grad_dtype and bucket.home is None:
-            planned = self.delivery.writable().reduction
-            if (
-                planned is None
-                or planned.comm is not comm
-                or planned.buffer is not self.buffer
-                or planned.mean is not mean
-            ):
-                planned = self._plan(comm, mean)
+        delivery.look()
+        if rules.check_nonfinite:
+            self._note_own(buffer)
+        current: Any = delivery.set
+        planned: PlannedReduction | None = None if current is None else current.reduction
+        if (
+            planned is None
+            or planned.rules is not rules
+            or planned.comm is not comm
+            or planned.buffer is not buffer
+            or total is not None
+            or self.partial is not None
+            or current.storage.nbytes()  # else it was given back: nobody else holds it, and none is shown
+        ):
+            planned = self._plan(comm, rules, total, buffer)
         else:
-            out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
-            scratch = out.numel() * out.element_size()
-            planned = PlannedReduction(comm, axis, out, self.buffer, mean)
+            current.take()
+        scaling = planned.scaling
         if scaling is not MEAN:
             if scaling.before != 1.0:
-                self.buffer.tensor.mul_(scaling.before)
+                buffer.tensor.mul_(scaling.before)
             if scaling.divides_buffer is not None:
-                self.buffer.tensor.div_(scaling.divides_buffer)
+                buffer.tensor.div_(scaling.divides_buffer)
+        self.pending = planned.start()
+        self.state, self.running = REDUCING, planned
+
+    def _note_own(self, buffer: ReduceBuffer) -> None:
+        """Note the magnitudes of this rank's own gradients in `own`: the larger ones where they add to others."""
+        mine, fresh = buffer.magnitudes(), self.partial is None and self.delivery.all_none()
+        adds = not fresh and self._version == self._shown_version()
+        self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
+
+    def _plan(self, comm: Comm, rules: Rules, total: Total | None, buffer: ReduceBuffer) -> PlannedReduction:
+        """The reduction into the kept slice, if nobody but the engine holds that now; else into another one."""
+        bucket, delivery, axis = self.bucket, self.delivery, self.bucket.axes.shard
+        scaling = scaling_of(comm, bucket.axes.world, self.reduce_dtype, rules, total)
+        mean = scaling.mean and axis.size > 1  # of one rank a sum is the average, and what every backend is fast at
+        same = self.reduce_dtype == delivery.grad_dtype and bucket.home is None and self.partial is None
+        if same and delivery.all_none():
+            current = delivery.writable()
+            planned = current.reduction
+            if planned is None or (planned.comm, planned.buffer, planned.mean) != (comm, buffer, mean):
+                planned = current.reduction = PlannedReduction(comm, axis, current.flat, buffer, mean)
+                current.settle()
+        else:
+            out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
+            planned = PlannedReduction(comm, axis, out, buffer, mean)
+            planned.scratch += out.nbytes
+        planned.rules, planned.scaling = rules, scaling
+        return planned
+
+    def wait(self, unit: str) -> int:
+        """Wait for the collective in flight, and give the buffer back if that was its; returns its bytes.
+
+        Args:
+            unit: its name.
+        """
+        turns, buffer, pending = self.bucket.turns, self.buffer, self.pending
+        assert buffer and pending
+        held = buffer.storage.nbytes()
+        end = begin_range("wait for reduce" if held else "wait for all_reduce", unit) if recording() else no_range
+        turns.take()
+        self.pending = None
         try:
-            for reduce in planned.reductions:
-                self._pending.append(reduce())
-        except BaseException:
-            wait_all(self._pending)
-            raise
-        self.state, self.scaling, self.slice = GradState.REDUCING, scaling, planned.out
-        return scratch + planned.scratch
-
-    def _plan(self, comm: Comm, mean: bool) -> PlannedReduction:
-        """The reduction into the slice that is shown; nobody but the engine holds that now."""
-        current = self.delivery.writable()
-        assert self.buffer is not None
-        current.reduction = PlannedReduction(comm, self.bucket.axes.shard, current.flat, self.buffer, mean)
-        current.settle()
-        return current.reduction
-
-    def finish_shard_axis(self) -> int:
-        """Wait for the reduction over the shard axis and give the buffer back; returns its bytes."""
-        pending, buffer = self._pending, self.buffer
-        assert buffer is not None
-        self.bucket.turns.take()
-        wait_all(pending)
+            pending.wait()
+        finally:
+            end()
         buffer.free()
-        self.bucket.turns.give()
-        return buffer.nbytes
+        turns.give()
+        return held
 
     def keep_partial(self) -> None:
         """Set the slice aside, not yet reduced over the replicate axis, to be added to the next one."""
-        assert self.slice is not None
-        ours = self.delivery.set is not None and self.slice is self.delivery.set.flat
-        reduced = self.slice.clone() if ours else self.slice
+        assert self.running is not None
+        reduced, current = self.running.out, self.delivery.set
+        if current is not None and reduced is current.flat:
+            reduced = reduced.clone()
         self.partial = reduced if self.partial is None else self.partial.add_(reduced)
-        self.slice, self.state = None, GradState.NONE
+        self.running, self.state = None, NONE
 
     def replicate(self, comm: Comm) -> int:
         """Start the all-reduce of the slice, with what `keep_partial` set aside, over the replicate axis.
@@ -213,20 +238,13 @@ class Gradients:
         Returns:
             Bytes of the slice.
         """
-        axis = self.bucket.axes.replicate
-        assert axis is not None and self.slice is not None
+        axis, running = self.bucket.axes.replicate, self.running
+        assert axis is not None and running is not None
         if self.partial is not None:
-            self.slice.add_(self.partial)
+            running.out.add_(self.partial)
             self.partial = None
-        self.replicating = comm.all_reduce(axis, self.slice, self.scaling.mean and axis.size > 1)
-        return self.slice.numel() * self.slice.element_size()
-
-    def finish_replicate(self) -> None:
-        """Wait for the all-reduce."""
-        assert self.replicating is not None
-        self.bucket.turns.take()
-        self.replicating.wait()
-        self.replicating = None
+        self.pending = comm.all_reduce(axis, running.out, running.scaling.mean and axis.size > 1)
+        return running.out.nbytes
 
     def deliver(self, fill_unused: bool) -> list[torch.Tensor]:
         """Make the reduced slice the sharded parameters' `.grad`, or add it to what is there.
@@ -237,18 +255,20 @@ class Gradients:
         Returns:
             See `Delivery.deliver`.
         """
-        assert self.slice is not None
-        self.bucket.turns.take()
-        if self.scaling is not MEAN:
-            if self.scaling.after != 1.0:
-                self.slice.mul_(self.scaling.after)
-            if self.scaling.divides_slice is not None:
-                self.slice.div_(self.scaling.divides_slice)
-        given = self.delivery.deliver(self.slice, fill_unused)
-        self.slice, self.state = None, GradState.NONE
+        turns, running = self.bucket.turns, self.running
+        assert running
+        scaling, reduced = running.scaling, running.out
+        turns.take()
+        if scaling is not MEAN:
+            if scaling.after != 1.0:
+                reduced.mul_(scaling.after)
+            if scaling.divides_slice is not None:
+                reduced.div_(scaling.divides_slice)
+        given = self.delivery.deliver(reduced, fill_unused)
+        self.running, self.state = None, NONE
         if self.own is not None:
             self._version = self._shown_version()
-        self.bucket.turns.give()
+        turns.give()
         return given
 
     def _shown_version(self) -> int:
@@ -271,11 +291,10 @@ class Gradients:
 
     def _drop(self) -> None:
         self.bucket.turns.take()
-        pending, self._pending = self._pending, []
-        if self.replicating is not None:
-            pending.append(self.replicating)
+        pending, self.pending = self.pending, None
         try:
-            wait_all(pending)
+            if pending is not None:
+                pending.wait()
         finally:
             if self.buffer is not None:
                 self.buffer.free()
@@ -283,9 +302,9 @@ class Gradients:
             self.delivery.undecided = []
             self.delivery.aside.clear()
             self.delivery.kept.clear()
-            self.partial = self.replicating = self.slice = None
+            self.partial = self.running = None
             self.bucket.turns.give()
-            self.state = GradState.NONE
+            self.state = NONE
 
     def give_up_parameters(self, parameters: set[int]) -> int:
         """`give_up` for these sharded parameters, or views over them, by id; how many bytes are no longer held."""
@@ -303,7 +322,7 @@ class Gradients:
             self._drop()
             return
         self.bucket.turns.take()
-        if self.state is GradState.PENDING and self.buffer is not None:
+        if self.state is PENDING and self.buffer is not None:
             self.buffer.zero(members)
         if self.partial is not None:
             for member in members:
@@ -313,11 +332,16 @@ class Gradients:
         ]
 
     def release(self) -> None:
-        """Give back the memory of gradients that the user set to None, if nobody else holds them."""
-        if self.state is not GradState.REDUCING:
-            self.bucket.turns.take()
-            self.delivery.release()
-            self.bucket.turns.give()
+        """Give back the memory of gradients that the user set to None, if nobody else holds them; not the host's."""
+        delivery, bucket = self.delivery, self.bucket
+        if self.state is REDUCING or not delivery.all_none() or delivery.set is None or bucket.home is not None:
+            return
+        bucket.turns.take()
+        if delivery.set.reusable():
+            delivery.set.storage.resize_(0)
+        else:
+            delivery.set = None
+        bucket.turns.give()
 
     @property
     def held_bytes(self) -> int:
@@ -349,7 +373,7 @@ def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: s
         PhaseError: names the parameters.
     """
     for one in gradients:
-        if one.state is not GradState.NONE or one.partial is not None or one.waiting():
+        if one.state is not NONE or one.partial is not None or one.waiting():
             raise PhaseError(
                 f"Unit {unit or '(root)'!r} cannot be {what} now: it holds gradients not yet reduced.",
                 parameter=", ".join(member.name for member in one.bucket.members),

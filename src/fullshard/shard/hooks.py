@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, contains
 from typing import Any
 
@@ -16,14 +16,13 @@ from ..forms import Form, Member
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 from ..torch_private.local_tensor import read_hooks, read_post_hooks
 
-_attributes = attrgetter("__dict__")
+_attributes, _ATTACHED = attrgetter("__dict__"), repeat(ATTACHED_OPTIMIZERS)
 
 
 def sees_gradients(parameters: Sequence[Any]) -> bool:
     """Whether users' code runs when one of these gets a gradient: hooks of either kind, or an attached optimizer."""
-    if any(map(read_hooks, parameters)) or any(map(read_post_hooks, parameters)):
-        return True
-    return any(map(contains, map(_attributes, parameters), repeat(ATTACHED_OPTIMIZERS)))
+    attached = map(contains, map(_attributes, parameters), _ATTACHED)
+    return any(chain(map(read_hooks, parameters), map(read_post_hooks, parameters), attached))
 
 
 @contextlib.contextmanager

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import is_not, itemgetter
+from functools import partial
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any
 
 import torch
 
-from ..comm import Comm, reductions_of
+from ..comm import Comm, reduction_of
 from ..containers import NONES
 from ..dtypes import as_real
 from ..errors import PhaseError
 from ..forms import Member, Scratch
 from ..layout import Piece
 from ..mesh import Axis
-from ..torch_private.foreach import add_all, copy_all, same_form, zero_all
-from ..torch_private.local_tensor import read_layout
+from ..torch_private.foreach import add_all, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
+from .scaling import MEAN, Rules
 
-_STRIDED = {torch.strided}
+_STRIDED, _LAYOUT = {torch.strided}, repeat("layout")
 
 
 class ReduceBuffer(Scratch):
@@ -52,12 +54,16 @@ class ReduceBuffer(Scratch):
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
         self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # If every gradient goes in as one tensor: targets of those alike, and what picks their gradients; the others'.
-        self._known: list[tuple[list[torch.Tensor], Callable[[list[Any]], Sequence[Any]]]] = []
+        # If every gradient goes in as one tensor, of those alike, then of the others: which they are, what copies them
+        # in, with zeros after them, and what adds them to what is there.
+        self._known: list[tuple[list[bool], Callable[[Any], Any], list[torch.Tensor], Callable[[Any], Any]]] = []
         if all([place.whole and member.split is None for place, member in self._pairs()]):
-            for alike in (True, False):
-                mine = [i for i, place in enumerate(self._places) if place.alike[0] is alike]
-                self._known.append(([self._places[i].targets[0] for i in mine], _picks(mine)))
+            for alike, zeros in ((True, self._zeros), (False, [])):
+                mine = [place.alike[0] is alike for place in self._places]
+                targets = [place.targets[0] for place in compress(self._places, mine)]
+                if targets or zeros:
+                    copies = copies_to([*targets, *self._padding[: len(zeros)]])
+                    self._known.append((mine, copies, zeros, partial(add_all, targets)))
         self.free()
 
     def _pairs(self) -> list[tuple[_Places, Member]]:
@@ -76,12 +82,17 @@ class ReduceBuffer(Scratch):
         Raises:
             PhaseError: a gradient is sparse.
         """
+        if self._known and set(map(getattr, grads, _LAYOUT, NONES)) == _STRIDED:
+            if first and self._strewn:
+                zero_all(self._padding)
+            for mine, copy, zeros, add in self._known:
+                if first:
+                    copy([*compress(grads, mine), *zeros])
+                else:
+                    add([*compress(grads, mine)])
+            return True
         everyone = all(map(is_not, grads, NONES))
-        if everyone and self._known and set(map(read_layout, grads)) == _STRIDED:
-            (alike, mine), (strided, others) = self._known
-            targets, sources, strided_sources = alike[:], [*mine(grads)], [*others(grads)]
-        else:
-            targets, sources, strided, strided_sources = self._sorted(grads)
+        targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
             add_all(targets, sources)
             add_all(strided, strided_sources)
@@ -92,8 +103,7 @@ class ReduceBuffer(Scratch):
             targets += self._padding
             sources += self._zeros
         copy_all(targets, sources)
-        if strided:
-            copy_all(strided, strided_sources)
+        copy_all(strided, strided_sources)
         return everyone
 
     def _sorted(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
@@ -128,15 +138,6 @@ class ReduceBuffer(Scratch):
         """Make what was collected for these members zero."""
         chosen = set(map(id, members))
         zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
-
-
-def _picks(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What takes these items of a list."""
-    return (
-        itemgetter(*indices)
-        if len(indices) > 1
-        else itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
-    )
 
 
 class _Places:
@@ -199,17 +200,20 @@ class PlannedReduction:
         mean: whether the collective averages.
 
     Attributes:
-        reductions: each starts one collective.
-        scratch: bytes that they allocate until their waits.
+        start: starts the collectives.
+        scratch: bytes that they allocate until they are waited for.
+        rules, scaling: how it ran last, and what that was chosen from.
     """
 
-    __slots__ = ("buffer", "comm", "mean", "out", "reductions", "scratch")
+    __slots__ = ("buffer", "comm", "mean", "out", "rules", "scaling", "scratch", "start")
 
     def __init__(self, comm: Comm, axis: Axis, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
+        self.rules: Rules | None = None
+        self.scaling = MEAN
         segments, parts = buffer.segments, [out]
         if len(segments) > 1:
             cuts = buffer.bucket.layout.segments
             parts = [out.narrow(0, cut.shard_offset, cut.slice_numel) for cut in cuts]
-        self.reductions = reductions_of(comm, axis, parts, segments, mean)
+        self.start = reduction_of(comm, axis, parts, segments, mean)
         self.scratch = sum([comm.scratch_bytes(axis, segment) for segment in segments])

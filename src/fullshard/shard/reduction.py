@@ -9,14 +9,17 @@ import torch
 from ..comm import Comm
 from ..events import stream
 from ..torch_private.profiler import begin_range, no_range, recording
-from .gradients import Gradients, GradState
-from .scaling import MEAN, Rules, Scaling, Total
+from .gradients import NONE, PENDING, REDUCING
+from .scaling import Rules, Total
 from .unit import Unit
 
 
 def has_gradients(unit: Unit) -> bool:
     """Whether gradients wait to be reduced: autograd's, or collected ones."""
-    return any([g.state is GradState.PENDING or g.waiting() for g in unit.gradients])
+    for gradients in unit.gradients:  # noqa: SIM110 - a comprehension costs a call, in every backward
+        if gradients.state is PENDING or gradients.waiting():
+            return True
+    return False
 
 
 def collect(unit: Unit, everything: bool) -> None:
@@ -28,122 +31,80 @@ def collect(unit: Unit, everything: bool) -> None:
     """
     ledger = unit.ledger
     for gradients in unit.gradients:
-        takes_part = everything and gradients.state is GradState.NONE and gradients.bucket.trains
-        if takes_part or gradients.waiting():
-            ledger.reducing += gradients.collect()
+        if (everything and gradients.state is NONE and gradients.bucket.trains) or gradients.waiting():
+            gradients.collect(ledger)
     if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
         ledger.note()
     if stream.listeners:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
 
 
-def _scaling(gradients: Gradients, comm: Comm, rules: Rules, total: Total | None) -> Scaling:
-    """How a bucket's sum over ranks becomes the gradient."""
-    if getattr(comm, "scales_itself", False):
-        return MEAN
-    world, dtype = gradients.bucket.axes.world, gradients.reduce_dtype
-    if rules.reduction == "mean":
-        return Scaling.choose(world, dtype, rules.divide_factor, rules.force_sum)
-    return Scaling.summed(world, dtype, total)
-
-
-class Reduction:
-    """One reduction of a unit's gradients, from issue to delivery.
+def reduce_unit(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> None:
+    """Start reducing what a unit collected, over the shard axis.
 
     Args:
-        unit: whose pending gradients are reduced.
         comm: collectives.
         rules: how.
         total: what sums are divided by; None: nothing.
     """
+    end = begin_range("reduce", unit.name) if recording() else no_range
+    try:
+        for gradients in unit.gradients:
+            if gradients.state is PENDING:
+                gradients.issue_reduce(comm, rules, total)
+                if scratch := gradients.running.scratch:
+                    unit.ledger.reducing += scratch
+                    unit.ledger.note()
+    finally:
+        end()
+    if stream.listeners:
+        unit.emit("reduce", sum([g.buffer_bytes for g in unit.gradients if g.state is REDUCING]))
 
-    __slots__ = ("_replicating", "_scratch_bytes", "comm", "unit")
 
-    def __init__(self, unit: Unit, comm: Comm, rules: Rules, total: Total | None = None) -> None:
-        self.unit, self.comm = unit, comm
-        self._scratch_bytes, self._replicating = 0, False
-        end = begin_range("reduce", unit.name) if recording() else no_range
-        scratch = 0
+def replicate_unit(unit: Unit, comm: Comm, all_reduce: bool) -> None:
+    """Wait for the shard axis, give the buffers back, and start reducing over the replicate axis.
+
+    Args:
+        comm: collectives.
+        all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
+    """
+    for gradients in unit.gradients:
+        if gradients.state is not REDUCING:
+            continue
+        unit.ledger.reducing -= gradients.wait(unit.name)
+        if gradients.bucket.axes.replicate is None:
+            continue
+        if not all_reduce:
+            unit.ledger.reducing -= gradients.running.scratch
+            gradients.keep_partial()
+            continue
+        end = begin_range("all_reduce", unit.name) if recording() else no_range
         try:
-            for gradients in unit.gradients:
-                if gradients.state is GradState.PENDING:
-                    scratch += gradients.issue_reduce(
-                        comm, _scaling(gradients, comm, rules, total), rules.check_nonfinite
-                    )
+            nbytes = gradients.replicate(comm)
         finally:
             end()
-        if scratch:
-            self._scratch_bytes = scratch
-            unit.ledger.reducing += scratch
-            unit.ledger.note()
         if stream.listeners:
-            unit.emit("reduce", sum([g.buffer_bytes for g in unit.gradients if g.state is GradState.REDUCING]))
+            unit.emit("all_reduce", nbytes)
 
-    def replicate(self, all_reduce: bool) -> None:
-        """The shard axis is to be done: give the buffers back, and start reducing over the replicate axis.
 
-        Args:
-            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
-        """
-        self._replicating = True
-        unit = self.unit
-        for gradients in unit.gradients:
-            if gradients.state is not GradState.REDUCING:
-                continue
-            end = begin_range("wait for reduce", unit.name) if recording() else no_range
-            try:
-                unit.ledger.reducing -= gradients.finish_shard_axis()
-            finally:
-                end()
-            if gradients.bucket.axes.replicate is None:
-                continue
-            if not all_reduce:
-                gradients.keep_partial()
-                continue
-            end = begin_range("all_reduce", unit.name) if recording() else no_range
-            try:
-                nbytes = gradients.replicate(self.comm)
-            finally:
-                end()
-            if stream.listeners:
-                unit.emit("all_reduce", nbytes)
+def deliver_unit(unit: Unit, hook: Callable[[torch.Tensor], None] | None, fill_unused: bool) -> list[torch.Tensor]:
+    """Wait for what is in flight, and deliver into `.grad`.
 
-    def finish(
-        self, all_reduce: bool, hook: Callable[[torch.Tensor], None] | None, fill_unused: bool
-    ) -> list[torch.Tensor]:
-        """Wait, and deliver into `.grad`.
-
-        Args:
-            all_reduce: see `replicate`.
-            hook: called with each reduced slice [shard_numel] before it is delivered.
-            fill_unused: give parameters that no rank used a gradient of zeros.
-
-        Returns:
-            What got a gradient; see `Delivery.deliver`.
-        """
-        if not self._replicating:
-            self.replicate(all_reduce)
-        given: list[torch.Tensor] = []
-        unit = self.unit
-        for gradients in unit.gradients:
-            if gradients.state is not GradState.REDUCING:
-                continue
-            if gradients.replicating is not None:
-                end = begin_range("wait for all_reduce", unit.name) if recording() else no_range
-                try:
-                    gradients.finish_replicate()
-                finally:
-                    end()
-            if hook is not None and gradients.slice is not None:
-                hook(gradients.slice)
+    Args:
+        hook: called with each reduced slice [shard_numel] before it is delivered.
+        fill_unused: see `Gradients.deliver`, as what is returned.
+    """
+    given: list[torch.Tensor] = []
+    for gradients in unit.gradients:
+        if gradients.state is REDUCING:
+            if gradients.pending is not None:
+                unit.ledger.reducing -= gradients.wait(unit.name)
+            running = gradients.running
+            if hook is not None:
+                hook(running.out)
             given += gradients.deliver(fill_unused)
-        if self._scratch_bytes:
-            self.drop()
-        if stream.listeners:
-            unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))
-        return given
-
-    def drop(self) -> None:
-        """The scratch memory is gone: the reduction is delivered, or given up."""
-        self.unit.ledger.reducing -= self._scratch_bytes
-        self._scratch_bytes = 0
+            if running.scratch:
+                unit.ledger.reducing -= running.scratch
+    if stream.listeners:
+        unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))
+    return given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,39 +52,36 @@ class Scaling:
     divides_buffer: torch.Tensor | None = None
     divides_slice: torch.Tensor | None = None
 
-    @classmethod
-    def choose(cls, world: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Scaling:
-        """The average over `world` ranks, or the sum divided by `factor` if one is given.
-
-        In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division
-        is split: by a power of two near the square root before, the rest after (as PyTorch's FSDP documents).
-        """
-        if factor is None and not force_sum and dtype is not torch.float16:
-            return MEAN
-        divide = float(world if factor is None else factor)
-        if dtype == torch.float16:
-            before = _power_near_root(world)
-            return cls(False, 1.0 / before, before / divide)
-        return cls(False, 1.0, 1.0 / divide)
-
-    @classmethod
-    def summed(cls, world: int, dtype: torch.dtype, total: Total | None) -> Scaling:
-        """The sum over `world` ranks, divided by `total` if there is one.
-
-        In float16 the sum over a rank's tokens is brought to the size of a mean before the reduction, which is then
-        scaled as `choose` does.
-        """
-        if total is None:
-            return cls(False)
-        divisor = total.total(dtype)
-        if dtype != torch.float16:
-            return cls(False, divides_slice=divisor)
-        share = _power_near_root(world) / world
-        return cls(False, after=share, divides_buffer=divisor * share)
-
 
 MEAN = Scaling(True)
 """The collective averages."""
+
+
+def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: Rules, total: Total | None) -> Scaling:
+    """How a sum of `dtype` over the `world` ranks of a bucket becomes the gradient.
+
+    In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division is split:
+    by a power of two near the square root before, the rest after (as PyTorch's FSDP documents). The sum over a rank's
+    tokens is brought to the size of a mean first.
+
+    Args:
+        comm: collectives; a hook scales by itself.
+        total: what sums are divided by; None: nothing.
+    """
+    half, factor = dtype == torch.float16, rules.divide_factor
+    if getattr(comm, "scales_itself", False):
+        return MEAN
+    before = _power_near_root(world) if half else 1.0
+    if rules.reduction == "mean":
+        if factor is None and not rules.force_sum and not half:
+            return MEAN
+        return Scaling(False, 1.0 / before, before / float(world if factor is None else factor))
+    if total is None:
+        return Scaling(False)
+    divisor, share = total.total(dtype), before / world
+    return (
+        Scaling(False, after=share, divides_buffer=divisor * share) if half else Scaling(False, divides_slice=divisor)
+    )
 
 
 def _power_near_root(world: int) -> float:

@@ -27,8 +27,8 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
             remedy="call model.to_empty(device=...) first",
             code="C179",
         )
-    delivery.views = [view for view in delivery.views if view.tensor is not None]
-    taken = {i for view in delivery.views for i in view.members}
+    views = [view for view in delivery.views if view.tensor is not None]
+    taken = {i for view in views for i in view.members}
     for _, _, indices in runs:
         for i in taken.intersection(indices):
             raise ConfigError(
@@ -44,8 +44,9 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         tensor.__dict__[PART_KEY] = "an optimizer_view"
         tensor.__dict__[NAME_KEY] = ", ".join(delivery.bucket.members[i].name for i in indices)
         _describe_to_dcp(tensor, delivery.bucket, indices)
-        delivery.views.append(OptimizerView(tensor, offset, length, indices))
+        views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
+    delivery.views = views
     delivery.drop_set()  # its views are the old ones; the gradients it gave out live on
     delivery.follow()
     return tensors

@@ -28,6 +28,11 @@ def copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable
     return partial(torch._foreach_copy_, targets, sources)
 
 
+def copies_to(targets: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
+    """What does `copy_all` to these, which are some, of the sources that it is given."""
+    return partial(torch._foreach_copy_, targets)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """`targets[i].copy_(sources[i])` for all i, with casts."""
     if targets:

@@ -8,11 +8,12 @@ does just that. `tests/test_private_api.py` says when it goes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: -1)
+_references = sys.getrefcount
 
 
 def holders(storage: torch.UntypedStorage, tensors: Sequence[object]) -> tuple[int, int]:
@@ -20,6 +21,4 @@ def holders(storage: torch.UntypedStorage, tensors: Sequence[object]) -> tuple[i
 
     Compare with what the same call said when only the engine held them; -1 where it cannot be known.
     """
-    if _use_count is None:
-        return (-1, -1)
-    return int(_use_count(storage._cdata)), sum(map(sys.getrefcount, tensors))
+    return _use_count(storage._cdata), sum(map(_references, tensors))
