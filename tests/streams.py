@@ -17,6 +17,7 @@ from torch import nn
 import fullshard
 from fullshard.comm import lanes
 from fullshard.comm.lanes import Lanes, Turns
+from fullshard.runtime import runners_in
 from fullshard.runtime.root import Root
 from fullshard.shard import Unit
 from happens_before import Event, InFlight, Stream, World, muted, watched
@@ -407,5 +408,7 @@ def races_in(scenario: str, options: Options, offload: bool, mutation: str | Non
         with muted(world):
             model = build(options)
         with nullcontext() if mutation is None else MUTATIONS[mutation][0]():
+            for runner in runners_in(model):
+                runner.unit.drop_plans()  # bound methods, from before the mutation
             SCENARIOS[scenario](model, world)
     return list(dict.fromkeys(world.races))

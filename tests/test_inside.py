@@ -104,6 +104,32 @@ def owners(way: str) -> list[str]:
 
 
 @some_ways
+def test_what_a_unit_does_in_a_step_is_what_its_plan_says(run_ranks, way: str) -> None:
+    assert_same(run_ranks(plans_told, way))
+
+
+def plans_told(way: str) -> list[str]:
+    model = sharded(way)
+    problems = [] if "no plan yet" in fullshard.describe(model, plans=True) else ["told before it was made"]
+    loss_of(model, mine(0)).backward()
+    if "gathers" in fullshard.describe(model):
+        problems.append("told without being asked for")
+    told = fullshard.describe(model, plans=True).splitlines()
+    for runner in runners_in(model):
+        name, unit = runner.unit.name or "(root)", runner.unit
+        (line,) = [line for line in told if line.partition(": ")[0].split(", ").count(name) and " gathers " in line]
+        with record_events() as events:
+            loss_of(model, mine(1)).backward()
+        found = {event.verb: event.nbytes for event in events if event.unit == name}
+        for what in (f"gathers {size(found['gather'])} in", f"reduces {size(found['reduce'])} of float64"):
+            if what not in line:
+                problems.append(f"{what!r} is not in {line!r}")
+        if f"holds {size(unit.full_bytes)};" not in line:
+            problems.append(f"{unit.full_bytes} bytes are held: {line!r}")
+    return problems
+
+
+@some_ways
 def test_what_nobody_owns_is_told_with_the_reason(run_ranks, way: str) -> None:
     assert_same(run_ranks(unowned, way))
 

@@ -38,11 +38,12 @@ class GatherPlan:
         whole_bytes: from `begins` to `frees`.
         passing_bytes: from `begins` to `ends`.
         copied_bytes: from `fills` to `frees`.
-        varying: of which each gather tells anew how many bytes it takes.
+        addresses: each tells where a piece of the gathered memory lies now.
+        varying: what is gathered whose bytes and addresses each gather tells anew.
     """
 
     __slots__ = (
-        *("begins", "comm", "copied_bytes", "ends", "fills", "frees", "gathers"),
+        *("addresses", "begins", "comm", "copied_bytes", "ends", "fills", "frees", "gathers"),
         *("passing_bytes", "varying", "whole_bytes"),
     )
 
@@ -54,22 +55,30 @@ class GatherPlan:
         self.ends: list[Callable[[], object]] = []
         self.frees: list[Callable[[], object]] = []
         self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
-        self.varying: list[Full] = []
+        self.addresses: list[Callable[[], int]] = []
+        self.varying: list[Varying] = []
 
     def spend(self) -> None:
         """It was for one gather, which is over: let go of what that sent."""
         self.begins, self.gathers = [], []
 
 
-class Full(Protocol):
-    """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay.
+class Varying(Protocol):
+    """What takes other memory in each gather.
 
     Attributes:
-        passing_bytes, copied_bytes: of the last gather; see `GatherPlan`. Asked for where that varies.
+        passing_bytes, copied_bytes: of the last one; see `GatherPlan`.
     """
 
     passing_bytes: int
     copied_bytes: int
+
+    def addresses(self) -> list[int]:
+        """Where it lies now."""
+
+
+class Full(Protocol):
+    """What a bucket is gathered into. Made at the first gather; its memory comes and goes, its views stay."""
 
     def plan(self, to: GatherPlan, comm: Gathers, axis: Axis, source: Any, keeps: bool = False) -> None:
         """Add to a plan all but `frees`: gather `source` of every rank of `axis`.
@@ -96,9 +105,6 @@ class Full(Protocol):
 
         That is put right as far as memory goes: the next gather, planned anew, gives it the right values.
         """
-
-    def addresses(self) -> list[int]:
-        """Where the gathered memory lies now."""
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +157,6 @@ class PlainFull:
         self.copied = Scratch(layout.full_numel - layout.in_place_numel, dtype, device)  # from its end to free
         self.staging = Scratch(layout.staging_numel, dtype, device)  # while gathering
         self._sent: Scratch | None = None  # [S], while gathering: the shard in the dtype that is gathered
-        self.passing_bytes, self.copied_bytes = 0, self.copied.nbytes
         self._outs: list[torch.Tensor] = []  # per segment: [world * S], of `whole` or of `staging`
         at = 0
         for segment in layout.segments:
@@ -241,6 +246,7 @@ class PlainFull:
             to.fills.append(copied.allocate if keeps else copied.take)
             to.copied_bytes += copied.nbytes
         to.fills += self._copies
+        to.addresses += [whole.storage.data_ptr, copied.storage.data_ptr]
         to.ends += [self._versions.restore, *[buffer.free for buffer in passing]]
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
@@ -249,9 +255,6 @@ class PlainFull:
 
     def cut(self, axis: Axis) -> torch.Tensor:
         return torch.cat([out.view(axis.size, -1)[axis.rank] for out in self._outs])
-
-    def addresses(self) -> list[int]:
-        return [self.whole.storage.data_ptr(), self.copied.storage.data_ptr()]
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         found = torch.zeros(len(self.members), dtype=torch.bool, device=source.device)

@@ -7,10 +7,10 @@ from torch import nn
 from ..forms import owner_of
 from ..names import clean_name, clean_path
 from ..runtime import left_alone, runner_of, runners_in
-from .facts import BucketFacts, bucket_facts, size
+from .facts import BucketFacts, bucket_facts, plan_in_words, size
 
 
-def describe(model: nn.Module) -> str:
+def describe(model: nn.Module, plans: bool = False) -> str:
     """How the mesh was read, what becomes of gradients, and a table of the units of `model`.
 
     The first lines say how many ranks there are, over how many the elements are split and how often the split copies
@@ -23,12 +23,19 @@ def describe(model: nn.Module) -> str:
     rank, padding; and their sums. Then what no unit holds: what was ignored on purpose, and what each rank would train
     by itself (`fully_shard(model)` was forgotten).
 
+    Args:
+        model: sharded, by either front-end.
+        plans: say also what each unit does in a step, from the engine's own plans, which are made when it is gathered
+            first: the bytes that it gathers, in how many collectives; those that are copied out of that to where they
+            are computed with; those that it holds until it is freed; and those that it reduces.
+
     Returns:
         Lines about meshes, a header, one line per bucket, one for all, and one for each kind of parameters that no
-        unit holds; a sentence if the model has no units.
+        unit holds; with `plans` one for units that do alike; a sentence if the model has no units.
     """
     buckets: list[tuple[str, BucketFacts]] = []
     meshes: dict[str, list[str]] = {}
+    doings: dict[str, list[str]] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         runner = runner_of(module)
@@ -36,6 +43,8 @@ def describe(model: nn.Module) -> str:
             continue
         seen.add(id(runner))
         name = clean_path(path) or "(root)"
+        if plans and runner.unit.buckets:
+            doings.setdefault(plan_in_words(runner.unit), []).append(name)
         for bucket in runner.unit.buckets:
             facts = bucket_facts(runner, bucket)
             names = meshes.setdefault(facts.mesh, [])
@@ -53,7 +62,8 @@ def describe(model: nn.Module) -> str:
         for r in [header, *rows]
     ]
     lines = [line if len(meshes) == 1 else f"{line} ({_some(names)})" for line, names in meshes.items()]
-    return "\n".join([*lines, *table, *_outside(model)])
+    steps = [f"{_some(names)}: {doing}" for doing, names in doings.items()]
+    return "\n".join([*lines, *table, *_outside(model), *steps])
 
 
 def _sizes(buckets: list[BucketFacts]) -> tuple[str, ...]:

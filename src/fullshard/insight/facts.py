@@ -9,7 +9,7 @@ import torch
 from ..comm import Comm
 from ..mesh import MeshAxes
 from ..runtime import ReduceSettings, Runner
-from ..shard import Bucket
+from ..shard import Bucket, Unit
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,26 @@ def _gradients(axes: MeshAxes, reduce: ReduceSettings, comm: Comm, root: MeshAxe
     if reduce.divide_factor is not None and reduce.divide_factor != axes.world:
         return f"sum over {axes.world}, divided by {reduce.divide_factor:g}"
     return f"mean over {axes.world}"
+
+
+def plan_in_words(unit: Unit) -> str:
+    """What a unit calls when it is gathered and reduced."""
+    plan = unit.plan
+    if plan is None:
+        return "no plan yet: one is made at the first gather (at each, if it is offloaded or resharded to fewer ranks)"
+    gather = f"gathers {size(unit.gathered_bytes)} in {len(plan.gathers)} collective{'s' * (len(plan.gathers) != 1)}"
+    if plan.copied_bytes:
+        gather += f", copies {size(plan.copied_bytes)} out of it"
+    gather += f", holds {size(plan.whole_bytes + plan.copied_bytes)}"
+    if plan.varying:
+        gather += " and what tensor subclasses make"
+    reduced = [gradients for gradients in unit.gradients if gradients.bucket.trains]
+    if not reduced:
+        return f"{gather}; reduces nothing"
+    dtypes = dict.fromkeys(str(gradients.reduce_dtype).removeprefix("torch.") for gradients in reduced)
+    reduce = f"reduces {size(sum(gradients.buffer_bytes for gradients in reduced))} of {' and '.join(dtypes)}"
+    replicated = any(gradients.bucket.axes.replicate is not None for gradients in reduced)
+    return f"{gather}; {reduce}{', then its slice between replicas' if replicated else ''}"
 
 
 def size(nbytes: int) -> str:

@@ -36,7 +36,8 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
     if not unit.buckets:
         return output
     if borrowed is None and type(output) is torch.Tensor:
-        return output.clone() if _lies_in(output, unit) else output
+        mine = output.layout is torch.strided and not output.is_meta and unit.owns(output)
+        return output.clone() if mine else output
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if _lies_in(tensor, unit) else tensor

@@ -54,6 +54,7 @@ class Unit:
         moving: whether the model's own code changes the weights within a forward: they are not gathered ahead in one.
         touched: what users' code is known to have done to the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
+        plan: what its gathers to come call; None until the first, and where each is planned anew.
         gathered_version: `version()` of what is gathered, or was last.
         counting: the buckets whose forms count changes that their shards' own counters do not tell.
     """
@@ -69,7 +70,7 @@ class Unit:
         self.kept_axis: Axis | None = None
         self.moving = False
         self.touched = Touched()
-        self._plan: GatherPlan | None = None  # of gathers to come; None: to be made
+        self.plan: GatherPlan | None = None
         self._gathered: Any = None  # the plan of what is gathered now, or being so
         self._pending: list[Pending] = []  # gathers in flight
         self._full_bytes = 0  # of what is gathered now
@@ -77,8 +78,10 @@ class Unit:
         self._keeps_storage = False
         self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
         self.showing = Showing()
+        self._takes: list[Callable[[], object]] = []  # the buckets' turns, where there are streams
         self.gathered_version = 0  # `version()` when what is gathered was
         self.settle_dtypes()
+        self.drop_plans()
 
     def settle_dtypes(self) -> None:
         """Take the dtypes of gradients from `dtypes` and the parameters: at the first forward, and after a cast."""
@@ -115,10 +118,10 @@ class Unit:
         if self.state is not State.SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
         end = begin_range("gather", self.name) if recording() else no_range
-        ledger, plan = self.ledger, self._plan
+        ledger, plan = self.ledger, self.plan
         try:
             if plan is None or plan.comm is not comm or apart:
-                plan = self._plan_gather(comm, apart)
+                plan = self._planned_gather(comm, apart)
             self._gathered = plan
             drain(map(call, plan.begins))
             self._pending.extend(map(call, plan.gathers))
@@ -139,22 +142,21 @@ class Unit:
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
 
-    def _plan_gather(self, comm: Comm, apart: bool) -> GatherPlan:
+    def _planned_gather(self, comm: Comm, apart: bool) -> GatherPlan:
         """What a gather calls, for all buckets; kept if it serves again."""
         plan = GatherPlan(comm)
         for bucket in self.buckets:
             bucket.turns.take()
             bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
         plan.frees = self._frees()
-        takes = [bucket.turns.take for bucket in self.buckets if bucket.turns is not ONE_STREAM]
-        plan.begins[:0], plan.fills[:0] = takes, takes
+        plan.begins[:0], plan.fills[:0] = self._takes, self._takes
         plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
         if self._keeps_storage:
             plan.begins.append(self._take_idle)
         if plan.comm is None:
             plan.ends.append(plan.spend)
         elif not apart:
-            self._plan = plan
+            self.plan = plan
         return plan
 
     def _take_idle(self) -> None:
@@ -209,7 +211,7 @@ class Unit:
         """Keep this rank's slice of what the ranks of `axis` hold together, to gather it from them."""
         for bucket in self.buckets:
             if bucket.kept is None and bucket.full is not None:
-                bucket.kept, self._plan = bucket.full.cut(axis), None
+                bucket.kept, self.plan = bucket.full.cut(axis), None
                 self.ledger.gathered += bucket.kept_bytes
 
     def free(self) -> None:
@@ -237,7 +239,7 @@ class Unit:
 
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
-        self._keeps_storage, self._plan = keep, None
+        self._keeps_storage, self.plan = keep, None
         for bucket in self.buckets:
             bucket.keeps_storage = keep
         if self._gathered is not None:
@@ -266,7 +268,7 @@ class Unit:
         for bucket in self.buckets:
             if bucket.kept is not None:
                 self.ledger.gathered -= bucket.kept_bytes
-                self._plan = None
+                self.plan = None
                 bucket.drop_kept()
 
     def reshard(self) -> None:
@@ -283,8 +285,7 @@ class Unit:
         Returns:
             The first parameter in whose place users have put something since; that is put back by `show_sharded`.
         """
-        for bucket in self.buckets:
-            bucket.turns.take()
+        drain(map(call, self._takes))
         return None if self.showing.unsharded else self.showing.show_unsharded(self.buckets)
 
     def show_sharded(self) -> Member | None:
@@ -297,7 +298,8 @@ class Unit:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: shards, parameters, or where these are registered."""
-        self._plan = None
+        self.plan = None
+        self._takes = [bucket.turns.take for bucket in self.buckets if bucket.turns is not ONE_STREAM]
         for bucket in self.buckets:
             bucket.drop_plans()
         self.showing.forget()
@@ -310,7 +312,7 @@ class Unit:
                 if bucket.full is not None:
                     written += bucket.full.written()
         if written:
-            self._plan = None
+            self.plan = None
         return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
@@ -364,11 +366,12 @@ class Unit:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor lies in the gathered memory, which `free` gives back."""
-        at = tensor.untyped_storage().data_ptr()
-        for bucket in self.buckets:  # noqa: SIM110 - a comprehension costs a call, in every forward
-            if at and bucket.full is not None and at in bucket.full.addresses():
-                return True
-        return False
+        at, plan = tensor.untyped_storage().data_ptr(), self._gathered
+        if at == 0 or plan is None:
+            return False
+        if at in map(call, plan.addresses):
+            return True
+        return bool(plan.varying) and any([at in full.addresses() for full in plan.varying])
 
     def refresh(self) -> None:
         """Once per step: notice storage that the user replaced and `requires_grad` that they changed.
