@@ -86,9 +86,8 @@ FAULTS = (
     Fault(
         "gradients are reduced in the dtype of the parameters' storage",
         "shard/gradients.py",
-        "        bucket, delivery, buffer = self.bucket, self.delivery, self.buffer\n",
-        "        bucket, delivery, buffer = self.bucket, self.delivery, self.buffer\n"
-        "        self.reduce_dtype = bucket.storage_dtype\n",
+        "        first = self.state is NONE\n",
+        "        first, self.reduce_dtype = self.state is NONE, bucket.storage_dtype\n",
         test="tests/parity/test_gradient_dtypes.py",
     ),
     Fault(
@@ -112,8 +111,8 @@ FAULTS = (
     Fault(
         "the memory of gradients that a user still holds is given back",
         "shard/gradients.py",
-        "        if delivery.set.reusable():\n            delivery",
-        "        if delivery.set.storage.nbytes():\n            delivery",
+        "        if current.reusable():\n            current",
+        "        if current.storage.nbytes():\n            current",
         besides="tests/corners/test_kept_gradients.py",
     ),
     Fault(

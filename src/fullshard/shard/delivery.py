@@ -39,7 +39,7 @@ class Delivery:
         undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
             get what was reduced, and hooks run, is for all ranks to say.
         aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
-        hooked: whether users' code runs when any of the parameters or views gets a gradient, by the last `look`.
+        hooked: whether users' code runs when any of the parameters or views gets a gradient, when it was reduced last.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -112,7 +112,7 @@ class Delivery:
                 trains = member.sharded.requires_grad
                 fills = fill_unused and trains and index not in self.aside
                 shows = (fill_unused and trains) or (old is not None and old[index] is not None)
-                if trains and not fills and (not shows or (self.hooked and self._is_hooked(index))):
+                if trains and not fills and (not shows or (self.hooked and sees_gradients(self.tensors([index])))):
                     self.undecided.append(index)
                 if not shows:
                     continue
@@ -122,24 +122,12 @@ class Delivery:
             if self.hooked and (got[index] or fills):
                 given.append(index)
         self.used = used
-        return self._tensors(given) if self.hooked else []
+        return self.tensors(given) if self.hooked else []
 
-    def look(self) -> None:
-        """Note whether users' code runs when any of the parameters, or of the views over them, gets a gradient."""
-        tensors: list[Any] = self.bucket.sharded or self.bucket.list_sharded()
-        if self.views:
-            tensors = [*tensors, *[tensor for view in self.views if (tensor := view.tensor) is not None]]
-        self.hooked = sees_gradients(tensors)
-
-    def _is_hooked(self, index: int) -> bool:
-        """Whether users' code runs when a member, or an optimizer view over it, gets a gradient."""
-        over = [view.tensor for view in self.views if index in view.members]
-        tensors = [self.bucket.members[index].sharded, *[tensor for tensor in over if tensor is not None]]
-        return sees_gradients(tensors)
-
-    def _tensors(self, given: Sequence[int]) -> list[torch.Tensor]:
-        """The sharded parameters of members by index, and the optimizer views over them."""
+    def tensors(self, given: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """The sharded parameters of members by index, or of all, and the optimizer views over them."""
         members = self.bucket.members
+        given = range(len(members)) if given is None else given
         views = [view.tensor for view in self.views if not set(given).isdisjoint(view.members)] if self.views else []
         return [*[members[index].sharded for index in given], *[tensor for tensor in views if tensor is not None]]
 
@@ -270,7 +258,7 @@ class Delivery:
         if not self.hooked:
             return []
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
-        return [t for t in self._tensors(undecided) if all(t is not tensor for tensor in before)]
+        return [t for t in self.tensors(undecided) if all(t is not tensor for tensor in before)]
 
     # What was accumulated without sync.
 

@@ -29,6 +29,7 @@ from ..torch_private.local_tensor import read_grad, write_grad
 from ..torch_private.profiler import begin_range, no_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
+from .hooks import sees_gradients
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, Rules, Total, scaling_of
 
@@ -64,7 +65,7 @@ class Gradients:
         self.state = NONE
         self.buffer: ReduceBuffer | None = None  # [world * shard_numel], reduce dtype
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
-        self.running: Any = None  # a `PlannedReduction`
+        self.running: Any = None  # `PlannedReduction`; None: nothing is being reduced
         self.pending: Pending | None = None  # its collective, then the all-reduce over the replicate axis
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
         self._version = -1  # of what is shown, when it was delivered last
@@ -147,12 +148,14 @@ class Gradients:
             rules: how.
             total: what sums are divided by; None: nothing.
         """
-        delivery, buffer = self.delivery, self.buffer
+        bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         assert buffer
         if delivery.kept and (given_up := delivery.given_up()):
             self.give_up(given_up)
-        self.bucket.turns.take()
-        delivery.look()
+        bucket.turns.take()
+        delivery.hooked = sees_gradients(
+            delivery.tensors() if delivery.views else bucket.sharded or bucket.list_sharded()
+        )
         if rules.check_nonfinite:
             self._note_own(buffer)
         current: Any = delivery.set
@@ -200,7 +203,7 @@ class Gradients:
             out = torch.empty(bucket.layout.shard_numel, dtype=self.reduce_dtype, device=bucket.device)
             planned = PlannedReduction(comm, axis, out, buffer, mean)
             planned.scratch += out.nbytes
-        planned.rules, planned.scaling = rules, scaling
+        planned.rules, planned.scaling = rules if total is None else None, scaling  # a total is of one step
         return planned
 
     def wait(self, unit: str) -> int:
@@ -256,7 +259,6 @@ class Gradients:
             See `Delivery.deliver`.
         """
         turns, running = self.bucket.turns, self.running
-        assert running
         scaling, reduced = running.scaling, running.out
         turns.take()
         if scaling is not MEAN:
@@ -333,12 +335,12 @@ class Gradients:
 
     def release(self) -> None:
         """Give back the memory of gradients that the user set to None, if nobody else holds them; not the host's."""
-        delivery, bucket = self.delivery, self.bucket
-        if self.state is REDUCING or not delivery.all_none() or delivery.set is None or bucket.home is not None:
+        bucket, delivery, current = self.bucket, self.delivery, self.delivery.set
+        if self.state is REDUCING or not delivery.all_none() or current is None or bucket.home is not None:
             return
         bucket.turns.take()
-        if delivery.set.reusable():
-            delivery.set.storage.resize_(0)
+        if current.reusable():
+            current.storage.resize_(0)
         else:
             delivery.set = None
         bucket.turns.give()
