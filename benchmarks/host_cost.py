@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -31,15 +32,19 @@ METHOD = (
 )
 
 
-def cost(model: nn.Module, x: Tensor, steps: int) -> float:
-    """Microseconds of processor time per block, forward and backward; dropping gradients is not timed."""
-    spent = 0.0
+def cost(model: nn.Module, x: Tensor, steps: int) -> tuple[float, float]:
+    """Microseconds of processor time per block, of forward and of backward; dropping gradients is not timed."""
+    forward = backward = 0.0
     for _ in range(steps):
         start = time.process_time()
-        model(x).sum().backward()
-        spent += time.process_time() - start
+        loss = model(x).sum()
+        between = time.process_time()
+        loss.backward()
+        backward += time.process_time() - between
+        forward += between - start
+        del loss
         model.zero_grad(set_to_none=True)
-    return spent / (steps * BLOCKS) * 1e6
+    return forward / (steps * BLOCKS) * 1e6, backward / (steps * BLOCKS) * 1e6
 
 
 def collectives(mesh: DeviceMesh) -> Callable[[int], float]:
@@ -61,7 +66,7 @@ def collectives(mesh: DeviceMesh) -> Callable[[int], float]:
 
 
 def measure(quick: bool) -> list[Quantity]:
-    """One quantity: host cost of each peer, over plain."""
+    """Host cost of each peer over plain: of a step, and of its phases."""
     names, _ = choose(["plain", *TORCH_PEERS, *OUR_PEERS, *WRAPPERS])
     torch.set_num_threads(1)
     mesh = fake_world(WORLD)
@@ -72,19 +77,30 @@ def measure(quick: bool) -> list[Quantity]:
     alone = collectives(mesh)
     gc.collect()
     gc.freeze()  # so that no peer pays for scanning what the others hold
-    samples: dict[str, list[float]] = defaultdict(list)
+    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of forward and backward
+    bare: list[float] = []
     steps = 1 if quick else 3
     for name in interleaved([*names, ALONE], 4 if quick else 24, BUDGET, least=4):
-        samples[name].append(alone(steps) if name == ALONE else cost(models[name], x, steps))
-    plain = tuple(samples["plain"])
-    series = [Series(name, tuple(samples[name]), baseline=plain) for name in names if name != "plain"]
-    series.append(Series(ALONE, tuple(samples[ALONE]), note="part of every figure above"))
+        if name == ALONE:
+            bare.append(alone(steps))
+        else:
+            samples[name].append(cost(models[name], x, steps))
     targets = (
         *(Target(name, "fsdp2", 0.30) for name in OUR_PEERS),
         *(Target(name, "flat", 1.05) for name in WRAPPERS),
     )
-    name = f"host cost over plain ({statistics.median(plain):.0f})"
-    return [Quantity("host_cost", name, "us / block and step", METHOD, tuple(series), targets=targets)]
+    found = []
+    for phase, part in (("", sum), ("forward ", itemgetter(0)), ("backward ", itemgetter(1))):
+        values = {name: tuple(map(part, samples[name])) for name in names}
+        plain = values["plain"]
+        series = [Series(name, values[name], baseline=plain) for name in names if name != "plain"]
+        if not phase:
+            series.append(Series(ALONE, tuple(bare), note="part of every figure above"))
+        title = f"host cost {phase}over plain ({statistics.median(plain):.0f})"
+        found.append(
+            Quantity("host_cost", title, "us / block and step", METHOD, tuple(series), targets=() if phase else targets)
+        )
+    return found
 
 
 def main() -> None:
