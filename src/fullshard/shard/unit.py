@@ -309,10 +309,10 @@ class Unit:
         written: list[Member] = []
         if self.showing.unsharded:
             for bucket in self.buckets:
-                if bucket.full is not None:
-                    written += bucket.full.written()
-        if written:
-            self.plan = None
+                full: Any = bucket.full  # which there is: it is gathered
+                written += full.written()
+            if written:
+                self.plan = None
         return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
