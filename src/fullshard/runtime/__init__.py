@@ -1,7 +1,6 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, deepcopy_module, pickling_error
-from .managed import is_managed, mark_managed
 from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .outputs import shown_part
@@ -14,9 +13,11 @@ from .settings import PrefetchSettings, ReduceSettings, UnitSettings
 from .units import (
     RUNNER_KEY,
     find_root,
+    is_managed,
     is_unit,
     left_alone,
     left_alone_by_all,
+    mark_managed,
     move_buffers,
     name_members,
     own_modules,

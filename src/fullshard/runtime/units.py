@@ -21,7 +21,6 @@ from .runner import Runner
 
 RUNNER_KEY = "_fullshard_runner"
 """Where a unit's module keeps its runner, in its `__dict__`."""
-"""Where a module keeps its methods that count as forwards, by name, in its `__dict__`."""
 
 
 def runner_of(module: nn.Module) -> Runner | None:
@@ -217,3 +216,26 @@ def move_buffers(owners: Iterable[nn.Module], device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 owner._buffers[name] = buffer.to(device)
+
+
+# Marks on the modules of a unit, by which libraries and dynamo know that somebody else manages their parameters.
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether a unit holds, or held, this module's parameters; a copy of such a module says so, too."""
+    return "_is_fsdp_managed_module" in module.__dict__
+
+
+def mark_managed(modules: Iterable[nn.Module], originals: bool) -> None:
+    """Mark modules as PyTorch's front-ends do.
+
+    Transformers generates on all ranks together if `_is_fsdp_managed_module` is there. Dynamo looks at it, too, and
+    does not trace modules without `_fsdp_use_orig_params`.
+
+    Args:
+        modules: those whose parameters a unit holds.
+        originals: whether they go on showing parameters of their own.
+    """
+    for module in modules:
+        module.__dict__["_is_fsdp_managed_module"] = True
+        module.__dict__["_fsdp_use_orig_params"] = originals

@@ -6,7 +6,7 @@ its `.data` to a cast one, and says so by `_handle._orig_param_dtype = torch.flo
 moves a model to the host and back by `flat_param_to` of `_all_handles`, and takes `_is_root` back from parts of a model
 that it summoned. Lightning looks for
 `_fsdp_flattened` on an optimizer's parameters, which `FlatParameter`s have (`forms/flat_parameter.py`). Transformers
-and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runtime/managed.py`).
+and dynamo look for `_is_fsdp_managed_module` on modules that are wrapped (`runtime/units.py`).
 """
 
 from __future__ import annotations
