@@ -1,4 +1,4 @@
-"""Compiled blocks, parameters that stay gathered over an optimizer's step, and the pure schedule of prefetches."""
+"""Compiled blocks, and parameters that stay gathered over an optimizer's step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fullshard
-from fullshard.runtime import Order
 
 
 def small() -> nn.Sequential:
@@ -97,22 +96,6 @@ def test_null_comm_communicates_nothing(fake_world) -> None:
     model(batch()).sum().backward()
     assert {call.verb for call in recording.calls} == {"gather", "reduce"}
     assert copy.deepcopy(model)._runner().settings.comm is recording
-
-
-def test_order_learns_follows_and_relearns() -> None:
-    order = Order()
-    assert [order.visit(u) for u in (0, 1, 2)] == [(), (), ()]
-    order.finish()
-    assert [order.visit(u) for u in (0, 1, 2)] == [(1,), (2,), ()]
-    order.finish()
-    assert order.visit(0, depth=2) == (1, 2)
-    assert order.visit(2) == ()  # not as expected: no more predictions in this pass
-    assert order.visit(1) == ()
-    order.finish()
-    assert order.known == (0, 2, 1)
-    order.visit(0)
-    order.restart()  # broken off: nothing learned
-    assert order.known == (0, 2, 1) and order.visit(0) == (2,)
 
 
 def test_user_hooks_see_torch_functions_enabled(fake_world) -> None:

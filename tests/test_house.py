@@ -34,7 +34,7 @@ ADOPT = "integrations/adopt.py"
 """The one file that may name PyTorch's front-ends: it puts names into them, and imports them when it is called."""
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
-PURE = ("layout", "runtime/schedule.py", "agreement/course.py", "watcher/report.py", "insight/doctor/")
+PURE = ("layout", "runtime/trace.py", "agreement/course.py", "watcher/report.py", "insight/doctor/")
 
 EXPORTS = [
     "BackwardPrefetch", "Blocks", "CPUOffload", "CPUOffloadPolicy", "CheckpointError", "Comm", "ConfigError",
@@ -138,7 +138,7 @@ def test_nothing_names_pytorchs_own_fsdp_to_import_it() -> None:
             assert named <= {"torch.distributed.fsdp"} and (not named or path.name == "private.py"), f"{path}: {named}"
 
 
-def test_layouts_and_schedule_are_pure() -> None:
+def test_layouts_and_logs_of_passes_are_pure() -> None:
     for path in FILES:
         if str(path.relative_to(SOURCE)).startswith(PURE):
             assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"], path

@@ -22,7 +22,7 @@ from fullshard.watcher.log import COMPARE, GATHER, LENGTH, ROOT, TURN, VERBS, Re
 from fullshard.watcher.rank import Rank
 from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
-PURE = ["agreement.course", "agreement.shared_order", "runtime.schedule", "runtime.trace", "watcher.report"]
+PURE = ["agreement.course", "agreement.shared_order", "runtime.trace", "watcher.report"]
 NAMES = ["", "a", "a.x", "a.y", "b", "c", "c.z"]
 PARENTS = parents_of(NAMES)
 
@@ -102,7 +102,7 @@ def test_an_order_is_completed_for_passes_that_follow_it(fake_world, always, tim
         one = guide.Guide([unit_of(layer)], [""], told, "zeros", always, mock.Mock(), mock.Mock())
         one.zeros = True  # the fake backend has no other ranks
         for _ in range(3):
-            one.begin("step", False)
+            one.begin("step")
             if isinstance(one._along, Merging):
                 for step in ((0, False), (0, True)):
                     one._along.chosen([step] * 2)

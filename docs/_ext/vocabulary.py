@@ -18,7 +18,7 @@ PLAIN = {
     "world", "draft", "place", "form", "slot", "part", "piece", "run", "local", "shown", "full",
     "free", "reduce", "home", "held", "pass", "trace", "period", "call", "course", "lines",
     "guide", "folder", "record", "source", "sink", "event", "member", "happening", "checkpoint",
-    "segment", "delivery", "schedule", "phase",
+    "segment", "delivery", "phase",
 }  # fmt: skip
 """Words without hover."""
 LEFT_ALONE = (nodes.literal, nodes.literal_block, nodes.title, nodes.reference, nodes.raw, nodes.term, addnodes.desc)

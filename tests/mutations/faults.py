@@ -158,10 +158,24 @@ FAULTS = (
     # runtime
     Fault(
         "the order of units is learned once and for all",
-        "runtime/schedule.py",
-        "            if not (self._follows and self._at == len(self._known)):",
-        "            if not self._known:",
-        test="tests/test_engine.py -k order_learns",
+        "agreement/course.py",
+        "known if over.left is None else over.taken()",
+        "known or over.taken()",
+        test="tests/test_prefetch.py -k order",
+    ),
+    Fault(
+        "passes that begin with other units gathered are taken for the same",
+        "runtime/root.py",
+        "            self.position.turn(self._gathered())",
+        "            self.position.turn(None)",
+        test="tests/test_prefetch.py -k begin",
+    ),
+    Fault(
+        "a unit that the model's own code changes is gathered ahead in forward",
+        "runtime/root.py",
+        "        if unit.state is not State.SHARDED or unit.moving:",
+        "        if unit.state is not State.SHARDED:",
+        test="tests/test_prefetch.py -k moves",
     ),
     Fault(
         "forwards without a backward are remembered for ever",
@@ -314,8 +328,8 @@ FAULTS = (
     Fault(
         "what a reshard to fewer ranks kept survives a change of the weights",
         "runtime/root.py",
-        "            if one.unit.holds():\n                one.unit.drop_kept()\n",
-        "            if one.unit.holds():\n                pass\n",
+        "            if one.unit.kept_axis is not None:\n                one.unit.drop_kept()\n",
+        "            if one.unit.kept_axis is not None:\n                pass\n",
     ),
     Fault(
         "what is on its way between replicas stays so when a backward breaks",

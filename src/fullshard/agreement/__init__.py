@@ -10,12 +10,13 @@ from .guide import Guide
 from .in_step import InStep
 from .meeting import arrive, meet
 from .model import Line, check_same_model
-from .position import Position, checked
+from .position import Every, Position, checked
 from .start_alike import broadcast_states
 from .use import UseAgreement
 from .weights import check_same_weights
 
 __all__ = [
+    "Every",
     "Guide",
     "InStep",
     "Line",

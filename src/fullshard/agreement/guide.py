@@ -73,17 +73,22 @@ class Guide:
         self._pass_over, self._names = pass_over, names
         self._orders: dict[Hashable, list[Step]] = {}
         self._kind: Hashable = None
+        self._complete: set[Hashable] = set()
         self._along: Merging | Shared | None = None
         self.in_step = InStep(largest(units), comm, take_part) if self.zeros and always else None
 
-    def begin(self, kind: Hashable, is_first: bool) -> None:
+    def is_first(self, kind: Hashable) -> bool:
+        """Whether no pass of this kind was complete so far."""
+        return kind not in self._complete
+
+    def begin(self, kind: Hashable) -> None:
         """A pass begins.
 
         Args:
             kind: passes of one kind run units in one order.
-            is_first: whether none of its kind was complete before.
         """
-        self.first = FirstPass(self.units, self.comm, self.led_back) if is_first and not self.zeros else None
+        compares = self.is_first(kind) and not self.zeros
+        self.first = FirstPass(self.units, self.comm, self.led_back) if compares else None
         self._kind = kind
         if self.zeros:
             order = self._orders.get(kind)
@@ -137,6 +142,7 @@ class Guide:
                 self._orders[self._kind] = completed(self._along.steps, parents_of(self._names))
         elif not self.zeros:
             self._while_first(FirstPass.end)
+        self._complete.add(self._kind)
         self.stop()
 
     def stop(self) -> None:
@@ -146,6 +152,7 @@ class Guide:
 
     def forget(self) -> None:
         """What ranks learned together is no more known."""
+        self._complete.clear()
         self._orders.clear()
         self.led_back.clear()
         if self.in_step is not None:

@@ -9,22 +9,25 @@ watcher tells all of them.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import count
 from operator import attrgetter
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
+import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import ConfigError, DivergenceError
+from ..errors import ConfigError, DivergenceError, message
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, KEEP, RANK, TURN, VERB_BITS, VERBS, step_word, word
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, GATHER, KEEP, RANK, TURN, VERB_BITS, VERBS, step_word, word
 from .aside import rows_of_all
-from .course import NOTHING, Course
+from .course import NOTHING, VERB, Course
 
 _MOST_TURNS = (1 << 31) * TURN
 _MOST = 1 << 20
@@ -84,28 +87,36 @@ class Position:
         self._axes = _compared([one.unit for one in units], comm)
         self._place = RANK.new_root(self, names, [one.unit.gathered_bytes for one in units])
         self._gathers = (0, self._gathered())  # after so many moves of storage, a checksum
-        self._first = self._turn = word(0, self._place)  # `_turn`: what is recorded next, but for its token and `TURN`
+        self._warned = False  # that an order changed
+        self._turns = self._count_turns()
 
-    def begin(self, verb: int, index: int) -> None:
+    def _count_turns(self) -> count[int]:
+        """What is recorded next, but for its token."""
+        return count(word(0, self._place) + TURN, TURN)
+
+    def begin(self, verb: int, index: int, state: Hashable = None) -> None:
         """A pass begins.
 
         Args:
             verb: `FORWARD` or `BACKWARD`.
             index: of its kind.
+            state: in which it begins, see `Course.begin`.
 
         Raises:
             DivergenceError: other ranks begin another one.
         """
         self.reduced = False
-        if self._turn > _MOST_TURNS:
-            self._turn = self._first
-        known = self._course.begin((verb, index))
+        known = self._course.begin((verb, index), state)
         RANK.record(step_word(self._place, self.step))
-        self._record(verb, index // 2 if verb == FORWARD else 0)
-        if self.check == "every" and self._course.running is not None:
-            self._course.running.leaves()
+        if self._record(verb, index // 2 if verb == FORWARD else 0) > _MOST_TURNS:
+            self._turns = self._count_turns()
         if not known or self.check != "first":
             self._compare(verb, index)
+
+    def turn(self, state: Hashable) -> None:
+        """The pass goes on as one that began in this state."""
+        self._mixed = _mixed(self._course.running.untold(), self._mixed)
+        self._course.turn(state)
 
     def begin_model(self) -> None:
         """This model is used for the first time. Ranks that have met say so before anything else: others may gather.
@@ -143,21 +154,28 @@ class Position:
             DivergenceError: other ranks are about to issue another one; or the watchers found the ranks stuck.
         """
         # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
-        # lines: `Running.goes_on_with` is written out for what goes on as it did.
+        # lines: `Course.next` is written out for what goes on as it did.
         running, token = self._course.running, verb | index << VERB_BITS
-        if running is None:
-            self._issued_outside(verb, index, token)
-        elif (expected := next(running.ahead, NOTHING)) != token:
-            running.departs(token, expected)
-            if self.compares or self.check == "every":
-                self._compare(verb, index)
-        self._turn = turn = self._turn + TURN
-        RANK.record(token + turn)
-
-    def _issued_outside(self, verb: int, index: int, token: int) -> None:
-        if self.check == "every":
+        if running.expected == token:
+            running.expected = next(running.ahead, NOTHING)
+        elif self._course.next(token):  # outside of passes
+            self._mixed = _mixed([token], self._mixed)
+        elif self.compares and self.check != "every":
             self._compare(verb, index)
-        self._mixed = _mixed([token], self._mixed)
+        RANK.record(token + next(self._turns))
+
+    def next_gather(self) -> int | None:
+        """The unit whose gather a pass issues next if it goes on as it is known to; None if that is no gather."""
+        token = self._course.running.expected
+        return token >> VERB_BITS if token & VERB == GATHER else None
+
+    def stray(self, expected: int, index: int) -> None:
+        """A unit is about to be gathered as it is needed, though another one was expected first and gathered ahead."""
+        self._course.running.strays(*[GATHER | unit << VERB_BITS for unit in (expected, index)])
+
+    def next_gathers(self, depth: int) -> Sequence[int]:
+        """The units that are gathered next in the pass that runs now; see `Running.next_gathers`."""
+        return self._course.running.next_gathers(depth)
 
     def take_fingerprint(self) -> int:
         """Of what was issued since the ranks last agreed, which they do now; below 2^32.
@@ -187,7 +205,11 @@ class Position:
     def end(self) -> None:
         """The pass is over."""
         self.compares = True
-        self._end_course()
+        over = self._course.running
+        self._mixed = _mixed(over.untold(), self._mixed)
+        self._course.end()
+        if over.left is not None and over.known and not self._warned:
+            self._warn_of_another_order(over.kind[0], over.left)
         if self.reduced:
             self.reduced = False
             self.step += 1
@@ -205,15 +227,31 @@ class Position:
         self._mixed, self.compares = 0, True
         self._course.forget()
 
-    def _end_course(self) -> None:
-        running = self._course.running
-        if running is not None:
-            self._mixed = _mixed(running.untold(), self._mixed)
-        self._course.end()
+    def _warn_of_another_order(self, kind: Any, left: tuple[int, int]) -> None:
+        """Say once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the one before it.
 
-    def _record(self, verb: int, index: int) -> None:
-        self._turn += TURN
-        RANK.record(word(verb, index) + self._turn)
+        PyTorch's wrapper gives this warning there. Ranks are compared along a first pass and wherever one leaves its
+        course; this names the units.
+        """
+        verb, _ = kind
+        if verb != FORWARD or dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+            return
+        self._warned = True
+        rank = self.units[0].unit.rank
+        before, now = ["none" if token == NOTHING else self._name(token >> VERB_BITS) for token in left]
+        warnings.warn(
+            message(
+                f"Forward order differs from that of the first iteration: rank {rank} ran {now} where "
+                f"it ran {before} before. Every rank has to change its order in the same way.",
+                code="W010",
+            ),
+            stacklevel=5,
+        )
+
+    def _record(self, verb: int, index: int) -> int:
+        turn = next(self._turns)
+        RANK.record(word(verb, index) + turn)
+        return turn
 
     def _compare(self, verb: int, index: int) -> None:
         axes = self._axes
@@ -255,6 +293,15 @@ class Position:
 
     def _name(self, index: int) -> str:
         return f"unit {self.names[index] or '(root)'!r}" if index < len(self.names) else f"unit {index}"
+
+
+class Every(Position):
+    """Where `check="every"`: also what is known is compared."""
+
+    def issue(self, verb: int, index: int) -> None:
+        """See `Position.issue`."""
+        self._compare(verb, index)
+        super().issue(verb, index)
 
 
 def _mixed(tokens: Sequence[int], before: int) -> int:

@@ -8,7 +8,6 @@ from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
 from .runner import Runner
-from .schedule import Order
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
 from .units import (
     RUNNER_KEY,
@@ -30,7 +29,6 @@ from .units import (
 __all__ = [
     "RUNNER_KEY",
     "InFlight",
-    "Order",
     "Phase",
     "PrefetchSettings",
     "ReduceSettings",

@@ -1,15 +1,17 @@
-"""What the units under one root share: the order they run in, reductions in flight, and the ends of passes."""
+"""What the units under one root share: where they are in a pass, reductions in flight, and the ends of passes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat, takewhile
+from operator import attrgetter, is_not
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Guide, Position, differing
+from ..agreement import Every, Guide, Position, differing
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
@@ -21,15 +23,16 @@ from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
 from .additions import Additions
 from .alike import check_alike
 from .attached import check_units as check_attached_units
-from .departure import warn_of_departure
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
-from .schedule import Orders
 from .second_order import refuse_second_derivatives
 from .trace import Period, Traces
 
 ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 """All that are alive in this process, by id."""
+
+
+_STATE = attrgetter("unit.state")
 
 
 def all_roots() -> list[Root]:
@@ -89,7 +92,9 @@ class Root:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
         guide: what goes along with passes: comparisons, or the order that ranks share.
-        orders, traces: of units, to prefetch by; and of the passes whose backwards may come.
+        traces: of the passes whose backwards may come.
+        ahead: units that were gathered ahead in the pass that runs now and not opened yet, by index: whether that was
+            because they are known to come next.
         recomputed: the unit that was recomputed last; its backward comes next.
         position: what is issued next, compared with other ranks.
         reducer: reductions of gradients.
@@ -109,11 +114,12 @@ class Root:
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
-        self.orders, self.traces = Orders(), Traces()
+        self.traces = Traces()
+        self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None
         names = [one.unit.name for one in units]
-        self.position = Position(units, names, comm, check, unused)
         every = check == "every"
+        self.position = (Every if every else Position)(units, names, comm, check, unused)
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
         self.guide = Guide([one.unit for one in units], names, comm, unused, every, over, part)
         self.reducer = Reducer(units, comm, self.position, in_flight, self.guide.in_step)
@@ -206,14 +212,22 @@ class Root:
         refuse_parked(units := [one.unit for one in self.units])
         refuse_meta(units)
         with_grad = torch.is_grad_enabled()
-        first = self.orders.begin_forward(top.index, with_grad)
+        kind = 2 * top.index + with_grad
+        first = self.guide.is_first(kind)
         if first and with_grad:
             check_attached_units(units)
-        self.position.begin(FORWARD, 2 * top.index + with_grad)
-        self._drop_stale()
+        gathered = self._gathered()
+        self.position.begin(FORWARD, kind, (CHECK, gathered) if gathered else gathered)
+        for one in self.units:
+            if one.unit.kept_axis is not None:
+                one.unit.drop_kept()
+        if gathered:
+            self._drop_stale()
+            self.position.turn(self._gathered())
         self.position.compares = not first
         self.pass_top, self.pass_grad = top, with_grad
-        self.guide.begin((top.index, with_grad), first)
+        self.ahead.clear()
+        self.guide.begin(kind)
         if with_grad:
             self.traces.begin(weakref.ref(self))
 
@@ -221,15 +235,17 @@ class Root:
         """Begin or end a unit that other ranks run, and this one does not: it takes part, and shows it to nobody."""
         self.units[index].happens(Happening.LEAVE if ends else Happening.ENTER)
 
+    def _gathered(self) -> bytes:
+        """Of each unit, whether it is gathered, wholly or not yet; empty if none is."""
+        found = bytes(map(is_not, map(_STATE, self.units), repeat(State.SHARDED)))
+        return found if any(found) else b""
+
     def _drop_stale(self) -> None:
         """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
 
         Raises:
             PhaseError: what is gathered was written to, through an unsharded parameter.
         """
-        for one in self.units:
-            if one.unit.holds():
-                one.unit.drop_kept()
         held = [one for one in self.units if one.unit.buckets and one.unit.state is not State.SHARDED]
         if not held:
             return
@@ -252,8 +268,6 @@ class Root:
     def end_forward(self) -> None:
         """The pass is over: its order is known, and what was prefetched in vain is freed."""
         self.guide.end()
-        warn_of_departure(self.orders, self.position.names, self.top.unit.rank)
-        self.orders.end_forward(self.pass_grad)
         self.position.end()
         self._settle()
 
@@ -263,7 +277,6 @@ class Root:
         Maybe on this rank alone, after its last gather: it goes on holding what the others hold.
         """
         self.guide.stop()
-        self.orders.forward.lose()
         self.position.lose()
         for one in self.units if not isinstance(error, DivergenceError) else ():
             if one.unit.state is State.GATHERING and not one.reshards(self.pass_grad):
@@ -307,7 +320,8 @@ class Root:
         self.position.compare_sizes()
         on_device = has_streams(self.top.settings.axes.device)  # where autograd calls hooks on a thread of its own
         self._backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
-        self.position.begin(BACKWARD, self.top.settings.reduce.sync)
+        self.ahead.clear()
+        self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
 
     def reach(self, period: Period, begins: bool) -> None:
         """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
@@ -343,9 +357,8 @@ class Root:
             self.reducer.end()
         except BaseException as error:
             if isinstance(error, DivergenceError):
-                self.position.forget()
+                self.position.forget()  # each rank learned its own: gathers ahead would swap units
                 self.guide.forget()
-                self.orders.forget()  # each rank learned its own: gathers ahead would swap units
             try:
                 self.recover()
             except Exception as second:
@@ -353,7 +366,6 @@ class Root:
             raise
         if torch.is_grad_enabled():  # create_graph
             refuse_second_derivatives([one.unit for one in self.units])
-        self.orders.backward.finish()
         self.position.end()
         self.traces.forget()
         if self.guide.in_step is not None:
@@ -369,17 +381,63 @@ class Root:
 
     # Prefetch and recovery.
 
-    def prefetch(self, indices: tuple[int, ...], backward: bool) -> None:
-        """Start gathering the units of these indices that are not gathered yet."""
-        if backward and self.guide.in_step is not None:
+    def prefetch(self, depth: int, chosen: Iterable[int] | None = None) -> None:
+        """Start gathering for a forward what comes next, until `depth` units wait to be opened.
+
+        What the pass is known to gather next, in that order: nothing that cannot be gathered yet is passed over.
+
+        Args:
+            depth: how many units are gathered ahead.
+            chosen: the units that a user chose instead.
+        """
+        while chosen is None and len(self.ahead) < depth:
+            index = self.position.next_gather()
+            if index is None or not self._gathers_ahead(index, True):
+                return
+        for index in chosen or ():
+            self._gathers_ahead(index, False)
+
+    def _gathers_ahead(self, index: int, known: bool) -> bool:
+        one = self.units[index]
+        unit = one.unit
+        if unit.state is not State.SHARDED or unit.moving:
+            return False
+        self.position.issue(GATHER, index)
+        unit.issue_gather(one.settings.comm)
+        self.ahead[index] = known
+        return True
+
+    def prefetch_back(self, depth: int, chosen: Iterable[int] | None = None) -> None:
+        """Start gathering for a backward what comes next: as the pass tells that it goes back over, or as is known.
+
+        Args:
+            depth: how many units are gathered ahead.
+            chosen: the units that a user chose instead.
+        """
+        if self.guide.in_step is not None:
             return  # ranks say what they gather, one by one
-        for index in indices:
+        for index in chosen if chosen is not None else self.traces.upcoming(depth) or self._known_back(depth):
             one = self.units[index]
-            if one.unit.state is State.SHARDED and (
-                one.settings.unshard_in_backward if backward else not one.unit.moving
-            ):
-                self.position.issue(REGATHER if backward else GATHER, index)
+            if one.unit.state is State.SHARDED and one.settings.unshard_in_backward:
+                self.position.issue(REGATHER, index)
                 one.unit.issue_gather(one.settings.comm)
+
+    def _known_back(self, depth: int) -> Iterable[int]:
+        """What backwards of this kind gather next: those of passes without a trace, and what they recompute."""
+        self.ahead = dict.fromkeys(self._awaited(), True)
+        expected = self.position.next_gathers(depth - len(self.ahead))
+        found = list(takewhile(lambda index: self.units[index].unit.state is State.SHARDED, expected))
+        self.ahead.update(dict.fromkeys(found, True))
+        return found
+
+    def _awaited(self) -> list[int]:
+        """Units that were gathered ahead as they are known to come next, and did not."""
+        return [i for i, known in self.ahead.items() if known and self.units[i].unit.state is State.GATHERING]
+
+    def come_to(self, index: int) -> None:
+        """A unit is about to be gathered as it is opened: it is another one if some were gathered ahead for nothing."""
+        if awaited := self._awaited():
+            self.position.stray(awaited[0], index)
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
@@ -413,7 +471,6 @@ class Root:
         self._backward = self.finalizing = None
         self.reducer.reset()
         self.traces.forget()
-        self.orders.restart()
         self.position.lose()
         self.pass_top = self.traces.current = None
         self.recomputed = None

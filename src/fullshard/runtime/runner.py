@@ -75,7 +75,7 @@ class Runner:
         self.period = Period(-1)
         self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
         self._first_gradient: FirstGradient | None = None
-        self._late: tuple[int, ...] = ()  # prefetched once this unit is freed
+        self._late = False  # whether what comes next is prefetched once this unit is freed
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -149,6 +149,8 @@ class Runner:
             if root is not None:
                 (root.position.tell if alone else root.position.issue)(GATHER, self.index)
             unit.issue_gather(self.settings.comm, apart=alone)
+        if self.root is not None:
+            self.root.ahead.pop(self.index, None)  # the user's from now on
         self.kept = True
 
     def wait_unshard(self) -> None:
@@ -193,12 +195,15 @@ class Runner:
         if root.guide.active:
             unit.moving |= root.guide.enter(self.index)
         with_grad = root.pass_grad
+        root.ahead.pop(self.index, None)
         if unit.moving or (unit.state is not State.SHARDED and unit.changed_since_gather()):
             unit.moving = True  # by the model's own code, since the pass began
             unit.reshard()
             unit.refresh()
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
+                if root.ahead:
+                    root.come_to(self.index)
                 root.position.issue(GATHER, self.index)
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather(keep=with_grad)
@@ -208,11 +213,10 @@ class Runner:
         if self.period.trace is not None:
             self.period.trace.entered(self.period)
         prefetch = self.settings.prefetch
-        upcoming = root.orders.forward.visit(self.index, prefetch.forward)
         if prefetch.forward_units is not None:
-            upcoming = self._chosen("forward_units", prefetch.forward_units)
-        if upcoming:
-            root.prefetch(upcoming, backward=False)
+            root.prefetch(0, self._chosen("forward_units", prefetch.forward_units))
+        else:
+            root.prefetch(prefetch.forward)
 
     def close_forward(self) -> None:
         """Show the sharded parameters, and free unless they are to stay."""
@@ -267,9 +271,7 @@ class Runner:
         assert root is not None
         self.period = Period(self.index)
         self._gather_and_show(GATHER)
-        upcoming = root.orders.backward.visit(self.index, self.settings.prefetch.forward)
-        if upcoming:
-            root.prefetch(upcoming, backward=True)
+        root.prefetch_back(self.settings.prefetch.forward)
 
     def close_recompute(self) -> None:
         """The backward of the unit that was recomputed last comes next; one before it is not to stay.
@@ -320,14 +322,18 @@ class Runner:
         prefetch = self.settings.prefetch
         if self.settings.unshard_in_backward:
             self._gather_and_show(REGATHER)
-        learned = root.orders.backward.visit(self.index, prefetch.backward)
-        upcoming = root.traces.upcoming(prefetch.backward) or learned
-        if prefetch.backward_units is not None:
-            upcoming = self._chosen("backward_units", prefetch.backward_units)
         if prefetch.late:
-            self._late = upcoming
-        elif upcoming:
-            root.prefetch(upcoming, backward=True)
+            self._late = True
+        else:
+            self._prefetch_back()
+
+    def _prefetch_back(self) -> None:
+        root, prefetch = self.root, self.settings.prefetch
+        assert root is not None
+        if prefetch.backward_units is not None:
+            root.prefetch_back(0, self._chosen("backward_units", prefetch.backward_units))
+        else:
+            root.prefetch_back(prefetch.backward)
 
     def _chosen(self, setting: str, chosen: tuple[Runner, ...]) -> tuple[int, ...]:
         """Indices of the units that the user chose to prefetch; those of other models are left out, with a warning."""
@@ -353,6 +359,8 @@ class Runner:
         if unit.state is not State.GATHERED:
             if unit.state is State.SHARDED:
                 if root is not None:
+                    if root.ahead:
+                        root.come_to(self.index)
                     if root.guide.in_step is not None:
                         root.guide.in_step.come_to(wish, self.index)
                     root.position.issue(REGATHER, self.index)
@@ -405,9 +413,10 @@ class Runner:
                 unit.free()
         else:
             self.kept = True
-        late, self._late = self._late, ()
-        if late and prefetches and self.root is not None:
-            self.root.prefetch(late, backward=True)
+        if self._late:
+            self._late = False
+            if prefetches and self.root is not None:
+                self._prefetch_back()
 
     def finish(self) -> None:
         """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
@@ -435,7 +444,7 @@ class Runner:
         self.kept = self.period.leads_back = self.period.hides = False
         self._ran.clear()
         self.forwards.clear()
-        self._late = ()
+        self._late = False
         self.unit.reset()
 
 
