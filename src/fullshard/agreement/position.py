@@ -170,8 +170,14 @@ class Position:
         return token >> VERB_BITS if token & VERB == GATHER else None
 
     def stray(self, expected: int, index: int) -> None:
-        """A unit is about to be gathered as it is needed, though another one was expected first and gathered ahead."""
+        """A unit is about to be gathered as it is needed, though another one was expected first and gathered ahead.
+
+        Raises:
+            DivergenceError: other ranks do not leave that one out; the watchers name it.
+        """
         self._course.running.strays(*[GATHER | unit << VERB_BITS for unit in (expected, index)])
+        if self.compares and self.check != "every":
+            self._compare(GATHER, expected)
 
     def next_gathers(self, depth: int) -> Sequence[int]:
         """The units that are gathered next in the pass that runs now; see `Running.next_gathers`."""
