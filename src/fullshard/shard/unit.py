@@ -253,10 +253,6 @@ class Unit:
         self.ledger.gathered += kept - self._idle_bytes
         self._idle_bytes = kept
 
-    def holds(self) -> bool:
-        """Whether parameters are gathered, whole or in part: a change of the shards would leave that behind."""
-        return self.state is not State.SHARDED or any([bucket.kept is not None for bucket in self.buckets])
-
     def differs(self) -> torch.Tensor:
         """[members], bool: whether what is gathered is not what this rank's shards hold now."""
         if self.state is State.GATHERING:
