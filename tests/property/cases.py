@@ -110,7 +110,14 @@ def what_two_steps_used_and_the_next_does_not(state: Training) -> None:
         state.step(1)
 
 
+def what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block(state: Training) -> None:
+    """Ranks that took part in its gather in passing kept theirs, and gathered it among other ranks the second time."""
+    state.start(ModelPlan((BlockPlan("somewhere"),)), Way("rows", units="nested", strategy="two"), 4)
+    state.micro_batch(shape="two backwards")
+
+
 CASES = [
+    what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block,
     what_is_kept_for_a_backward_goes_when_weights_change,
     what_is_between_replicas_when_a_backward_breaks,
     what_two_steps_used_and_the_next_does_not,

@@ -357,15 +357,18 @@ class Runner:
         """Gather, if it has to be; `wish` says what for, see `InStep`."""
         unit, root = self.unit, self.root
         if unit.state is not State.GATHERED:
+            in_step = None if root is None else root.guide.in_step
             if unit.state is State.SHARDED:
                 if root is not None:
                     if root.ahead:
                         root.come_to(self.index)
-                    if root.guide.in_step is not None:
-                        root.guide.in_step.come_to(wish, self.index)
+                    if in_step is not None:
+                        in_step.come_to(wish, self.index)
                     root.position.issue(REGATHER, self.index)
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather()
+            if in_step is not None:
+                unit.drop_kept()  # as who takes part in passing: the next gather is among all ranks, or none
         unit.show_unsharded()
 
     def take_part(self) -> None:
@@ -378,6 +381,7 @@ class Runner:
         root.position.issue(REGATHER, self.index)
         unit.issue_gather(self.settings.comm)
         unit.finish_gather()
+        unit.drop_kept()
         if not stays and not self.held:
             unit.free()
 
