@@ -116,7 +116,17 @@ def what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block(state: T
     state.micro_batch(shape="two backwards")
 
 
+def a_pass_that_could_not_begin_has_not_begun(state: Training) -> None:
+    """There was no memory to compare what begins; the pass after it was broken off on one rank, which lost both."""
+    state.start(ModelPlan((BlockPlan(),)), Way("wrapper", prefetch=0), 2)
+    state.forward_in_vain()
+    state.out_of_memory(nth=1)
+    state.exception_on_one_rank(who=0)
+    state.micro_batch()
+
+
 CASES = [
+    a_pass_that_could_not_begin_has_not_begun,
     what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block,
     what_is_kept_for_a_backward_goes_when_weights_change,
     what_is_between_replicas_when_a_backward_breaks,

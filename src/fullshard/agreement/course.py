@@ -34,14 +34,15 @@ class Course:
         running: the pass that began last and is not over; `_OUTSIDE` where none is.
 
     >>> course = Course()
-    >>> course.begin("forward"), course.next(7), course.next(8)
-    (False, False, False)
-    >>> course.end()
-    >>> course.begin("forward"), course.next(7), course.next(9), course.next(8)
-    (False, True, False, False)
-    >>> course.end()
-    >>> course.begin("forward"), course.next(7), course.next(9), course.next(8)
-    (True, True, True, True)
+    >>> def goes_on_with(*tokens):
+    ...     course.begin("forward")
+    ...     known = [course.next(token) for token in tokens]
+    ...     course.end()
+    ...     return known
+    >>> goes_on_with(7, 8), goes_on_with(7, 9, 8), goes_on_with(7, 9, 8)
+    ([False, False], [True, False, False], [True, True, True])
+    >>> course.expects("forward")
+    True
     """
 
     __slots__ = ("_history", "_known", "_passes", "running")
@@ -52,19 +53,21 @@ class Course:
         self._passes: list[Running] = []  # that run now, innermost last
         self.running = _OUTSIDE
 
-    def begin(self, kind: Hashable, state: Hashable = None) -> bool:
-        """A pass begins; returns whether one of this kind was to be expected here.
+    def expects(self, kind: Hashable) -> bool:
+        """Whether a pass of this kind is what comes next, if passes go on as they did."""
+        return bool(self._history) and following(self._history) == kind
+
+    def begin(self, kind: Hashable, state: Hashable = None) -> None:
+        """A pass begins.
 
         Args:
             kind: what ranks call it.
             state: passes of one kind that begin in different states issue different tokens.
         """
-        expected = bool(self._history) and following(self._history) == kind
         self._history.append(kind)
         if len(self._history) > 2 * _MEMORY:
             del self._history[:_MEMORY]
         self._enter((kind, state))
-        return expected
 
     def turn(self, state: Hashable) -> None:
         """The pass that runs now goes on as one of its kind that began in this state."""

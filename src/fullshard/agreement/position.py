@@ -106,12 +106,13 @@ class Position:
             DivergenceError: other ranks begin another one.
         """
         self.reduced = False
-        known = self._course.begin((verb, index), state)
         RANK.record(step_word(self._place, self.step))
         if self._record(verb, index // 2 if verb == FORWARD else 0) > _MOST_TURNS:
             self._turns = self._count_turns()
-        if not known or self.check != "first":
-            self._compare(verb, index)
+        kind = verb, index
+        if self.check != "first" or not self._course.expects(kind):
+            self._compare(verb, index)  # first: where this raises, nothing has begun
+        self._course.begin(kind, state)
 
     def turn(self, state: Hashable) -> None:
         """The pass goes on as one that began in this state."""
@@ -160,8 +161,8 @@ class Position:
             running.expected = next(running.ahead, NOTHING)
         elif self._course.next(token):  # outside of passes
             self._mixed = _mixed([token], self._mixed)
-        elif self.compares and self.check != "every":
-            self._compare(verb, index)
+        else:
+            self._leave_course(verb, index)
         RANK.record(token + next(self._turns))
 
     def next_gather(self) -> int | None:
@@ -176,8 +177,7 @@ class Position:
             DivergenceError: other ranks do not leave that one out; the watchers name it.
         """
         self._course.running.strays(*[GATHER | unit << VERB_BITS for unit in (expected, index)])
-        if self.compares and self.check != "every":
-            self._compare(GATHER, expected)
+        self._leave_course(GATHER, expected)
 
     def next_gathers(self, depth: int) -> Sequence[int]:
         """The units that are gathered next in the pass that runs now; see `Running.next_gathers`."""
@@ -254,6 +254,11 @@ class Position:
             stacklevel=5,
         )
 
+    def _leave_course(self, verb: int, index: int) -> None:
+        """What comes next is not what came there before."""
+        if self.compares:
+            self._compare(verb, index)
+
     def _record(self, verb: int, index: int) -> int:
         turn = next(self._turns)
         RANK.record(word(verb, index) + turn)
@@ -308,6 +313,9 @@ class Every(Position):
         """See `Position.issue`."""
         self._compare(verb, index)
         super().issue(verb, index)
+
+    def _leave_course(self, verb: int, index: int) -> None:
+        """Nothing: it was compared before."""
 
 
 def _mixed(tokens: Sequence[int], before: int) -> int:

@@ -47,12 +47,23 @@ def wait_all(pending: list[Pending]) -> None:
         raise failed
 
 
-class Several(list[Pending]):
-    """Several collectives in flight."""
+class Several:
+    """Collectives that were started one after the other; if one cannot be, those before it are waited for."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, calls: Sequence[Callable[[], Pending]]) -> None:
+        self._pending: list[Pending] = []
+        try:
+            for call in calls:
+                self._pending.append(call())
+        except BaseException:
+            wait_all(self._pending)
+            raise
 
     def wait(self) -> None:
         """See `wait_all`."""
-        wait_all(self)
+        wait_all(self._pending)
 
 
 def gathers_of(
@@ -76,25 +87,7 @@ def reduction_of(
         calls = plan(axis, outs, buffers, mean)
     else:
         calls = [partial(comm.reduce, axis, out, buffer, mean) for out, buffer in zip(outs, buffers, strict=True)]
-    return calls[0] if len(calls) == 1 else partial(_Several, calls)
-
-
-class _Several:
-    """Collectives that were started one after the other; if one cannot be, those before it are waited for."""
-
-    __slots__ = ("_pending",)
-
-    def __init__(self, calls: Sequence[Callable[[], Pending]]) -> None:
-        self._pending: list[Pending] = []
-        try:
-            for call in calls:
-                self._pending.append(call())
-        except BaseException:
-            wait_all(self._pending)
-            raise
-
-    def wait(self) -> None:
-        wait_all(self._pending)
+    return calls[0] if len(calls) == 1 else partial(Several, calls)
 
 
 @dataclass(frozen=True)

@@ -188,17 +188,14 @@ class SubclassFull:
         self.passing_bytes = self.nbytes
 
     def _gather(self, comm: Gathers, axis: Axis) -> Pending:
-        pending = Several()
-        try:
-            for out, tensor in zip(self._received, self._sent, strict=True):
-                sent, numel = tensor.view(-1), out.tensor.numel() // axis.size
-                if sent.numel() < numel:
-                    sent = torch.cat([sent, sent.new_zeros(numel - sent.numel())])
-                pending.append(comm.gather(axis, out.tensor, sent))
-        except BaseException:
-            pending.wait()
-            raise
-        return pending
+        pairs = zip(self._received, self._sent, strict=True)
+        return Several([partial(self._gather_one, comm, axis, out, tensor) for out, tensor in pairs])
+
+    def _gather_one(self, comm: Gathers, axis: Axis, out: Scratch, tensor: torch.Tensor) -> Pending:
+        sent, numel = tensor.view(-1), out.tensor.numel() // axis.size
+        if sent.numel() < numel:
+            sent = torch.cat([sent, sent.new_zeros(numel - sent.numel())])
+        return comm.gather(axis, out.tensor, sent)
 
     def _rows_of_all(self, comm: Gathers, axis: Axis) -> list[tuple[int, int]]:
         """For each tensor that is sent, how many rows every rank sends, and how many there are of all ranks.

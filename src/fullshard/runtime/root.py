@@ -217,6 +217,7 @@ class Root:
         if first and with_grad:
             check_attached_units(units)
         gathered = self._gathered()
+        self.pass_top, self.pass_grad = top, with_grad  # what raises from here on breaks the pass off
         self.position.begin(FORWARD, kind, (CHECK, gathered) if gathered else gathered)
         for one in self.units:
             if one.unit.kept_axis is not None:
@@ -225,7 +226,6 @@ class Root:
             self._drop_stale()
             self.position.turn(self._gathered())
         self.position.compares = not first
-        self.pass_top, self.pass_grad = top, with_grad
         self.ahead.clear()
         self.guide.begin(kind)
         if with_grad:
@@ -262,7 +262,6 @@ class Root:
             else:
                 unit.note_gathered()
         if wrong is not None:
-            self.position.lose()
             raise wrong
 
     def end_forward(self) -> None:

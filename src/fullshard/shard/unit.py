@@ -305,7 +305,7 @@ class Unit:
         written: list[Member] = []
         if self.showing.unsharded:
             for bucket in self.buckets:
-                full: Any = bucket.full  # which there is: it is gathered
+                full: Any = bucket.full  # never None while the parameters are shown
                 written += full.written()
             if written:
                 self.plan = None
