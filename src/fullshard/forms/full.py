@@ -13,9 +13,9 @@ from torch import nn
 
 from ..comm import Gathers, Pending, gathers_of
 from ..dtypes import KNOWN, as_bits
-from ..layout import Layout, copies_out
+from ..layout import Layout, columns_of, copies_out
 from ..mesh import Axis
-from ..torch_private.foreach import copies, same_form
+from ..torch_private.foreach import columns_out, copies, same_form
 from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
@@ -177,6 +177,16 @@ class PlainFull:
         if dtype not in KNOWN:  # copies of many need one that accelerators have them for (no 8-bit float, say)
             pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
         self._copies: list[Callable[[], object]] = []
+        for columns in columns_of(layout):
+            if not columns.offsets:
+                continue
+            world, widths = layout.world, columns.widths
+            matrix = come.narrow(0, columns.staging_offset, world * sum(widths)).view(world, -1)
+            parts = [
+                to.narrow(0, offset, world * width).view(world, width)
+                for offset, width in zip(columns.offsets, widths, strict=True)
+            ]
+            self._copies.append(columns_out(matrix, widths, parts))
         for same in (True, False):
             alike = [(to, come) for to, come in pairs if same_form(to, come) is same]
             if alike:

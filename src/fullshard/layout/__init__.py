@@ -1,6 +1,6 @@
 """Pure plans of where parameters lie and which rank owns what."""
 
-from .copies import copies_out
+from .copies import Columns, columns_of, copies_out
 from .kinds import plan_flat, plan_rows
 from .pack import Blocks, least_slice, plan_blocks, plan_owner
 from .plan import ALIGN_BYTES, Layout, ParameterSpec, Part, Piece, Segment, Slot, dense_strides, round_up
@@ -10,6 +10,7 @@ from .windows import Window, window_of
 __all__ = [
     "ALIGN_BYTES",
     "Blocks",
+    "Columns",
     "Layout",
     "ParameterSpec",
     "Part",
@@ -18,6 +19,7 @@ __all__ = [
     "Segment",
     "Slot",
     "Window",
+    "columns_of",
     "copies_out",
     "dense_strides",
     "least_slice",

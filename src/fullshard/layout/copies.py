@@ -3,22 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from .plan import Layout, Piece
+from .plan import Layout, Piece, round_up
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A gathered segment as a matrix [world, S], cut into columns: one for each parameter, and one for the padding.
+
+    Attributes:
+        segment: its index.
+        staging_offset: where it begins in the staging buffer.
+        slots: indices of the parameters, in the order of their columns.
+        widths: elements of a row in each column; the padding's last, where there is any.
+        offsets: where each column goes, [world, width] without gaps, in the part of the full bucket that is copied;
+            empty if there is no room: where rows divide unevenly, and would leave more than a little of it unused.
+    """
+
+    segment: int
+    staging_offset: int
+    slots: tuple[int, ...]
+    widths: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def columns_of(layout: Layout) -> tuple[Columns, ...]:
+    """The segments into which one kernel copies gradients, and out of which another one copies parameters."""
+    found, base = [], 0
+    for index, segment in enumerate(layout.segments):
+        if segment.full_offset is not None:
+            continue
+        slots = [(slot.offset, i) for i, slot in enumerate(layout.slots) if slot.segment == index and slot.numel]
+        mine = [i for _, i in sorted(slots)]
+        if mine and all(layout.slots[i].spec.in_row_order for i in mine):
+            specs = [layout.slots[i].spec for i in mine]
+            widths = [spec.chunk_numel(layout.world) for spec in specs]
+            padding = segment.slice_numel - sum(widths)
+            offsets = []
+            if segment.in_columns:
+                offsets = [layout.slots[i].full_offset - layout.in_place_numel for i in mine]
+                if padding:
+                    offsets.append(round_up(offsets[-1] + layout.world * widths[-1], layout.align))
+            widths += [padding] if padding else []
+            found.append(Columns(index, base, tuple(mine), tuple(widths), tuple(offsets)))
+        base += layout.world * segment.slice_numel
+    return tuple(found)
 
 
 def copies_out(layout: Layout) -> tuple[Piece, ...]:
     """The copies that bring a layout's parameters from staging into the part of the full bucket that is copied.
 
-    Offsets are within these two buffers: the staging segments in a row, and the full bucket from
-    `layout.in_place_numel` on.
+    Without those of `columns_of`. Offsets are within these two buffers: the staging segments in a row, and the full
+    bucket from `layout.in_place_numel` on.
     """
     found, base = [], 0
     for index, segment in enumerate(layout.segments):
         if segment.full_offset is not None:
             continue
         for slot in layout.slots:
-            if slot.segment == index:
+            if slot.segment == index and not segment.in_columns:
                 home = slot.full_offset - layout.in_place_numel
                 found += [
                     Piece(

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from ..errors import LayoutError, UnevenError
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
+_ROOM = 64
+"""Room for equal chunks is given where it takes at most this part of the parameters."""
+
 
 def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     """Parameters back to back in one segment, cut anywhere.
@@ -39,7 +42,8 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
 
     Parameters of at least `own_segment_numel` elements whose cut dim is outermost in memory get a collective of their
     own and come out in place; the others share one and are copied out. In the shared slice parameters are ordered by
-    how well their chunks align, so that it holds no padding but at its end.
+    how well their chunks align, so that it holds no padding but at its end. Where rows divide evenly, or nearly so,
+    each has room for equal chunks in the full bucket: one kernel then copies all of them (`Segment.in_columns`).
 
     Args:
         specs: the bucket's parameters, in order; none 0-dimensional.
@@ -59,19 +63,24 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     slots: dict[int, Slot] = {}
     shard = full = 0
     for i in alone:
-        slice_numel = _slice_numel(specs[i], world)
+        slice_numel = specs[i].chunk_numel(world)
         slots[i] = Slot(specs[i], len(segments), 0, full)
         segments.append(Segment(shard, slice_numel, full))
         shard, full = shard + slice_numel, full + round_up(world * slice_numel, align)
     if shared:
-        shared.sort(key=lambda i: (-math.gcd(_slice_numel(specs[i], world), align), i))
+        shared.sort(key=lambda i: (-math.gcd(specs[i].chunk_numel(world), align), i))
         in_place = world == 1
+        in_columns = not in_place and _has_columns([specs[i] for i in shared], world, align)
         start, offset = full, 0
         for i in shared:
             slots[i] = Slot(specs[i], len(segments), offset, full)
-            full = round_up(full + math.prod(specs[i].shape), align)
-            offset = full - start if in_place else offset + _slice_numel(specs[i], world)
-        segments.append(Segment(shard, round_up(offset, align), start if in_place else None))
+            width = specs[i].chunk_numel(world)
+            full = round_up(full + (world * width if in_columns else math.prod(specs[i].shape)), align)
+            offset = full - start if in_place else offset + width
+        slice_numel = round_up(offset, align)
+        segments.append(Segment(shard, slice_numel, start if in_place else None, in_columns))
+        if in_columns:
+            full += world * (slice_numel - offset)
     return Layout("rows", world, align, tuple(slots[i] for i in range(len(specs))), tuple(segments), full)
 
 
@@ -100,15 +109,17 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
         )
 
 
-def _slice_numel(spec: ParameterSpec, world: int) -> int:
-    """Elements of one rank's (largest) chunk."""
-    extent = spec.shape[spec.dim]
-    rest = math.prod(spec.shape[: spec.dim]) * math.prod(spec.shape[spec.dim + 1 :])
-    return -(-extent // world) * rest
+def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool:
+    """Whether the parameters of a shared slice are to have room for equal chunks: where that takes next to nothing."""
+    if not all(spec.in_row_order for spec in specs):
+        return False
+    numel = sum(math.prod(spec.shape) for spec in specs)
+    slice_numel = round_up(sum(spec.chunk_numel(world) for spec in specs), align)
+    return numel > 0 and (world * slice_numel - numel) * _ROOM <= numel
 
 
 def _comes_out_whole(spec: ParameterSpec, world: int, align: int, own_segment_numel: int) -> bool:
     """Large enough for a collective of its own, and then contiguous: cut along the dim that is outermost in
     memory, into chunks that need no rounding."""
     large = math.prod(spec.shape) >= max(own_segment_numel, 1)
-    return large and world > 1 and spec.order[0] == spec.dim and _slice_numel(spec, world) % align == 0
+    return large and world > 1 and spec.order[0] == spec.dim and spec.chunk_numel(world) % align == 0

@@ -46,6 +46,16 @@ class ParameterSpec:
     order: tuple[int, ...]
     dim: int = 0
 
+    @property
+    def in_row_order(self) -> bool:
+        """Whether it is cut into rows that follow each other in memory, the last dim innermost."""
+        return self.dim == 0 and self.order == tuple(range(len(self.shape)))
+
+    def chunk_numel(self, world: int) -> int:
+        """Elements of one rank's (largest) chunk of rows."""
+        rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return -(-self.shape[self.dim] // world) * rest
+
 
 def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a gapless tensor of `shape` whose dims lie in memory in `order`, outermost first."""
@@ -104,11 +114,14 @@ class Segment:
         slice_numel: S, the length of one rank's slice.
         full_offset: where the gathered segment begins in the full bucket; None if its parameters are copied out
             of a staging buffer.
+        in_columns: whether one kernel copies all of them out: each has room in the full bucket for equal chunks of all
+            ranks, and so has the padding at the end of the slices; see `columns_of`.
     """
 
     shard_offset: int
     slice_numel: int
     full_offset: int | None
+    in_columns: bool = False
 
 
 @dataclass(frozen=True)

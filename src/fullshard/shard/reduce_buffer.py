@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress, repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from ..containers import NONES
 from ..dtypes import as_real
 from ..errors import PhaseError
 from ..forms import Member, Scratch
-from ..layout import Piece
+from ..layout import Piece, columns_of
 from ..mesh import Axis
-from ..torch_private.foreach import add_all, copies_to, copy_all, same_form, zero_all
+from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
 from .scaling import MEAN, Rules
 
-_STRIDED, _LAYOUT = {torch.strided}, repeat("layout")
+_FORM = attrgetter("layout", "dtype")
 
 
 class ReduceBuffer(Scratch):
@@ -41,7 +40,7 @@ class ReduceBuffer(Scratch):
         segments: per segment of the layout, its part of the buffer [world * slice_numel].
     """
 
-    __slots__ = ("_known", "_padding", "_places", "_strewn", "_zeros", "bucket", "segments")
+    __slots__ = ("_adds", "_copies", "_gaps", "_padding", "_places", "_strewn", "bucket", "segments")
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         layout = bucket.layout
@@ -52,19 +51,40 @@ class ReduceBuffer(Scratch):
         ]
         self._padding = [tensor.narrow(0, start, length) for start, length in layout.padding]
         self._strewn = layout.padding_is_strewn  # padding is named by whole segments: zeroed before the copies
-        self._zeros = [] if self._strewn else [torch.zeros_like(p) for p in self._padding]
         self._places = [_Places(member, bucket, tensor) for member in bucket.members]
-        # If every gradient goes in as one tensor, of those alike, then of the others: which they are, what copies them
-        # in, with zeros after them, and what adds them to what is there.
-        self._known: list[tuple[list[bool], Callable[[Any], Any], list[torch.Tensor], Callable[[Any], Any]]] = []
-        if all([place.whole and member.split is None for place, member in self._pairs()]):
-            for alike, zeros in ((True, self._zeros), (False, [])):
-                mine = [place.alike[0] is alike for place in self._places]
-                targets = [place.targets[0] for place in compress(self._places, mine)]
-                if targets or zeros:
-                    copies = copies_to([*targets, *self._padding[: len(zeros)]])
-                    self._known.append((mine, copies, zeros, partial(add_all, targets)))
+        # Where all members have a gradient, each in one piece: indices of some, what copies them in, and which zeros
+        # after them; of others; likewise what adds them. `_gaps`: padding that none of the copies writes.
+        self._copies: list[tuple[list[int], Callable[[Any], Any], _Zeros]] = []
+        self._adds: list[tuple[list[int], Callable[[Any], Any]]] = []
+        self._gaps: list[torch.Tensor] = []
+        if all([member.split is None for member in bucket.members]):
+            self._plan_fill()
         self.free()
+
+    def _plan_fill(self) -> None:
+        layout, places, device = self.bucket.layout, self._places, self.tensor.device
+        columns = columns_of(layout)
+        rest = {i for i, place in enumerate(places) if place.targets}.difference(*[each.slots for each in columns])
+        if not all([places[i].whole for i in rest]):
+            return
+        for each in columns:
+            padding = [layout.world * width for width in each.widths[len(each.slots) :]]
+            matrix = self.segments[each.segment].view(layout.world, -1)
+            self._copies.append((list(each.slots), columns_in(matrix), _Zeros(padding, device)))
+        adds = all([place.whole for place in places if place.targets])
+        for alike in (True, False):
+            mine = [i for i, place in enumerate(places) if place.targets and place.alike[0] is alike]
+            if adds and mine:
+                self._adds.append((mine, partial(add_all, [places[i].targets[0] for i in mine])))
+            mine = [i for i in mine if i in rest]
+            behind = self._padding if alike and not self._strewn else []
+            if mine or behind:
+                targets = [places[i].targets[0] for i in mine]
+                zeros = _Zeros([padding.numel() for padding in behind], device)
+                self._copies.append((mine, copies_to([*targets, *behind]), zeros))
+        if self._strewn:
+            written = {layout.world * layout.segments[each.segment].shard_offset for each in columns}
+            self._gaps = [gap for gap in self._padding if gap.storage_offset() not in written]
 
     def _pairs(self) -> list[tuple[_Places, Member]]:
         return list(zip(self._places, self.bucket.members, strict=True))
@@ -82,26 +102,26 @@ class ReduceBuffer(Scratch):
         Raises:
             PhaseError: a gradient is sparse.
         """
-        if self._known and set(map(getattr, grads, _LAYOUT, NONES)) == _STRIDED:
-            if first and self._strewn:
-                zero_all(self._padding)
-            for mine, copy, zeros, add in self._known:
-                if first:
-                    copy([*compress(grads, mine), *zeros])
-                else:
-                    add([*compress(grads, mine)])
-            return True
         everyone = all(map(is_not, grads, NONES))
+        if everyone and (self._copies if first else self._adds):
+            forms = set(map(_FORM, grads))
+            layout, dtype = forms.pop()
+            if layout is torch.strided and not forms:
+                if not first:
+                    for mine, add in self._adds:
+                        add([*map(grads.__getitem__, mine)])
+                    return True
+                if self._gaps:
+                    zero_all(self._gaps)
+                for mine, copy, zeros in self._copies:
+                    copy([*map(grads.__getitem__, mine), *zeros[dtype]])
+                return True
         targets, sources, strided, strided_sources = self._sorted(grads)
         if not first:
             add_all(targets, sources)
             add_all(strided, strided_sources)
             return everyone
-        if self._strewn or not everyone:
-            zero_all(self._padding if everyone else [self.tensor])
-        else:
-            targets += self._padding
-            sources += self._zeros
+        zero_all(self._padding if everyone else [self.tensor])
         copy_all(targets, sources)
         copy_all(strided, strided_sources)
         return everyone
@@ -138,6 +158,17 @@ class ReduceBuffer(Scratch):
         """Make what was collected for these members zero."""
         chosen = set(map(id, members))
         zero_all([to for place, member in self._pairs() if id(member) in chosen for to in place.targets])
+
+
+class _Zeros(dict[torch.dtype, list[torch.Tensor]]):
+    """By dtype, zeros for padding: of these lengths. A copy of many is one kernel if all of them have one dtype."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths, self._device = lengths, device
+
+    def __missing__(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        found = self[dtype] = [torch.zeros(numel, dtype=dtype, device=self._device) for numel in self._lengths]
+        return found
 
 
 class _Places:

@@ -1,17 +1,17 @@
 """Many small copies in one dispatcher call.
 
-Private torch API: `torch._foreach_copy_`, `torch._foreach_add_`, `torch._foreach_zero_`, `torch._foreach_mul_`. The
-public alternative is a Python loop over `copy_`, `add_`, `zero_`, `mul_`, about 1.5 us a tensor slower;
-`tests/test_private_api.py` says when these go.
+Private torch API: `torch._foreach_copy_`, `torch._foreach_add_`, `torch._foreach_zero_`, `torch._foreach_mul_`,
+`torch._chunk_cat`. The public alternative is a Python loop over `copy_`, `add_`, `zero_`, `mul_`, about 1.5 us a tensor
+slower; `tests/test_private_api.py` says when these go.
 
 On accelerators a call is one kernel only if both tensors of every pair have the same strides and no gaps; one other
 pair makes it a kernel for each. So pairs are told apart once, when plans are made (`same_form`), and copied in two
-calls.
+calls. What is rank-major, chunks of many tensors in turn, is one kernel as columns of a matrix, either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,19 @@ def copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable
 def copies_to(targets: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
     """What does `copy_all` to these, which are some, of the sources that it is given."""
     return partial(torch._foreach_copy_, targets)
+
+
+def columns_out(matrix: torch.Tensor, widths: Sequence[int], to: list[torch.Tensor]) -> Callable[[], object]:
+    """What copies the columns of `matrix`, [n, sum(widths)] without gaps, to tensors [n, width], each without gaps."""
+    return partial(torch.split_with_sizes_copy, matrix, list(widths), 1, out=to)
+
+
+def columns_in(matrix: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+    """What copies tensors, of one dtype and not empty, into columns of `matrix`: n chunks of dim 0 each, with a cast.
+
+    A tensor whose rows do not divide evenly is followed by zeros.
+    """
+    return partial(torch._chunk_cat, dim=0, num_chunks=matrix.shape[0], out=matrix)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
