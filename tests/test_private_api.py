@@ -96,6 +96,16 @@ def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:
     foreach.scale_all([], 2.0)
 
 
+def test_columns_go_in_and_out_of_a_matrix_with_zeros_behind_rows_that_are_too_few() -> None:
+    matrix = torch.full((2, 5), -1.0)
+    tensors = [torch.arange(6, dtype=torch.bfloat16).view(3, 2), torch.full((), 7.0, dtype=torch.bfloat16).expand(2)]
+    foreach.columns_in(matrix)(tensors)
+    assert matrix.tolist() == [[0, 1, 2, 3, 7], [4, 5, 0, 0, 7]]
+    out = [torch.empty(2, 4), torch.empty(2, 1)]
+    foreach.columns_out(matrix, [4, 1], out)()
+    assert out[0].tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]] and out[1].tolist() == [[7], [7]]
+
+
 def test_holders_sees_views_and_python_references() -> None:
     flat = torch.zeros(8)
     parts = [flat[:4], flat[4:]]

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from fullshard.errors import LayoutError
 from fullshard.layout import (
     Blocks,
+    Columns,
     Layout,
     ParameterSpec,
     Slot,
+    columns_of,
     copies_out,
     plan_blocks,
     plan_flat,
@@ -23,6 +25,7 @@ from fullshard.layout import (
     plan_rows,
     rectangles,
 )
+from fullshard.torch_private.foreach import columns_in, columns_out
 
 WORLDS = st.one_of(st.integers(1, 9), st.sampled_from([16, 64, 100, 1023, 1024]))
 ALIGNS = st.sampled_from([1, 2, 4, 8, 16])
@@ -113,10 +116,32 @@ def test_round_trip_is_the_identity(layout: Layout) -> None:
 
     staging, copies = torch.cat(staged), copies_out(layout)
     assert staging.numel() == layout.staging_numel and len(copies) <= sum(len(layout.pieces(slot)) for slot in copied)
+    for columns in columns_of(layout):
+        numel = layout.world * sum(columns.widths)
+        matrix = staging.narrow(0, columns.staging_offset, numel).view(layout.world, -1)
+        wholes = [values[layout.slots[i].name].contiguous() for i in columns.slots]
+        padding = [torch.full((layout.world * width,), -1.0) for width in columns.widths[len(wholes) :]]
+        held, again = values_in(layout, columns), torch.empty_like(matrix)
+        columns_in(again)([*wholes, *padding])
+        assert torch.equal(again[held], matrix[held])
+        if columns.offsets:
+            sizes = [(layout.world, width) for width in columns.widths]
+            at = zip(columns.offsets, sizes, strict=True)
+            columns_out(matrix, columns.widths, [merged[home + o :][: math.prod(s)].view(s) for o, s in at])()
     for piece in copies:  # merged or not
         source = staging.as_strided(piece.sizes, piece.gathered_strides, piece.gathered_offset)
         merged[home:].as_strided(piece.sizes, piece.parameter_strides, piece.parameter_offset + home).copy_(source)
     assert right(copied, merged, values)
+
+
+def values_in(layout: Layout, columns: Columns) -> torch.Tensor:
+    """[world, S], bool: what holds elements of parameters; the rest is padding."""
+    found = torch.zeros(layout.world, sum(columns.widths), dtype=torch.bool)
+    for index in columns.slots:
+        slot = layout.slots[index]
+        for rank in range(layout.world):
+            found[rank, slot.offset : slot.offset + layout.part(slot, rank).numel] = True
+    return found
 
 
 @settings(max_examples=150, deadline=None)
@@ -216,4 +241,25 @@ def test_what_rows_cannot_do_is_refused(spec: ParameterSpec, world: int, text: s
 def test_parameters_of_one_shape_are_copied_at_once() -> None:
     shapes = [(16,), (16,), (16, 16), (16,), (16, 16), (16,)]  # a norm and two layers
     specs = [ParameterSpec(f"p{i}", shape, tuple(range(len(shape)))) for i, shape in enumerate(shapes)]
-    assert len(copies_out(plan_rows(specs, 64, 4, 1 << 40))) < len(shapes)
+    assert 0 < len(copies_out(plan_rows(specs, 64, 4, 1 << 40))) < len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "align", "columns", "full"),
+    [
+        (64, 4, True, 64 * 5),
+        (67, 1, False, 67 * 5),
+        (1021, 1, True, 1024 * 5),
+        (4104, 16, True, 20528 + 8 * 11),  # 11 elements of padding in each slice, behind a multiple of 16
+        (64, 16, False, 64 * 5),
+        (3, 1, False, 3 * 5),
+    ],
+    ids=["even", "uneven", "nearly even", "padded", "much padding", "few rows"],
+)
+def test_what_divides_evenly_or_nearly_so_has_columns(rows: int, align: int, columns: bool, full: int) -> None:
+    """On eight ranks; else a parameter takes no more room in the full bucket than its elements."""
+    layout = plan_rows([ParameterSpec("w", (rows, 5), (0, 1))], 8, align, 1 << 40)
+    (found,) = columns_of(layout)
+    assert sum(found.widths) == layout.shard_numel
+    assert bool(found.offsets) is columns is not bool(copies_out(layout))
+    assert layout.full_numel == full
