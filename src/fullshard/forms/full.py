@@ -178,8 +178,6 @@ class PlainFull:
             pairs = [(as_bits(to), as_bits(come)) for to, come in pairs]
         self._copies: list[Callable[[], object]] = []
         for columns in columns_of(layout):
-            if not columns.offsets:
-                continue
             world, widths = layout.world, columns.widths
             matrix = come.narrow(0, columns.staging_offset, world * sum(widths)).view(world, -1)
             parts = [

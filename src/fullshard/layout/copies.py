@@ -17,8 +17,7 @@ class Columns:
         staging_offset: where it begins in the staging buffer.
         slots: indices of the parameters, in the order of their columns.
         widths: elements of a row in each column; the padding's last, where there is any.
-        offsets: where each column goes, [world, width] without gaps, in the part of the full bucket that is copied;
-            empty if there is no room: where rows divide unevenly, and would leave more than a little of it unused.
+        offsets: where each column goes, [world, width] without gaps, in the part of the full bucket that is copied.
     """
 
     segment: int
@@ -32,22 +31,17 @@ def columns_of(layout: Layout) -> tuple[Columns, ...]:
     """The segments into which one kernel copies gradients, and out of which another one copies parameters."""
     found, base = [], 0
     for index, segment in enumerate(layout.segments):
-        if segment.full_offset is not None:
-            continue
-        slots = [(slot.offset, i) for i, slot in enumerate(layout.slots) if slot.segment == index and slot.numel]
-        mine = [i for _, i in sorted(slots)]
-        if mine and all(layout.slots[i].spec.in_row_order for i in mine):
-            specs = [layout.slots[i].spec for i in mine]
-            widths = [spec.chunk_numel(layout.world) for spec in specs]
-            padding = segment.slice_numel - sum(widths)
-            offsets = []
-            if segment.in_columns:
-                offsets = [layout.slots[i].full_offset - layout.in_place_numel for i in mine]
-                if padding:
-                    offsets.append(round_up(offsets[-1] + layout.world * widths[-1], layout.align))
-            widths += [padding] if padding else []
+        if segment.in_columns:
+            slots = [(slot.offset, i) for i, slot in enumerate(layout.slots) if slot.segment == index and slot.numel]
+            mine = [i for _, i in sorted(slots)]
+            widths = [layout.slots[i].spec.chunk_numel(layout.world) for i in mine]
+            offsets = [layout.slots[i].full_offset - layout.in_place_numel for i in mine]
+            if padding := segment.slice_numel - sum(widths):
+                offsets.append(round_up(offsets[-1] + layout.world * widths[-1], layout.align))
+                widths.append(padding)
             found.append(Columns(index, base, tuple(mine), tuple(widths), tuple(offsets)))
-        base += layout.world * segment.slice_numel
+        if segment.full_offset is None:
+            base += layout.world * segment.slice_numel
     return tuple(found)
 
 

@@ -111,7 +111,7 @@ def _check_rows(spec: ParameterSpec, world: int) -> None:
 
 def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool:
     """Whether the parameters of a shared slice are to have room for equal chunks: where that takes next to nothing."""
-    if not all(spec.in_row_order for spec in specs):
+    if any(spec.dim != 0 or spec.order != tuple(range(len(spec.shape))) for spec in specs):
         return False
     numel = sum(math.prod(spec.shape) for spec in specs)
     slice_numel = round_up(sum(spec.chunk_numel(world) for spec in specs), align)

@@ -46,11 +46,6 @@ class ParameterSpec:
     order: tuple[int, ...]
     dim: int = 0
 
-    @property
-    def in_row_order(self) -> bool:
-        """Whether it is cut into rows that follow each other in memory, the last dim innermost."""
-        return self.dim == 0 and self.order == tuple(range(len(self.shape)))
-
     def chunk_numel(self, world: int) -> int:
         """Elements of one rank's (largest) chunk of rows."""
         rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
