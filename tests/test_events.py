@@ -279,6 +279,26 @@ def test_hybrid_mesh_reduces_over_both_axes(fake_world):
         assert Counter(event.unit for event in events if event.verb == verb) == dict.fromkeys(UNITS, 1)
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_replicas_reduce_as_many_slices_at_once_as_hold_a_buffer(fake_world, shards):
+    """Between machines the all-reduces of several units may be under way; the memory is that of the buffer before."""
+    fake_world(2 * shards)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    model = tower("flat", mesh=mesh)
+    for _ in range(2):  # the second one adds to gradients that are there
+        with fullshard.record_events() as events:
+            step(model)
+        under_way, most = {}, 0
+        for event in events:
+            if event.verb == "all_reduce":
+                under_way[event.unit] = event.nbytes
+                most = max(most, len(under_way))
+                assert sum(under_way.values()) <= BLOCK_BYTES + max(under_way.values())  # the last one, that it begins
+            elif event.verb == "reduced":
+                del under_way[event.unit]
+        assert most == shards + 1 and not under_way
+
+
 def test_nothing_is_reduced_without_sync(fake_world):
     fake_world(2)
     model = tower("flat")

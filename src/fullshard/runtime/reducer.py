@@ -31,6 +31,7 @@ from ..shard import (
     no_tokens,
     reduce_unit,
     replicate_unit,
+    replicating_bytes,
     settle,
     shown_empty,
 )
@@ -87,7 +88,7 @@ class Reducer:
     ) -> None:
         self.units, self.position, self._in_step = units, position, in_step
         self.in_flight = InFlight() if in_flight is None else in_flight
-        self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis; slices only
+        self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis, oldest first; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._use = UseAgreement(comm, position)
         self._tokens: TokenCount | None = None  # what the backward that runs now divides by
@@ -153,7 +154,11 @@ class Reducer:
         self._use.reduced.add(index)
 
     def _advance(self) -> None:
-        """Finish the oldest reduction over the shard axis; one over the replicate axis goes on beside what follows."""
+        """Finish the oldest reduction over the shard axis; those over the replicate axis go on beside what follows.
+
+        As many of these as hold the bytes of the buffer that is given back: an all-reduce between machines may take
+        longer than the backward of a unit.
+        """
         owner, one = self.in_flight.popleft()
         if not any(map(_REPLICATE, one.unit.buckets)):
             owner._deliver(one)
@@ -161,10 +166,10 @@ class Reducer:
         all_reduce = one.settings.reduce.all_reduce
         if not all_reduce:
             owner._kept_apart = True
-        replicate_unit(one.unit, one.settings.comm, all_reduce)
-        owner._replicating.append(one)
-        while len(owner._replicating) > 1:
-            owner._deliver(owner._replicating.popleft())
+        room, waiting = replicate_unit(one.unit, one.settings.comm, all_reduce), owner._replicating
+        waiting.append(one)
+        while len(waiting) > 1 and sum([replicating_bytes(each.unit) for each in waiting]) > room:
+            owner._deliver(waiting.popleft())
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
