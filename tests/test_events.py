@@ -280,7 +280,7 @@ def test_hybrid_mesh_reduces_over_both_axes(fake_world):
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_replicas_reduce_as_many_slices_at_once_as_hold_a_buffer(fake_world, shards):
+def test_replicas_reduce_as_many_slices_at_once_as_there_are_shards(fake_world, shards):
     """Between machines the all-reduces of several units may be under way; the memory is that of the buffer before."""
     fake_world(2 * shards)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))

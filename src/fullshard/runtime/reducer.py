@@ -31,7 +31,6 @@ from ..shard import (
     no_tokens,
     reduce_unit,
     replicate_unit,
-    replicating_bytes,
     settle,
     shown_empty,
 )
@@ -61,7 +60,7 @@ class InFlight(deque[tuple["Reducer", Reducible]]):
 
 
 _TRAINS = attrgetter("trains")
-_REPLICATE = attrgetter("axes.replicate")
+_REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
 _BUCKETS = attrgetter("unit.buckets")
 _HOME = attrgetter("home")
 _TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
@@ -156,8 +155,8 @@ class Reducer:
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; those over the replicate axis go on beside what follows.
 
-        As many of these as hold the bytes of the buffer that is given back: an all-reduce between machines may take
-        longer than the backward of a unit.
+        As many of these as there are shards, whose slices are no longer than one buffer together: an all-reduce between
+        machines may take longer than the backward of a unit.
         """
         owner, one = self.in_flight.popleft()
         if not any(map(_REPLICATE, one.unit.buckets)):
@@ -166,10 +165,10 @@ class Reducer:
         all_reduce = one.settings.reduce.all_reduce
         if not all_reduce:
             owner._kept_apart = True
-        room, waiting = replicate_unit(one.unit, one.settings.comm, all_reduce), owner._replicating
-        waiting.append(one)
-        while len(waiting) > 1 and sum([replicating_bytes(each.unit) for each in waiting]) > room:
-            owner._deliver(waiting.popleft())
+        replicate_unit(one.unit, one.settings.comm, all_reduce)
+        owner._replicating.append(one)
+        while len(owner._replicating) > min(map(_SHARDS, one.unit.buckets)):
+            owner._deliver(owner._replicating.popleft())
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""

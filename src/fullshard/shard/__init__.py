@@ -12,7 +12,7 @@ from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
-from .reduction import collect, deliver_unit, has_gradients, reduce_unit, replicate_unit, replicating_bytes
+from .reduction import collect, deliver_unit, has_gradients, reduce_unit, replicate_unit
 from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
@@ -62,7 +62,6 @@ __all__ = [
     "refuse_parked",
     "refuse_unreduced",
     "replicate_unit",
-    "replicating_bytes",
     "resume_unit",
     "run_of",
     "sees_gradients",

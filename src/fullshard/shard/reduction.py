@@ -61,23 +61,17 @@ def reduce_unit(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> No
         unit.emit("reduce", sum([g.buffer_bytes for g in unit.gradients if g.state is REDUCING]))
 
 
-def replicate_unit(unit: Unit, comm: Comm, all_reduce: bool) -> int:
+def replicate_unit(unit: Unit, comm: Comm, all_reduce: bool) -> None:
     """Wait for the shard axis, give the buffers back, and start reducing over the replicate axis.
 
     Args:
         comm: collectives.
         all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
-
-    Returns:
-        Bytes of the buffers.
     """
-    total = 0
     for gradients in unit.gradients:
         if gradients.state is not REDUCING:
             continue
-        given_back = gradients.wait(unit.name)
-        unit.ledger.reducing -= given_back
-        total += given_back
+        unit.ledger.reducing -= gradients.wait(unit.name)
         if gradients.bucket.axes.replicate is None:
             continue
         if not all_reduce:
@@ -91,12 +85,6 @@ def replicate_unit(unit: Unit, comm: Comm, all_reduce: bool) -> int:
             end()
         if stream.listeners:
             unit.emit("all_reduce", nbytes)
-    return total
-
-
-def replicating_bytes(unit: Unit) -> int:
-    """Bytes of the slices that are being reduced over the replicate axis."""
-    return sum([g.running.out.nbytes for g in unit.gradients if g.state is REDUCING and g.pending is not None])
 
 
 def deliver_unit(unit: Unit, hook: Callable[[torch.Tensor], None] | None, fill_unused: bool) -> list[torch.Tensor]:
