@@ -390,10 +390,10 @@ MUTATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, bool]
     "a stream waits for the one before it": (partial(without, Turns, "take"), "trained_under_side", False),
     "memory goes back to who has waited": (partial(without, Turns, "give"), "unsharded_under_side", True),
     "... when a gather is waited for": (partial(no_turn, "take", "finish_gather"), "unsharded_under_side", False),
-    "... when a unit is freed": (partial(no_turn, "take", "_release"), "resharded_under_side", False),
+    "... when a unit is freed": (partial(no_turn, "take", "free"), "resharded_under_side", False),
     "... when a reduction is waited for": (partial(no_turn, "take", "wait"), "trained_under_side", False),
     "... of what was staged": (partial(no_turn, "give", "finish_gather"), "unsharded_under_side", False),
-    "... of a freed unit": (partial(no_turn, "give", "_release"), "unsharded_under_side", False),
+    "... of a freed unit": (partial(no_turn, "give", "free"), "unsharded_under_side", False),
     "... of collected gradients": (partial(no_turn, "give", "collect"), "accumulated_under_side", False),
 }
 OTHERWISE = {  # than `MIXED`, of two ranks

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import PhaseError
-from fullshard.runtime.phases import TABLE, Happening, Phase, impossible
-from fullshard.runtime.runner import Runner
+from fullshard.runtime.phases import ACTS, REFUSED, Happening, Phase, impossible, row
+from fullshard.runtime.step import Runner
 from fullshard.runtime.trace import Period, Trace
 
 H = Happening
@@ -90,20 +90,22 @@ FACTS = {
 def test_the_table_does_what_a_naive_unit_does(events: list[Happening]) -> None:
     phase, facts = Phase.IDLE, Facts()
     for event in events:
-        row, expected = TABLE[phase].get(event), naive(facts, event)
-        if expected is None or row is None:
+        found, expected = row(phase, event), naive(facts, event)
+        if expected is None or found is None:
             # What cannot happen raises, and is no part of the sequence. A table may be stricter than the model only
             # where the model has nothing to do.
-            assert row is None and (expected is None or expected[0] == ""), (phase, event)
+            assert found is None and (expected is None or expected[0] == ""), (phase, event)
             continue
-        assert row == (expected[0], next(p for p, f in FACTS.items() if f == expected[1])), (phase, event)
-        phase, facts = row[1], replace(expected[1])
+        assert found == (expected[0], next(p for p, f in FACTS.items() if f == expected[1])), (phase, event)
+        phase, facts = found[1], replace(expected[1])
 
 
 def test_every_action_is_one_of_the_runners() -> None:
-    for phase, row in TABLE.items():
-        for event, (action, _) in row.items():
+    for phase, acts in ACTS.items():
+        for event, (action, following) in acts.items():
             assert not action or callable(getattr(Runner, action)), (phase, event, action)
+            assert action or following is not phase, "it changes nothing: what is listed nowhere does not either"
+            assert event not in REFUSED[phase], (phase, event)
 
 
 def test_an_impossible_pair_names_the_unit() -> None:
@@ -189,4 +191,4 @@ def test_what_comes_next_is_what_was_left_last(depth: int) -> None:
         period = Period(unit)
         trace.entered(period)
         trace.left(period)
-    assert trace.upcoming(depth) == (3, 2, 1, 0)[:depth]
+    assert trace.upcoming(depth) == [3, 2, 1, 0][:depth]

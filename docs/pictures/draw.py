@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from html import escape
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,8 +21,9 @@ from torch import nn
 
 from fullshard import Event, fully_shard, record_events
 from fullshard.reference import Package, find, package
-from fullshard.runtime.phases import TABLE, Happening, Phase
-from fullshard.runtime.runner import Runner
+from fullshard.runtime import step
+from fullshard.runtime.phases import Happening, Phase, row
+from fullshard.runtime.step import Runner
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -119,7 +121,7 @@ def draw_phases() -> str:
         y = top + tall * j
         parts.append(text(12, y + 22, happening.name, "small bold"))
         for i, phase in enumerate(Phase):
-            cell = TABLE[phase].get(happening)
+            cell = row(phase, happening)
             if cell is None:
                 continue
             action, following = cell
@@ -154,21 +156,22 @@ def record() -> list[Row]:
     for unit in [*blocks, model]:
         fully_shard(unit)
     rows: list[Row] = []
-    plain = Runner.happens
 
-    def happens(self: Runner, event: Happening) -> None:
-        before = self.phase
-        action, _ = TABLE[Phase(before)].get(event, ("", before))
-        if action:
-            rows.append((self.unit.name or "(root)", "phase", f"{event.name}: {action}", -1))
-        plain(self, event)
+    def drawn(event: Happening, action: Any, following: Phase) -> tuple[Any, Phase]:
+        def acts(runner: Runner) -> None:
+            rows.append((runner.unit.name or "(root)", "phase", f"{event.name}: {action.__name__}", -1))
+            action(runner)
+
+        return acts if action is not None else None, following
+
+    table = [[drawn(event, *step.ROWS[phase][event]) for event in Happening] for phase in Phase]
 
     def told(event: Event) -> None:
         rows.append((event.unit, event.verb, f"{event.verb} {event.nbytes:,} B", event.live))
 
     for _ in range(3):
         rows.clear()
-        with mock.patch.object(Runner, "happens", happens), record_events(told):
+        with mock.patch.object(step, "ROWS", table), record_events(told):
             model(torch.randn(8, 64)).square().mean().backward()
         model.zero_grad()
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +84,27 @@ class Ledger:
     """Bytes that are alive only for part of a step, on this rank. One per root.
 
     Attributes:
-        gathered: full buckets of gathered units, and copies kept after a reshard to a smaller group.
-        staging: buffers of gathers in flight that need a copy out, and low-precision copies of shards.
+        gathered: full buckets of gathered units, copies kept after a reshard to a smaller group, buffers of gathers in
+            flight that need a copy out, and low-precision copies of shards.
         reducing: unsharded gradients in reduction buffers and the buffers of reductions in flight.
-        peak: largest sum of the three so far.
+        peak: largest sum of the two so far.
     """
 
     gathered: int = 0
-    staging: int = 0
     reducing: int = 0
     peak: int = 0
-    peak_parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def live(self) -> int:
-        return self.gathered + self.staging + self.reducing
+        return self.gathered + self.reducing
 
     def take_over(self, other: Ledger) -> None:
         """Count what `other` counted; it is not used from now on."""
         if other is not self:
             self.gathered += other.gathered
-            self.staging += other.staging
             self.reducing += other.reducing
             self.note()
 
     def note(self) -> None:
         """Call after raising a counter: keeps the peak."""
-        live = self.gathered + self.staging + self.reducing
-        if live > self.peak:
-            self.peak = live
-            self.peak_parts = {"gathered": self.gathered, "staging": self.staging, "reducing": self.reducing}
+        self.peak = max(self.peak, self.gathered + self.reducing)

@@ -251,7 +251,7 @@ def test_what_a_rank_caught_is_told_until_its_next_step_but_one(watcher: Watcher
 
 OURS = [frame.format(os.path.dirname(os.path.dirname(log.__file__ or ""))) for frame in (
     '  File "{}/watcher/rank.py", line 3 in wait',
-    '  File "{}/runtime/runner.py", line 3 in before_forward',
+    '  File "{}/runtime/step.py", line 3 in before_forward',
     '  File "{}/api/functional/module.py", line 52 in __call__',
 )]  # fmt: skip
 MODEL = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -18,7 +18,8 @@ from ..shard import Delivery, Unit
 from .position import Position
 from .texts import texts_of_all
 
-_USED = attrgetter("used")
+_USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
+_AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
 _LATE = 2
 """Backwards after which the host reads what ranks of an accelerator compared: it has long arrived by then."""
 
@@ -73,7 +74,7 @@ class UseAgreement:
         Args:
             units: all under the root.
         """
-        self._steps = sum([unit.touched.steps for unit in units])
+        self._steps = sum(map(_STEPS, units))
 
     def note_changed(self, index: int) -> None:
         """A unit's weights are not those that its forward saw, in the backward that runs now."""
@@ -99,25 +100,25 @@ class UseAgreement:
                 what forwards without a backward gave.
             UsageError: weights were changed between a forward and its backward, on any rank: gradients are wrong.
         """
-        changed, self._changed = [index in self._changed for index in range(len(units))], set()
+        changed, self._changed = [*map(self._changed.__contains__, range(len(units)))], set()
         if not self.reduced:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
         fingerprint = self.position.take_fingerprint()
         self.reduced.clear()
-        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
-        for delivery in deliveries:
-            by_groups.setdefault(delivery.bucket.axes.groups, []).append(delivery)
         given: list[torch.Tensor] = []
-        for group in by_groups.values():
-            used = list(chain.from_iterable(map(_USED, group)))
-            asks = any([delivery.undecided or delivery.aside for delivery in group])
+        for group in _by_groups(deliveries):
+            used = [*chain.from_iterable(map(_USED, group))]
+            asks = any(map(_UNDECIDED, group)) or any(map(_ASIDE, group))
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
             at = 0
             for delivery in group:
                 count = len(delivery.used)
-                given += delivery.decide(present[at : at + count])
+                if asks or delivery.views:
+                    given += delivery.decide(present[at : at + count])
+                else:
+                    delivery.used = delivery.nobody
                 at += count
         return given
 
@@ -202,6 +203,16 @@ class UseAgreement:
             "it on every rank or on none",
             code="D006",
         )
+
+
+def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
+    """These, by the groups of their meshes."""
+    if len(set(map(_AXES, deliveries))) == 1:
+        return (deliveries,)
+    found: dict[tuple[dist.ProcessGroup, ...], list[Delivery]] = {}
+    for delivery in deliveries:
+        found.setdefault(delivery.bucket.axes.groups, []).append(delivery)
+    return found.values()
 
 
 def _steps_told(unit: Unit) -> str:

@@ -1,6 +1,6 @@
 """One parameter of a sharded model: where it is registered, what is held of it, how it shows while that is sharded."""
 
-from .changes import OWNER_KEY, Owner, Touched, Untouched, mark_view, note_change, owner_of
+from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
@@ -62,6 +62,7 @@ __all__ = [
     "TensorParallel",
     "Touched",
     "Untouched",
+    "all_hold",
     "attributes_of",
     "chunk_of",
     "explicit_grad_dtype",

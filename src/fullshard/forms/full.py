@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..comm import Gathers, Pending, gathers_of
+from ..comm import Gathers, Pending, Several, gathers_of
 from ..dtypes import KNOWN, as_bits
 from ..layout import Layout, columns_of, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import columns_out, copies, same_form
-from ..torch_private.local_tensor import local_of, set_local
+from ..torch_private.local_tensor import local_of, read_version, set_local
 from ..torch_private.versions import Versions
 from .changes import OWNER_KEY
 from .member import WHOLE_KEY, Member, attributes_of
@@ -39,12 +39,15 @@ class GatherPlan:
         passing_bytes: from `begins` to `ends`.
         copied_bytes: from `fills` to `frees`.
         addresses: each tells where a piece of the gathered memory lies now.
+        intact: each tells whether nobody wrote to unsharded parameters; see `Full.intact`.
         varying: what is gathered whose bytes and addresses each gather tells anew.
+        starts: `begins`, then what starts all of `gathers` and returns the one thing to wait for; see `seal`.
+        completes: `fills`, then `ends`.
     """
 
     __slots__ = (
-        *("addresses", "begins", "comm", "copied_bytes", "ends", "fills", "frees", "gathers"),
-        *("passing_bytes", "varying", "whole_bytes"),
+        *("addresses", "begins", "comm", "completes", "copied_bytes", "ends", "fills", "frees", "gathers"),
+        *("intact", "passing_bytes", "starts", "varying", "whole_bytes"),
     )
 
     def __init__(self, comm: Any = None) -> None:
@@ -56,11 +59,19 @@ class GatherPlan:
         self.frees: list[Callable[[], object]] = []
         self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
         self.addresses: list[Callable[[], int]] = []
+        self.intact: list[Callable[[], bool]] = []
         self.varying: list[Varying] = []
+        self.starts: list[Callable[[], Any]] = []
+        self.completes: list[Callable[[], object]] = []
+
+    def seal(self) -> None:
+        """Everything was added: join what one moment calls, which a step then runs in C."""
+        start = self.gathers[0] if len(self.gathers) == 1 else partial(Several, self.gathers)
+        self.starts, self.completes = [*self.begins, start], [*self.fills, *self.ends]
 
     def spend(self) -> None:
         """It was for one gather, which is over: let go of what that sent."""
-        self.begins, self.gathers = [], []
+        self.begins, self.gathers, self.starts = [], [], []
 
 
 class Varying(Protocol):
@@ -99,6 +110,9 @@ class Full(Protocol):
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
+
+    def intact(self) -> bool:
+        """Whether nobody changed an unsharded parameter in place since the gather, or gave it another `.data`."""
 
     def written(self) -> list[Member]:
         """Members whose unsharded parameter somebody changed in place since the gather, or gave another `.data`.
@@ -254,6 +268,7 @@ class PlainFull:
             to.fills.append(copied.allocate if keeps else copied.take)
             to.copied_bytes += copied.nbytes
         to.fills += self._copies
+        to.intact.append(self.intact)
         to.addresses += [whole.storage.data_ptr, copied.storage.data_ptr]
         to.ends += [self._versions.restore, *[buffer.free for buffer in passing]]
 
@@ -276,6 +291,15 @@ class PlainFull:
                 held = buffer.as_strided(shape, strides, offset + at)
             found[index] = (as_bits(held) != as_bits(mine)).any()
         return found
+
+    def intact(self) -> bool:
+        versions = self._versions
+        if tuple(map(read_version, versions.tensors)) != versions.numbers:
+            return False
+        for base, addresses, offsets in self._addresses:
+            if [*map(sub, map(call, addresses), repeat(base()))] != offsets:
+                return False
+        return True
 
     def written(self) -> list[Member]:
         written = [self._watched[index] for index in self._versions.moved()]

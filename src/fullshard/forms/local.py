@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, methodcaller, ne
 from typing import Any
 
 import torch
@@ -97,10 +98,10 @@ class LocalForm:
         return Untouched(places, [fact for member in members for fact in memory_of(member.sharded, member.local)])
 
     def version(self, members: Sequence[Member]) -> int:
-        return sum([member.sharded._version for member in members])
+        return sum(map(_VERSION, members))
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
-        return any([member.sharded.data_ptr() != member.local.data_ptr() for member in members])
+        return any(map(ne, map(_ADDRESS, map(_SHARDED, members)), map(_ADDRESS, map(_LOCAL, members))))
 
     def adopt(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
         for member in members:
@@ -162,6 +163,10 @@ class LocalForm:
 
     def copied(self) -> LocalForm:
         return type(self)(self.layout, self.axes, self.apart)
+
+
+_SHARDED, _LOCAL, _VERSION = attrgetter("sharded"), attrgetter("local"), attrgetter("sharded._version")
+_ADDRESS = methodcaller("data_ptr")
 
 
 def memory_of(tensor: torch.Tensor, like: torch.Tensor) -> list[tuple[Callable[[], Any], Any]]:

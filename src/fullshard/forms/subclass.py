@@ -168,6 +168,7 @@ class SubclassFull:
         to.gathers.append(partial(self._gather, comm, axis))
         to.fills.append(self._fill)
         to.ends.append(self._end)
+        to.intact.append(self.intact)
         to.varying.append(self)
 
     def _begin(self, comm: Gathers, axis: Axis, source: Any) -> None:
@@ -324,6 +325,9 @@ class SubclassFull:
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         return torch.ones(1, dtype=torch.bool, device=self.device)  # it cannot be told: gathered anew
+
+    def intact(self) -> bool:
+        return self._versions is None or not self._versions.moved()
 
     def written(self) -> list[Member]:
         return [self.member] if self._versions is not None and self._versions.moved() else []

@@ -1,14 +1,13 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, deepcopy_module, pickling_error
-from .module_call import run, run_method
 from .noticed import install as notice_torch
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
-from .runner import Runner
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
+from .step import Runner, run, run_method
 from .units import (
     RUNNER_KEY,
     find_root,

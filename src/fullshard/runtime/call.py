@@ -80,9 +80,8 @@ class Call:
         """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
         if self.hands_on and not self.period.opened:
             self.runner.before_backward(self)
-        if (
-            gradient is not None and gradient.requires_grad
-        ):  # create_graph: whoever differentiates this gradient needs the parameters first
+        if gradient is not None and gradient.requires_grad:
+            # create_graph: whoever differentiates this gradient needs the parameters first
             on_gradient(gradient, self.before_backward)
         self.finish()
 
@@ -92,10 +91,11 @@ class Call:
 
     def finish(self) -> None:
         """All parameters of the call have their gradients."""
+        period = self.period
         if not self.done:
             self.done = True
-            self.period.calls -= 1
-        self.runner.after_backward(self.period)
+            period.calls -= 1
+        self.runner.after_backward(period)
 
 
 class Forward:
@@ -112,7 +112,7 @@ class Forward:
     borrowed: Borrowed | None = None
     call: Any = None  # a `Call`
     watches = leads_back = hides = False
-    _views: list[View]
+    _views: Sequence[View] = ()
 
     def watch_inputs(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,9 +123,12 @@ class Forward:
         that used it has run.
         """
         self.call = call
-        self._views = []
         if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
-            args = (self._watch(args[0]),)
+            if args[0].requires_grad:
+                if join(args[0], call.after_backward):
+                    self.watches = True
+                else:
+                    args = (self._watch_apart(args[0]),)
         else:
             args = map_own(self._watch, args)
         if kwargs:
@@ -141,12 +144,16 @@ class Forward:
         if join(tensor, self.call.after_backward):
             self.watches = True
             return tensor
+        return self._watch_apart(tensor)
+
+    def _watch_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Watch an input that is no other unit's untouched output: through a view, which the forward gets."""
         if tensor.is_nested or tensor.layout is not torch.strided:  # of which there are no views
             self._watch_in_place([tensor])
             return tensor
         view = view_of(tensor)
         self.watches = True
-        self._views.append((view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor)))
+        self._views = [*self._views, (view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor))]
         on_gradient(view, self.call.after_backward)
         return view
 
@@ -171,11 +178,13 @@ class Forward:
         if self._views:
             self._watch_producers()
         if type(output) is torch.Tensor:
-            self._watch_output(output)
+            if output.requires_grad:
+                self._watch_output(output)
         else:
             for leaf in leaves_in(output):
                 if isinstance(leaf, torch.Tensor):
-                    self._watch_output(leaf)
+                    if leaf.requires_grad:
+                        self._watch_output(leaf)
                 elif not isinstance(leaf, PLAIN):
                     tensors, closed = tensors_behind(leaf)
                     runner.check_given(tensors)
@@ -194,8 +203,6 @@ class Forward:
                 self._watch_output(tensor)
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
-        if not tensor.requires_grad:
-            return
         self.leads_back = True
         node, call = tensor.grad_fn, self.call
         if node is not None and number_of(node) >= self._first_node:

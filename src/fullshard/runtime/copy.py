@@ -11,8 +11,7 @@ from torch import nn
 from ..errors import PhaseError
 from ..names import plain_class
 from ..shard import Unit, clone_unit, place_clone
-from .module_call import FORWARD_METHODS_KEY, run_method
-from .runner import Runner
+from .step import FORWARD_METHODS_KEY, Runner, run_method
 from .units import RUNNER_KEY, runners_in, take_over_replaced
 
 _COPYING = "fullshard: units being copied"

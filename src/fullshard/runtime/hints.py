@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import FullshardError
 from ..forms import NAME_KEY, PART_KEY, WHOLE_KEY
 from ..torch_private.local_tensor import plain_tensors, view_base
-from .runner import Runner
+from .root import Runnable
 
 _FREED = "data is not allocated yet"
 _SHAPES = re.compile(r"size mismatch|must be a matrix|cannot be multiplied|must match the size|1-D")
@@ -23,7 +23,7 @@ _DTYPES = re.compile(r"same dtype|expected scalar type")
 _SEEN = "_fullshard_seen"  # on an error: outer units see it when the inner ones show other parameters
 
 
-def add_hint(error: RuntimeError, runner: Runner) -> None:
+def add_hint(error: RuntimeError, runner: Runnable) -> None:
     """Add a note if the error is one of those that sharding causes. For the innermost unit, before it is put back."""
     if isinstance(error, FullshardError) or _SEEN in error.__dict__:
         return
@@ -75,7 +75,7 @@ def _of_parts(error: RuntimeError) -> str | None:
     return None
 
 
-def _of_dtypes(runner: Runner) -> str | None:
+def _of_dtypes(runner: Runnable) -> str | None:
     units = runner.root.units if runner.root is not None else [runner]
     for one in units:
         policy = one.settings.policy

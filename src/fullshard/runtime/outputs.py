@@ -10,6 +10,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from operator import attrgetter, call
 from typing import Any
 
 import torch
@@ -35,12 +36,9 @@ def detached_from_unit(output: Any, unit: Unit, borrowed: Borrowed | None) -> An
     """
     if not unit.buckets:
         return output
-    if borrowed is None and type(output) is torch.Tensor:
-        mine = output.layout is torch.strided and not output.is_meta and unit.owns(output)
-        return output.clone() if mine else output
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if _lies_in(tensor, unit) else tensor
+        return tensor.clone() if unit.owns(tensor) else tensor
 
     if borrowed is not None:
         map_tensors(copy, borrowed.values, borrowed)
@@ -88,12 +86,6 @@ def shown_part(module: nn.Module) -> str | None:
     return None
 
 
-def _lies_in(tensor: torch.Tensor, unit: Unit) -> bool:
-    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return False
-    return unit.owns(tensor)
-
-
 def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
     """Raise if one of these, found in objects that cannot be rebuilt, is a view of the unit's gathered memory.
 
@@ -101,7 +93,7 @@ def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
         PhaseError: names the unit's parameters.
     """
     for tensor in tensors:
-        if _lies_in(tensor, unit):
+        if unit.owns(tensor):
             raise PhaseError(
                 "A forward returned an object that holds a view of a gathered parameter, which is about to be freed.",
                 parameter=", ".join(m.name for m in unit.members if m.shape == tuple(tensor.shape)) or unit.name,
@@ -206,6 +198,7 @@ class FirstGradient:
 _WATCHED = "_fullshard_watched"  # on an unsharded parameter: its first gradient tells that a backward runs
 
 _MODULES_OWN = frozenset(nn.Module().__dict__)
+_ATTRIBUTES = attrgetter("__dict__")
 
 
 class Leftovers:
@@ -218,27 +211,36 @@ class Leftovers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._watched: list[tuple[Callable[[], nn.Module | None], int, list[str]]] = [
-            (weakref.ref(module), -1, []) for module in modules if not type(module).__module__.startswith("torch.nn.")
+        self._modules = [
+            weakref.ref(module) for module in modules if not type(module).__module__.startswith("torch.nn.")
         ]
+        self._sizes: list[int] = []  # by module, how many attributes it had
+        self._names: list[tuple[int, str]] = []  # which of them may come to hold tensors: the module's index, and name
 
     def tensors(self) -> list[torch.Tensor]:
         """Those with a graph that are there now."""
+        try:
+            sizes = [*map(len, map(_ATTRIBUTES, map(call, self._modules)))]
+        except AttributeError:  # a module is gone
+            self._modules, self._names = [ref for ref in self._modules if ref() is not None], []
+            return self.tensors()
+        if sizes != self._sizes:
+            self._sizes, self._names = sizes, [*dict.fromkeys([*self._names, *self._find_names()])]
+        return self._found() if self._names else []
+
+    def _find_names(self) -> list[tuple[int, str]]:
+        attributes = [(index, item) for index, ref in enumerate(self._modules) for item in ref().__dict__.items()]
+        return [(index, name) for index, (name, value) in attributes if _may_hold(name, value)]
+
+    def _found(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        for index, (ref, size, names) in enumerate(self._watched):
-            if (module := ref()) is None:
-                continue
-            attributes = module.__dict__
-            if len(attributes) != size:
-                names = [name for name, value in attributes.items() if _may_hold(name, value)]
-                self._watched[index] = (ref, len(attributes), names)
-            for name in names:
-                value = attributes.get(name)
-                if type(value) is torch.Tensor:
-                    if value.grad_fn is not None:
-                        found.append(value)
-                elif isinstance(value, (list, tuple, dict)):
-                    found += [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
+        for index, name in self._names:
+            value = self._modules[index]().__dict__.get(name)
+            if type(value) is torch.Tensor:
+                if value.grad_fn is not None:
+                    found.append(value)
+            elif isinstance(value, (list, tuple, dict)):
+                found += [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
         return found
 
 

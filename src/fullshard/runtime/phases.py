@@ -24,7 +24,7 @@
     RESET         the engine recovers from an exception
     UNSHARD, RESHARD  the user asks for it
 
-A pair that is not in the table raises `PhaseError`.
+`ACTS` lists what acts, `REFUSED` what raises `PhaseError`. Whatever is in neither changes nothing: the unit stays.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Happening(IntEnum):
 
 P, H = Phase, Happening
 
-TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
+ACTS: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
     #             what happens       what is done (a method of Runner; "" nothing)   the phase that follows
     P.IDLE: {
         H.ENTER: ("open_forward", P.FORWARD),
@@ -75,28 +75,16 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
         H.BROKEN: ("break_forward", P.IDLE),  # while it was opened, or once it was closed
         H.PASS_END: ("settle", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
-        H.INPUT_GRAD: ("", P.IDLE),
-        H.INPUT_GRAD_KEPT: ("", P.IDLE),
-        H.OVERTAKEN: ("", P.IDLE),
         H.END: ("finish", P.IDLE),
         H.RESET: ("reset", P.IDLE),
         H.UNSHARD: ("gather_for_user", P.IDLE),
         H.RESHARD: ("free_for_user", P.IDLE),
     },
     P.FORWARD: {
-        H.ENTER: ("", P.FORWARD),
-        H.REENTER: ("", P.FORWARD),
         H.LEAVE: ("close_forward", P.IDLE),
         H.LEAVE_PARTLY: ("", P.PARTLY),
         H.BROKEN: ("break_forward", P.IDLE),
-        H.PASS_END: ("", P.FORWARD),  # of a root within
-        H.OUTPUT_GRAD: ("", P.FORWARD),  # a gradient taken inside the forward
-        H.INPUT_GRAD: ("", P.FORWARD),
-        H.INPUT_GRAD_KEPT: ("", P.FORWARD),
-        H.OVERTAKEN: ("", P.FORWARD),
-        H.END: ("", P.FORWARD),
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.FORWARD),
     },
     P.PARTLY: {
         H.ENTER: ("", P.FORWARD),
@@ -104,72 +92,55 @@ TABLE: dict[Phase, dict[Happening, tuple[str, Phase]]] = {
         H.BROKEN: ("break_forward", P.IDLE),
         H.PASS_END: ("close_forward", P.IDLE),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
-        H.INPUT_GRAD: ("", P.PARTLY),
-        H.INPUT_GRAD_KEPT: ("", P.PARTLY),
-        H.OVERTAKEN: ("", P.PARTLY),
-        H.END: ("", P.PARTLY),
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.PARTLY),
         H.RESHARD: ("free_for_user", P.IDLE),
     },
     P.RECOMPUTING: {
-        H.ENTER: ("", P.RECOMPUTING),
-        H.REENTER: ("", P.RECOMPUTING),
         H.LEAVE: ("close_recompute", P.RECOMPUTED),
         H.LEAVE_PARTLY: ("close_recompute", P.RECOMPUTED),
         H.BROKEN: ("close_recompute", P.RECOMPUTED),
-        H.OUTPUT_GRAD: ("", P.RECOMPUTING),
-        H.INPUT_GRAD: ("", P.RECOMPUTING),
-        H.INPUT_GRAD_KEPT: ("", P.RECOMPUTING),
-        H.OVERTAKEN: ("", P.RECOMPUTING),
-        H.END: ("", P.RECOMPUTING),
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.RECOMPUTING),
     },
     P.RECOMPUTED: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
         H.BROKEN: ("break_forward", P.IDLE),
-        H.PASS_END: ("", P.RECOMPUTED),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
-        H.INPUT_GRAD: ("", P.RECOMPUTED),
-        H.INPUT_GRAD_KEPT: ("", P.RECOMPUTED),
         H.OVERTAKEN: ("release", P.IDLE),
         H.END: ("finish", P.IDLE),
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.RECOMPUTED),
         H.RESHARD: ("free_for_user", P.IDLE),
     },
     P.BACKWARD: {
-        H.ENTER: ("", P.BACKWARD),
-        H.REENTER: ("", P.BACKWARD),
-        H.LEAVE: ("", P.BACKWARD),
-        H.LEAVE_PARTLY: ("", P.BACKWARD),
-        H.BROKEN: ("", P.BACKWARD),
-        H.PASS_END: ("", P.BACKWARD),
-        H.OUTPUT_GRAD: ("", P.BACKWARD),
         H.INPUT_GRAD: ("close_backward", P.IDLE),
         H.INPUT_GRAD_KEPT: ("", P.BETWEEN),
-        H.OVERTAKEN: ("", P.BACKWARD),
         H.END: ("finish", P.IDLE),
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.BACKWARD),
     },
     P.BETWEEN: {
         H.ENTER: ("open_forward", P.FORWARD),
         H.REENTER: ("open_recompute", P.RECOMPUTING),
         H.BROKEN: ("break_forward", P.IDLE),
-        H.PASS_END: ("", P.BETWEEN),
         H.OUTPUT_GRAD: ("open_backward", P.BACKWARD),
-        H.INPUT_GRAD: ("", P.BETWEEN),
-        H.INPUT_GRAD_KEPT: ("", P.BETWEEN),
-        H.OVERTAKEN: ("", P.BETWEEN),
         H.END: ("hide", P.IDLE),  # it stays gathered for the backward that is to come
         H.RESET: ("reset", P.IDLE),
-        H.UNSHARD: ("", P.BETWEEN),
         H.RESHARD: ("free_for_user", P.IDLE),
     },
 }
+REFUSED: dict[Phase, tuple[Happening, ...]] = {
+    P.IDLE: (H.LEAVE, H.LEAVE_PARTLY),
+    P.FORWARD: (H.RESHARD,),
+    P.PARTLY: (H.LEAVE, H.LEAVE_PARTLY),
+    P.RECOMPUTING: (H.PASS_END, H.RESHARD),
+    P.RECOMPUTED: (H.LEAVE, H.LEAVE_PARTLY),
+    P.BACKWARD: (H.RESHARD,),
+    P.BETWEEN: (H.LEAVE, H.LEAVE_PARTLY),
+}
+
+
+def row(phase: Phase, event: Happening) -> tuple[str, Phase] | None:
+    """What is done, and the phase that follows; None if it is refused. What is listed nowhere changes nothing."""
+    return None if event in REFUSED[phase] else ACTS[phase].get(event, ("", phase))
 
 
 def refused_transform(unit: str) -> PhaseError:
@@ -185,7 +156,7 @@ def refused_transform(unit: str) -> PhaseError:
 
 
 def impossible(phase: Phase, event: Happening, unit: str) -> PhaseError:
-    """The error for a pair that is not in the table."""
+    """The error for what is refused."""
     asked = event in (Happening.UNSHARD, Happening.RESHARD)
     return PhaseError(
         f"Unit {unit or '(root)'!r} cannot serve {event.name.lower()} now.",

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Protocol
 
 import torch
 
 from ..agreement import InStep, Position, UseAgreement
 from ..comm import Comm
-from ..containers import drain
+from ..containers import NONES, drain
 from ..shard import (
     Bucket,
+    GradState,
     TokenCount,
     Unit,
     collect,
@@ -60,6 +61,9 @@ class InFlight(deque[tuple["Reducer", Reducible]]):
 
 
 _TRAINS = attrgetter("trains")
+_STATE, _GRADIENTS, _UNSHARDED = attrgetter("state"), attrgetter("unit.gradients"), attrgetter("bucket.unsharded")
+_NONE, _PENDING, _REDUCING = GradState
+_FILLS = attrgetter("settings.reduce.fill_unused")
 _REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
 _BUCKETS = attrgetter("unit.buckets")
 _HOME = attrgetter("home")
@@ -86,6 +90,7 @@ class Reducer:
         in_step: InStep | None = None,
     ) -> None:
         self.units, self.position, self._in_step = units, position, in_step
+        self._unit_list = [one.unit for one in units]
         self.in_flight = InFlight() if in_flight is None else in_flight
         self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis, oldest first; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
@@ -102,7 +107,7 @@ class Reducer:
         Raises:
             UsageError: sums are to be divided by a count of tokens, and there is none for this backward.
         """
-        self._use.begin([one.unit for one in self.units])
+        self._use.begin(self._unit_list)
         if rules.reduction == "tokens":
             if rules.tokens is None or not rules.tokens.left:
                 raise no_tokens(rules.tokens)
@@ -135,19 +140,19 @@ class Reducer:
 
     def take_part(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
-        unit, settings, index, in_flight, position = one.unit, one.settings, one.index, self.in_flight, self.position
+        unit, settings, index, in_flight = one.unit, one.settings, one.index, self.in_flight
         rules = settings.reduce
         if self._owed:
             self._owed.pop(index, None)
         while len(in_flight) >= rules.max_in_flight:
             self._advance()
-        if in_flight or self._replicating:
+        if _REDUCING in map(_STATE, unit.gradients):
             self._finish_own(one)
         if settings.share is not None:
             settings.share.apply(unit)
         collect(unit, True)
-        position.issue(REDUCE, index)
-        position.reduced = True
+        self.position.issue(REDUCE, index)
+        self.position.reduced = True
         reduce_unit(unit, settings.comm, rules, self._tokens)
         in_flight.append((self, one))
         self._use.reduced.add(index)
@@ -227,7 +232,7 @@ class Reducer:
         if self._kept_apart:
             self._owe_partial()
         with plain_access(), torch.no_grad():
-            for one in self.units:
+            for one in self.units if self._some_left() else ():
                 rules, late = one.settings.reduce, has_gradients(one.unit)
                 due = late or one.index in self._owed
                 if rules.fill_unused and one.index not in self._use.reduced:
@@ -241,6 +246,16 @@ class Reducer:
             if self._in_step is not None:
                 self._in_step.come_to(END, 0)
 
+    def _some_left(self) -> bool:
+        """Whether any unit may have gradients left: asked of all of them at once, in C."""
+        if self._owed or True in map(_FILLS, self.units):
+            return True
+        every = list(chain.from_iterable(map(_GRADIENTS, self.units)))
+        unsharded = [*map(_UNSHARDED, every)]
+        if _PENDING in map(_STATE, every) or [] in unsharded:  # empty where they were not listed since they were made
+            return True
+        return not all(map(is_, map(read_grad, chain.from_iterable(unsharded)), NONES))
+
     def finish(self) -> None:
         """Wait for everything, and agree on what was used."""
         with plain_access(), torch.no_grad():
@@ -250,7 +265,7 @@ class Reducer:
                 self._deliver(self._replicating.popleft())
             drain(map(_TAKE, map(_TURNS, self._buckets())))  # gradients are the caller's stream's from now on
             self.settle()
-            given = self._use.agree([one.unit for one in self.units])
+            given = self._use.agree(self._unit_list)
         self._run_hooks(given)
         if self._tokens is not None:
             self._tokens.left -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat, takewhile
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
 from ..policies import Check, Unused
-from ..shard import State, has_gradient, refuse_meta, refuse_parked
+from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
@@ -26,13 +26,16 @@ from .attached import check_units as check_attached_units
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
 from .second_order import refuse_second_derivatives
-from .trace import Period, Traces
+from .trace import Period, Step, Traces
 
 ROOTS: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 """All that are alive in this process, by id."""
 
 
-_STATE = attrgetter("unit.state")
+_STATE, _PHASE, _KEPT_AXIS = attrgetter("unit.state"), attrgetter("phase"), attrgetter("kept_axis")
+_SUMMONED = attrgetter("showing.summoned")
+SHARDED = State.SHARDED
+_SHARDED, _IDLE = repeat(SHARDED), repeat(Phase.IDLE)
 
 
 def all_roots() -> list[Root]:
@@ -91,6 +94,7 @@ class Root:
     Attributes:
         pass_top: whose forward began the pass that runs now.
         pass_grad: whether that pass builds a graph.
+        backward: the one that runs now, or the last one if it was broken off.
         guide: what goes along with passes: comparisons, or the order that ranks share.
         traces: of the passes whose backwards may come.
         ahead: units that were gathered ahead in the pass that runs now and not opened yet, by index: whether that was
@@ -111,6 +115,7 @@ class Root:
         unused: Unused = "error",
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
+        self._unit_list = [one.unit for one in units]
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
@@ -127,7 +132,7 @@ class Root:
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
         self.unfinalized = False  # whether a backward ran that `finalize_backward` is to follow
         self.adds = False  # whether there were gradients before the first of them
-        self._backward: BackwardEnd | None = None
+        self.backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
         ROOTS[id(self)] = self
 
@@ -177,7 +182,7 @@ class Root:
                 "model has to be built and sharded anew",
                 code="P043",
             )
-        if self.pass_top is not None or self._backward is not None:
+        if self.pass_top is not None or self.backward is not None:
             raise PhaseError(
                 f"Unit {name!r} is part of two roots, and the other one's forward or backward is running.",
                 remedy="let each root's forward and backward end before the other's begin",
@@ -205,23 +210,21 @@ class Root:
             self.take_units()
         top.before_pass()
         with plain_access():
-            for one in self.units:
-                one.unit.refresh()
+            refresh_all(self._unit_list)
         self.position.compare_sizes()
         self.additions.check()
-        refuse_parked(units := [one.unit for one in self.units])
-        refuse_meta(units)
+        refuse_parked(self._unit_list)
+        refuse_meta(self._unit_list)
         with_grad = torch.is_grad_enabled()
         kind = 2 * top.index + with_grad
         first = self.guide.is_first(kind)
         if first and with_grad:
-            check_attached_units(units)
+            check_attached_units(self._unit_list)
         gathered = self._gathered()
         self.pass_top, self.pass_grad = top, with_grad  # what raises from here on breaks the pass off
         self.position.begin(FORWARD, kind, (CHECK, gathered) if gathered else gathered)
-        for one in self.units:
-            if one.unit.kept_axis is not None:
-                one.unit.drop_kept()
+        for unit in self._unit_list if any(map(_KEPT_AXIS, self._unit_list)) else ():
+            unit.drop_kept()
         if gathered:
             self._drop_stale()
             self.position.turn(self._gathered())
@@ -237,7 +240,7 @@ class Root:
 
     def _gathered(self) -> bytes:
         """Of each unit, whether it is gathered, wholly or not yet; empty if none is."""
-        found = bytes(map(is_not, map(_STATE, self.units), repeat(State.SHARDED)))
+        found = bytes(map(is_not, map(_STATE, self.units), repeat(SHARDED)))
         return found if any(found) else b""
 
     def _drop_stale(self) -> None:
@@ -246,7 +249,7 @@ class Root:
         Raises:
             PhaseError: what is gathered was written to, through an unsharded parameter.
         """
-        held = [one for one in self.units if one.unit.buckets and one.unit.state is not State.SHARDED]
+        held = [one for one in self.units if one.unit.buckets and one.unit.state is not SHARDED]
         if not held:
             return
         self.position.issue(CHECK, held[0].index)
@@ -282,9 +285,13 @@ class Root:
                 one.unit.finish_gather()
         self._settle()
 
+    def _some_open(self) -> bool:
+        """Whether any unit is in another phase than `IDLE`, or gathered: asked of all of them in C."""
+        return not all(map(is_, map(_PHASE, self.units), _IDLE)) or not all(map(is_, map(_STATE, self.units), _SHARDED))
+
     def _settle(self) -> None:
-        for one in self.units:
-            if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
+        for one in self.units if self._some_open() else ():
+            if one.phase is not Phase.IDLE or one.unit.state is not SHARDED:  # else nothing is done
                 one.happens(Happening.PASS_END)
         self.reducer.settle()
         self.pass_top = self.traces.current = None
@@ -294,7 +301,7 @@ class Root:
     @property
     def in_backward(self) -> bool:
         """Whether a backward through this root runs now, and the caller is part of it."""
-        return self._backward is not None and self._backward.running()
+        return self.backward is not None and self.backward.running()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit.
@@ -307,7 +314,7 @@ class Root:
         if self.top.settings.manual_finalization and not self.unfinalized:
             self.unfinalized = True
             self.adds = any([has_gradient(member) for one in self.units for member in one.unit.members])
-        if True in [one.unit.showing.summoned for one in self.units]:
+        if True in map(_SUMMONED, self._unit_list):
             raise UsageError(
                 "backward() was called inside summon_full_params() of the same model",
                 remedy="call it before the context or after it: what that shows are copies, which get no gradients",
@@ -316,17 +323,19 @@ class Root:
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
+        with plain_access():
+            follow_all(self._unit_list)  # `requires_grad` may have been off and on again since the forward
         self.position.compare_sizes()
         on_device = has_streams(self.top.settings.axes.device)  # where autograd calls hooks on a thread of its own
-        self._backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
+        self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
         self.ahead.clear()
         self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
 
-    def reach(self, period: Period, begins: bool) -> None:
-        """A unit's backward begins, or ends: go through what comes before it in the order that all ranks share."""
-        for passed, starts in self.traces.back_to(period, begins):
+    def pass_back_over(self, steps: Iterable[Step]) -> None:
+        """Go through what comes before a unit's backward begins, or ends, in the order that all ranks share."""
+        for period, begins in steps:
             if self.guide.in_step is None:
-                self._pass(passed, starts)
+                self._pass(period, begins)
 
     def take_part(self, verb: int, index: int) -> None:
         """Do in a backward what other ranks want next, and this one does not, or not yet; see `InStep`."""
@@ -347,11 +356,9 @@ class Root:
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
         try:
-            for period, begins in self.traces.rest():
-                if self.guide.in_step is None:
-                    self._pass(period, begins)
-            for one in reversed(self.units):
-                if one.phase is not Phase.IDLE or one.unit.state is not State.SHARDED:  # else nothing is done
+            self.pass_back_over(self.traces.rest())
+            for one in reversed(self.units) if self._some_open() else ():
+                if one.phase is not Phase.IDLE or one.unit.state is not SHARDED:  # else nothing is done
                     one.happens(Happening.END)
             self.reducer.end()
         except BaseException as error:
@@ -369,42 +376,43 @@ class Root:
         self.traces.forget()
         if self.guide.in_step is not None:
             self.guide.in_step.forget()
-        self.recomputed = self._backward = None
+        self.recomputed = self.backward = None
 
     def dissolve(self) -> None:
         """The root module is gone: let go of the units, which may live on by themselves."""
         for one in self.units:
             if one.root is self:
                 one.root, one.is_top = None, False
-        self.units = []
+        self.units, self._unit_list = [], []
 
     # Prefetch and recovery.
 
-    def prefetch(self, depth: int, chosen: Iterable[int] | None = None) -> None:
+    def prefetch(self, depth: int) -> None:
         """Start gathering for a forward what comes next, until `depth` units wait to be opened.
 
         What the pass is known to gather next, in that order: nothing that cannot be gathered yet is passed over.
 
         Args:
             depth: how many units are gathered ahead.
-            chosen: the units that a user chose instead.
         """
-        while chosen is None and len(self.ahead) < depth:
-            index = self.position.next_gather()
-            if index is None or not self._gathers_ahead(index, True):
-                return
-        for index in chosen or ():
-            self._gathers_ahead(index, False)
+        ahead, position, units = self.ahead, self.position, self.units
+        while len(ahead) < depth and (index := position.next_gather()) is not None:
+            one = units[index]
+            unit = one.unit
+            if unit.state is not SHARDED or unit.moving:
+                break
+            position.issue(GATHER, index)
+            unit.issue_gather(one.settings.comm)
+            ahead[index] = True
 
-    def _gathers_ahead(self, index: int, known: bool) -> bool:
-        one = self.units[index]
-        unit = one.unit
-        if unit.state is not State.SHARDED or unit.moving:
-            return False
-        self.position.issue(GATHER, index)
-        unit.issue_gather(one.settings.comm)
-        self.ahead[index] = known
-        return True
+    def prefetch_chosen(self, chosen: Iterable[int]) -> None:
+        """Start gathering for a forward the units that a user chose, as far as they can be gathered now."""
+        for index in chosen:
+            one = self.units[index]
+            if one.unit.state is SHARDED and not one.unit.moving:
+                self.position.issue(GATHER, index)
+                one.unit.issue_gather(one.settings.comm)
+                self.ahead[index] = False
 
     def prefetch_back(self, depth: int, chosen: Iterable[int] | None = None) -> None:
         """Start gathering for a backward what comes next: as the pass tells that it goes back over, or as is known.
@@ -415,9 +423,12 @@ class Root:
         """
         if self.guide.in_step is not None:
             return  # ranks say what they gather, one by one
-        for index in chosen if chosen is not None else self.traces.upcoming(depth) or self._known_back(depth):
+        reached = self.traces.reached
+        if chosen is None:
+            chosen = (reached is not None and reached.upcoming(depth)) or self._known_back(depth)
+        for index in chosen:
             one = self.units[index]
-            if one.unit.state is State.SHARDED and one.settings.unshard_in_backward:
+            if one.unit.state is SHARDED and one.settings.unshard_in_backward:
                 self.position.issue(REGATHER, index)
                 one.unit.issue_gather(one.settings.comm)
 
@@ -425,7 +436,7 @@ class Root:
         """What backwards of this kind gather next: those of passes without a trace, and what they recompute."""
         self.ahead = dict.fromkeys(self._awaited(), True)
         expected = self.position.next_gathers(depth - len(self.ahead))
-        found = list(takewhile(lambda index: self.units[index].unit.state is State.SHARDED, expected))
+        found = list(takewhile(lambda index: self.units[index].unit.state is SHARDED, expected))
         self.ahead.update(dict.fromkeys(found, True))
         return found
 
@@ -440,12 +451,12 @@ class Root:
 
     def recover_if_broken(self) -> None:
         """Bring every unit back to where a step begins if a backward raised; nothing otherwise."""
-        if self._backward is not None and self._backward.is_over():
+        if self.backward is not None and self.backward.is_over():
             self.recover()
 
     def recover_if_broken_here(self) -> None:
         """As `recover_if_broken`, of a backward that this thread called: other threads may be using the model."""
-        if self._backward is not None and self._backward.ended_here():
+        if self.backward is not None and self.backward.ended_here():
             self.recover()
 
     def refuse_while_finalizing(self) -> None:
@@ -467,7 +478,7 @@ class Root:
 
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
-        self._backward = self.finalizing = None
+        self.backward = self.finalizing = None
         self.reducer.reset()
         self.traces.forget()
         self.position.lose()

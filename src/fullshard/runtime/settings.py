@@ -85,6 +85,7 @@ class UnitSettings:
         unused: what becomes of units that only some ranks run; the root's counts. See `policies.Unused`.
         share: of this rank in the means of the batch that runs now, inside `join`; None: as all others'.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
+        inputs_dtype, outputs_dtype: what inputs and outputs of a forward are cast to, by `policy`; None: nothing.
     """
 
     comm: Comm
@@ -102,6 +103,13 @@ class UnitSettings:
     unused: Unused = "error"
     share: Share | None = None
     in_flight: Any = None
+    inputs_dtype: torch.dtype | None = field(init=False, default=None)
+    outputs_dtype: torch.dtype | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        object.__setattr__(self, "inputs_dtype", policy.param_dtype if policy.cast_forward_inputs else None)
+        object.__setattr__(self, "outputs_dtype", policy.output_dtype)
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
         """A copy with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""

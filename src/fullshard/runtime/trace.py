@@ -11,6 +11,7 @@ ever passed over.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -46,12 +47,12 @@ class Trace:
 
     Attributes:
         steps: in the order of the forward, less those that were gone back over.
-        ahead: by unit, how many ends of its backwards are among them.
+        ahead: by unit, how many ends of its backwards are among them; several traces may share it.
 
     >>> trace, outer, inner = Trace(), Period(0), Period(1)
     >>> trace.entered(outer); trace.entered(inner); trace.left(inner); trace.left(outer)
     >>> trace.upcoming(2)
-    (0, 1)
+    [0, 1]
     >>> [(period.unit, begins) for period, begins in trace.back_to(inner, begins=False)]
     [(0, True), (1, True)]
     >>> [(period.unit, begins) for period, begins in trace.rest()]
@@ -60,15 +61,15 @@ class Trace:
 
     __slots__ = ("ahead", "root", "steps")
 
-    def __init__(self, root: Callable[[], Any] | None = None) -> None:
+    def __init__(self, root: Callable[[], Any] | None = None, ahead: defaultdict[int, int] | None = None) -> None:
         self.root = root or (lambda: None)
         self.steps: list[Step] = []
-        self.ahead: dict[int, int] = {}
+        self.ahead: defaultdict[int, int] = defaultdict(int) if ahead is None else ahead
 
     def entered(self, period: Period) -> None:
         """A unit was opened for its forward."""
         self.steps.append((period, False))
-        self.ahead[period.unit] = self.ahead.get(period.unit, 0) + 1
+        self.ahead[period.unit] += 1
 
     def left(self, period: Period, goes_back: bool = True) -> None:
         """A unit's forward is over; nothing of it stays if no rank's backward goes through it."""
@@ -96,7 +97,7 @@ class Trace:
             self.ahead[period.unit] -= 1
         return step
 
-    def upcoming(self, depth: int) -> tuple[int, ...]:
+    def upcoming(self, depth: int) -> list[int]:
         """The up to `depth` units whose backward begins next."""
         found: list[int] = []
         for period, begins in reversed(self.steps) if depth > 0 else ():
@@ -104,7 +105,21 @@ class Trace:
                 found.append(period.unit)
                 if len(found) == depth:
                     break
-        return tuple(found)
+        return found
+
+    def leave(self) -> None:
+        """Share `ahead` with no other trace."""
+        for period, begins in self.steps:
+            if not begins:
+                self.ahead[period.unit] -= 1
+        self.ahead = defaultdict(int)
+
+    def share(self, ahead: defaultdict[int, int]) -> None:
+        """Share `ahead` with others from now on."""
+        for period, begins in self.steps:
+            if not begins:
+                ahead[period.unit] += 1
+        self.ahead = ahead
 
 
 _MOST_PASSES = 64  # without a backward, that are remembered
@@ -115,27 +130,39 @@ class Traces:
 
     Attributes:
         current: of the pass that runs now, if it builds a graph.
+        ahead: by unit, how often this backward, or one of a pass since the last one, is expected to reach it again.
+        reached: the trace that the backward which runs now came to last.
     """
 
-    __slots__ = ("_reached", "_recent", "current")
+    __slots__ = ("_reached", "_recent", "ahead", "current", "reached")
 
     def __init__(self) -> None:
         self.current: Trace | None = None
+        self.reached: Trace | None = None
+        self.ahead: defaultdict[int, int] = defaultdict(int)
         self._recent: list[Trace] = []  # of passes since the last backward ended
         self._reached: list[Trace] = []  # of passes that the backward which runs now has come to
 
     def begin(self, root: Callable[[], Any]) -> None:
         """A pass that builds a graph begins."""
-        self.current = Trace(root)
-        self._recent = [*self._recent[-_MOST_PASSES:], self.current]
+        self.current = Trace(root, self.ahead)
+        self._recent.append(self.current)
+        if len(self._recent) > _MOST_PASSES:
+            oldest = self._recent.pop(0)
+            if oldest not in self._reached:
+                oldest.leave()
 
     def back_to(self, period: Period, begins: bool) -> Iterable[Step]:
         """Go back to a step of the trace that it is part of, if any; see `Trace.back_to`."""
         trace = period.trace
         if trace is None:
             return ()
-        if trace not in self._reached:
-            self._reached.append(trace)
+        if trace is not self.reached:
+            if trace not in self._reached:
+                self._reached.append(trace)
+                self.reached = trace
+            if trace.ahead is not self.ahead:
+                trace.share(self.ahead)
         steps = trace.steps
         if not steps or steps[-1] != (period, begins):
             return trace.back_to(period, begins)
@@ -149,18 +176,6 @@ class Traces:
         for trace in self._reached:
             yield from trace.rest()
 
-    def upcoming(self, depth: int) -> tuple[int, ...]:
-        """The up to `depth` units whose backward is expected next."""
-        return self._reached[-1].upcoming(depth) if self._reached else ()
-
-    def hold(self, unit: int) -> bool:
-        """Whether this backward, or one of a pass since the last one, is expected to reach the unit once more."""
-        for traces in (self._reached, self._recent):
-            for trace in traces:
-                if trace.ahead.get(unit):
-                    return True
-        return False
-
     def forget(self) -> None:
         """The backward is over, or was broken off."""
-        self._recent, self._reached = [], []
+        self._recent, self._reached, self.reached, self.ahead = [], [], None, defaultdict(int)

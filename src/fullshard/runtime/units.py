@@ -17,7 +17,7 @@ from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
 from .outputs import Leftovers
 from .root import Root, all_roots
-from .runner import Runner
+from .step import Runner
 
 RUNNER_KEY = "_fullshard_runner"
 """Where a unit's module keeps its runner, in its `__dict__`."""

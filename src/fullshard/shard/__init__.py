@@ -16,7 +16,7 @@ from .reduction import collect, deliver_unit, has_gradients, reduce_unit, replic
 from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
-from .unit import State, Unit
+from .unit import State, Unit, follow_all, refresh_all
 from .views import add_views, follow_views, run_of
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "deliver_unit",
     "find_parameters",
     "find_shared",
+    "follow_all",
     "follow_views",
     "has_gradient",
     "has_gradients",
@@ -58,6 +59,7 @@ __all__ = [
     "place_clone",
     "plan_unit",
     "reduce_unit",
+    "refresh_all",
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",

@@ -60,8 +60,11 @@ class Bucket:
     Attributes:
         compute_dtype: of gathered parameters.
         turns: of the streams that the bucket's memory is used under.
-        trains: whether any parameter required a gradient when that was looked at last, at the beginning of a pass and
-            of the unit's backward.
+        trains: whether any parameter required a gradient when that was looked at last, at the beginning of a forward or
+            backward.
+        sharded, unsharded: those of the members; see `list_sharded`.
+        followed: by member, `requires_grad` when it was followed last; empty: it was not.
+        untouched: that users have put nothing else in the place of the shard and its parameters; None: not noted yet.
     """
 
     def __init__(
@@ -89,10 +92,10 @@ class Bucket:
         self.full: Full | None = None  # from the first gather on
         self.kept: torch.Tensor | None = None  # [world / n * shard_numel], compute dtype, after a reshard to n ranks
         self.keeps_storage = False  # whether `full` keeps its memory while the bucket is sharded
-        self._untouched: Untouched | None = None
-        self.sharded: list[nn.Parameter] = []  # of the members; see `list_sharded`
+        self.untouched: Untouched | None = None
+        self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
-        self._followed: list[bool] = []  # by member, `requires_grad` when it was followed last
+        self.followed: list[bool] = []
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[shard_numel] of zeros: at home if there is one, else on `device`; on meta in either case."""
@@ -222,7 +225,7 @@ class Bucket:
             home.begin(unit)
         with torch.inference_mode(False):  # what is made here must serve training later
             if self.full is None:
-                self._followed = []
+                self.followed = []
                 self.full = self.form.full(self.members, self.device, self.compute_dtype)
             if self.kept is not None and kept_axis is not None:
                 axis, source, to.comm = kept_axis, self.kept, None
@@ -242,8 +245,8 @@ class Bucket:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: the shard, the parameters, or where they are registered."""
-        self._untouched = None
-        self.sharded, self.unsharded, self._followed = [], [], []
+        self.untouched = None
+        self.sharded, self.unsharded, self.followed = [], [], []
 
     def list_sharded(self) -> list[nn.Parameter]:
         """The members' sharded parameters, kept in `sharded` until `drop_plans`: ask that first."""
@@ -293,9 +296,9 @@ class Bucket:
 
     def replaced(self) -> bool:
         """Whether a sharded parameter or its storage is not the one this bucket made. About 0.1 us a parameter."""
-        if self._untouched is None:
-            self._untouched = self.form.untouched(self.members, self.shard)
-        return not self._untouched.holds()
+        if self.untouched is None:
+            self.untouched = self.form.untouched(self.members, self.shard)
+        return not self.untouched.holds()
 
     def take_over(self, runs: Sequence[tuple[int, torch.Tensor]] = ()) -> bool:
         """Copy replaced storage into a new shard, or refuse; nothing has changed then.
@@ -390,9 +393,9 @@ class Bucket:
             self.form.follow(self.members)
         with plain_access():
             wanted = list(map(read_requires_grad, self.sharded or self.list_sharded()))
-        if wanted == self._followed:
+        if wanted == self.followed:
             return
-        self._followed, self.trains = wanted, True in wanted
+        self.followed, self.trains = wanted, True in wanted
         for member, trains in zip(self.members, wanted, strict=True):
             if member.trains is not trains and member.unsharded is not None:
                 member.trains = trains
@@ -400,7 +403,7 @@ class Bucket:
 
     def take_requires_grad(self) -> None:
         """Let the sharded parameters follow what the user set on the unsharded ones, which modules showed."""
-        self._followed = []
+        self.followed = []
         for member in self.members:
             if member.unsharded is not None and member.unsharded.requires_grad != member.trains:
                 member.trains = member.unsharded.requires_grad

@@ -68,17 +68,18 @@ class Delivery:
             What is known to have got a gradient and is hooked: sharded parameters, also those of which this rank holds
             nothing, and optimizer views over them.
         """
+        got, target, old = self.got, self.set, None
         if self.hooked:
-            self._run_hooks(reduced, self.got)
-        target, old = self.set, None
+            self._run_hooks(reduced, got)
         if not self.all_none():  # asked now: autograd may have reached the sharded parameters since it was issued
             target, old = self._added(reduced)
         elif target is None or target.flat is not reduced:
             target = self._written(reduced)
         given: list[torch.Tensor] = []
-        got, self.got = self.got, self.nobody
+        self.got = self.nobody
         if got is self.everyone and not self.hooked:
-            self.used, target.shown = got, list(got)
+            self.used = got
+            target.shown = [*got]
             drain(map(write_grad, target.receivers, target.received))
         else:
             given = self._give_some(got, target, old, fill_unused)

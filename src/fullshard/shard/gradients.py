@@ -26,7 +26,7 @@ from ..errors import PhaseError
 from ..events import Ledger
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
-from ..torch_private.profiler import begin_range, no_range, recording
+from ..torch_private.profiler import begin_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
 from .hooks import sees_gradients
@@ -122,21 +122,23 @@ class Gradients:
             buffer = self.buffer = ReduceBuffer(bucket, self.reduce_dtype)
         bucket.turns.take()
         unsharded = bucket.unsharded or bucket.list_unsharded()
-        grads = list(map(read_grad, unsharded)) or [None] * len(bucket.members)
-        if first:
-            buffer.take()
+        grads = [*map(read_grad, unsharded)] or [None] * len(bucket.members)
         try:
+            if first:
+                buffer.take()
             everyone = buffer.fill(grads, first)
         except BaseException:
             if first:
                 buffer.free()
             raise
         drain(map(write_grad, unsharded, NONES))
-        delivery.got = delivery.everyone if everyone else list(map(or_, delivery.got, map(is_not, grads, NONES)))
+        delivery.got = delivery.everyone if everyone else [*map(or_, delivery.got, map(is_not, grads, NONES))]
         bucket.turns.give()
         if first:
             self.state = PENDING
             ledger.reducing += buffer.nbytes
+            if ledger.gathered + ledger.reducing > ledger.peak:
+                ledger.note()
 
     # Reduce.
 
@@ -215,13 +217,14 @@ class Gradients:
         turns, buffer, pending = self.bucket.turns, self.buffer, self.pending
         assert buffer and pending
         held = buffer.storage.nbytes()
-        end = begin_range("wait for reduce" if held else "wait for all_reduce", unit) if recording() else no_range
+        end = begin_range("wait for reduce" if held else "wait for all_reduce", unit) if recording() else None
         turns.take()
         self.pending = None
         try:
             pending.wait()
         finally:
-            end()
+            if end is not None:
+                end()
         buffer.free()
         turns.give()
         return held

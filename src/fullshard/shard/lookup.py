@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -12,6 +14,8 @@ from ..forms import Member, owner_of
 from .bucket import Bucket
 from .gradients import Gradients
 from .unit import Unit
+
+_BUCKETS, _IS_META = attrgetter("buckets"), attrgetter("shard.is_meta")
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -54,12 +58,14 @@ def all_ranks_hold(unit: Unit, parameters: Sequence[torch.Tensor]) -> bool:
     return found < len(ids)  # one is a view, or a flat parameter, of which every rank has a part
 
 
-def refuse_meta(units: Iterable[Unit]) -> None:
+def refuse_meta(units: Sequence[Unit]) -> None:
     """Raise if any of these units holds parameters without values.
 
     Raises:
         PhaseError: names all of them.
     """
+    if True not in map(_IS_META, chain.from_iterable(map(_BUCKETS, units))):
+        return
     names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
     if names:
         raise PhaseError(

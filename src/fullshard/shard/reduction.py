@@ -8,7 +8,7 @@ import torch
 
 from ..comm import Comm
 from ..events import stream
-from ..torch_private.profiler import begin_range, no_range, recording
+from ..torch_private.profiler import begin_range, recording
 from .gradients import NONE, PENDING, REDUCING
 from .scaling import Rules, Total
 from .unit import Unit
@@ -33,8 +33,6 @@ def collect(unit: Unit, everything: bool) -> None:
     for gradients in unit.gradients:
         if (everything and gradients.state is NONE and gradients.bucket.trains) or gradients.waiting():
             gradients.collect(ledger)
-    if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
-        ledger.note()
     if stream.listeners:
         unit.emit("collect", sum(g.live_bytes for g in unit.gradients))
 
@@ -47,7 +45,7 @@ def reduce_unit(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> No
         rules: how.
         total: what sums are divided by; None: nothing.
     """
-    end = begin_range("reduce", unit.name) if recording() else no_range
+    end = begin_range("reduce", unit.name) if recording() else None
     try:
         for gradients in unit.gradients:
             if gradients.state is PENDING:
@@ -56,7 +54,8 @@ def reduce_unit(unit: Unit, comm: Comm, rules: Rules, total: Total | None) -> No
                     unit.ledger.reducing += scratch
                     unit.ledger.note()
     finally:
-        end()
+        if end is not None:
+            end()
     if stream.listeners:
         unit.emit("reduce", sum([g.buffer_bytes for g in unit.gradients if g.state is REDUCING]))
 
@@ -78,11 +77,12 @@ def replicate_unit(unit: Unit, comm: Comm, all_reduce: bool) -> None:
             unit.ledger.reducing -= gradients.running.scratch
             gradients.keep_partial()
             continue
-        end = begin_range("all_reduce", unit.name) if recording() else no_range
+        end = begin_range("all_reduce", unit.name) if recording() else None
         try:
             nbytes = gradients.replicate(comm)
         finally:
-            end()
+            if end is not None:
+                end()
         if stream.listeners:
             unit.emit("all_reduce", nbytes)
 
@@ -95,16 +95,17 @@ def deliver_unit(unit: Unit, hook: Callable[[torch.Tensor], None] | None, fill_u
         fill_unused: see `Gradients.deliver`, as what is returned.
     """
     given: list[torch.Tensor] = []
+    ledger = unit.ledger
     for gradients in unit.gradients:
         if gradients.state is REDUCING:
-            if gradients.pending is not None:
-                unit.ledger.reducing -= gradients.wait(unit.name)
             running = gradients.running
+            if gradients.pending is not None:
+                ledger.reducing -= gradients.wait(unit.name)
             if hook is not None:
                 hook(running.out)
             given += gradients.deliver(fill_unused)
             if running.scratch:
-                unit.ledger.reducing -= running.scratch
+                ledger.reducing -= running.scratch
     if stream.listeners:
         unit.emit("reduced", sum(g.buffer_bytes for g in unit.gradients))
     return given

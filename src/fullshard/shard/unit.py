@@ -10,24 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, call
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..comm import ONE_STREAM, Comm, Pending, wait_all
+from ..comm import ONE_STREAM, Comm
 from ..containers import drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
+from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, all_hold, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.profiler import begin_range, no_range, recording
+from ..torch_private.local_tensor import read_requires_grad
+from ..torch_private.profiler import begin_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
 from .showing import Showing
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _SHARD_VERSION = attrgetter("shard._version")
 
 
@@ -37,6 +40,9 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+SHARDED, GATHERING, GATHERED = State
 
 
 class Unit:
@@ -64,7 +70,7 @@ class Unit:
         self.buckets = list(buckets)
         self.dtypes = dtypes
         self.gradients = [Gradients(bucket) for bucket in self.buckets]
-        self.state = State.SHARDED
+        self.state = SHARDED
         self.ledger = Ledger()
         self.rank = self.buckets[0].axes.global_rank if self.buckets else 0
         self.kept_axis: Axis | None = None
@@ -72,9 +78,8 @@ class Unit:
         self.touched = Touched()
         self.plan: GatherPlan | None = None
         self._gathered: Any = None  # the plan of what is gathered now, or being so
-        self._pending: list[Pending] = []  # gathers in flight
-        self._full_bytes = 0  # of what is gathered now
-        self._staging_bytes = 0
+        self._pending: Any = None  # a `Pending`: the gather in flight
+        self._bytes = 0  # that the ledger counts as gathered
         self._keeps_storage = False
         self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
         self.showing = Showing()
@@ -115,29 +120,30 @@ class Unit:
 
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
-        if self.state is not State.SHARDED:
+        if self.state is not SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
-        end = begin_range("gather", self.name) if recording() else no_range
-        ledger, plan = self.ledger, self.plan
+        plan = self.plan
+        end = begin_range("gather", self.name) if recording() else None
         try:
             if plan is None or plan.comm is not comm or apart:
                 plan = self._planned_gather(comm, apart)
             self._gathered = plan
-            drain(map(call, plan.begins))
-            self._pending.extend(map(call, plan.gathers))
+            *_, self._pending = map(call, plan.starts)
         except BaseException:
-            self._release()
+            self.free(failed=True)
             raise
         finally:
-            end()
-        whole, passing = plan.whole_bytes, plan.passing_bytes
+            if end is not None:
+                end()
+        nbytes = plan.whole_bytes + plan.passing_bytes
         if plan.varying:
-            passing += sum([full.passing_bytes for full in plan.varying])
-        self.state, self._full_bytes, self._staging_bytes = State.GATHERING, whole, passing
-        self.gathered_version = self.version()
-        ledger.gathered += whole
-        ledger.staging += passing
-        if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
+            nbytes += sum([full.passing_bytes for full in plan.varying])
+        self.state, self._bytes = GATHERING, nbytes
+        version = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
+        self.gathered_version = self.version() if self.counting else version
+        ledger = self.ledger
+        ledger.gathered = gathered = ledger.gathered + nbytes
+        if gathered + ledger.reducing > ledger.peak:
             ledger.note()
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
@@ -148,6 +154,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.turns.take()
             bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
+            bucket.list_unsharded()
         plan.frees = self._frees()
         plan.begins[:0], plan.fills[:0] = self._takes, self._takes
         plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
@@ -157,6 +164,7 @@ class Unit:
             plan.ends.append(plan.spend)
         elif not apart:
             self.plan = plan
+        plan.seal()
         return plan
 
     def _take_idle(self) -> None:
@@ -179,31 +187,33 @@ class Unit:
         Args:
             keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
         """
-        if self.state is not State.GATHERING:
+        if self.state is not GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
-        end = begin_range("wait for gather", self.name) if recording() else no_range
-        ledger, plan = self.ledger, self._gathered
+        plan, pending = self._gathered, self._pending
+        end = begin_range("wait for gather", self.name) if recording() else None
         try:
-            wait_all(self._pending)
-            drain(map(call, plan.fills))
+            self._pending = None
+            pending.wait()
             if keep and self.kept_axis is not None:
+                drain(map(call, plan.fills))
                 self._keep_part(self.kept_axis)
-            drain(map(call, plan.ends))
+                drain(map(call, plan.ends))
+            else:
+                drain(map(call, plan.completes))
         except BaseException:
-            self._release()
+            self.free(failed=True)
             raise
         finally:
-            end()
-        copied = plan.copied_bytes
+            if end is not None:
+                end()
+        copied, ledger = plan.copied_bytes, self.ledger
         if plan.varying:
             copied += sum([full.copied_bytes for full in plan.varying])
-        self._full_bytes += copied
-        ledger.gathered += copied
-        if ledger.gathered + ledger.staging + ledger.reducing > ledger.peak:
+        ledger.gathered = gathered = ledger.gathered + copied
+        if gathered + ledger.reducing > ledger.peak:
             ledger.note()
-        ledger.staging -= self._staging_bytes
-        self._staging_bytes = 0
-        self.state = State.GATHERED
+        ledger.gathered = gathered + plan.whole_bytes - self._bytes
+        self.state, self._bytes = GATHERED, plan.whole_bytes + copied
         if stream.listeners:
             self.emit("gathered", self.gathered_bytes)
 
@@ -214,28 +224,24 @@ class Unit:
                 bucket.kept, self.plan = bucket.full.cut(axis), None
                 self.ledger.gathered += bucket.kept_bytes
 
-    def free(self) -> None:
-        """Release the gathered parameters; waits first if the gather is still in flight."""
-        if self.state is State.SHARDED:
+    def free(self, failed: bool = False) -> None:
+        """Release the gathered parameters; waits first if the gather is still in flight. `failed`: it could not be."""
+        if self.state is SHARDED and not failed:
             raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free", code="P056")
-        self._release()
-        if stream.listeners:
-            self.emit("free", self.gathered_bytes)
-
-    def _release(self) -> None:
-        plan, ledger = self._gathered, self.ledger
+        plan, pending = self._gathered, self._pending
         try:
-            if self._pending:
-                wait_all(self._pending)
+            if pending is not None:
+                self._pending = None
+                pending.wait()
         finally:
             if plan is not None:
                 drain(map(call, plan.frees))
-            ledger.gathered -= self._full_bytes
-            ledger.staging -= self._staging_bytes
-            self._full_bytes = self._staging_bytes = 0
-            self.state, self._gathered = State.SHARDED, None
+            self.ledger.gathered -= self._bytes
+            self._bytes, self.state, self._gathered = 0, SHARDED, None
             if self._keeps_storage:
                 self._note_idle()
+        if stream.listeners and not failed:
+            self.emit("free", self.gathered_bytes)
 
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
@@ -255,7 +261,7 @@ class Unit:
 
     def differs(self) -> torch.Tensor:
         """[members], bool: whether what is gathered is not what this rank's shards hold now."""
-        if self.state is State.GATHERING:
+        if self.state is GATHERING:
             self.finish_gather()
         return torch.cat([bucket.differs() for bucket in self.buckets])
 
@@ -270,7 +276,7 @@ class Unit:
     def reshard(self) -> None:
         """Show the sharded parameters and release what is gathered, if anything."""
         self.show_sharded()
-        if self.state is not State.SHARDED:
+        if self.state is not SHARDED:
             self.free()
 
     # Which parameters modules show.
@@ -281,7 +287,8 @@ class Unit:
         Returns:
             The first parameter in whose place users have put something since; that is put back by `show_sharded`.
         """
-        drain(map(call, self._takes))
+        if self._takes:
+            drain(map(call, self._takes))
         return None if self.showing.unsharded else self.showing.show_unsharded(self.buckets)
 
     def show_sharded(self) -> Member | None:
@@ -302,13 +309,12 @@ class Unit:
 
     def written(self) -> list[Member]:
         """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
-        written: list[Member] = []
-        if self.showing.unsharded:
-            for bucket in self.buckets:
-                full: Any = bucket.full  # never None while the parameters are shown
-                written += full.written()
-            if written:
-                self.plan = None
+        if not self.showing.unsharded or all(map(call, self._gathered.intact)):
+            return []
+        fulls: list[Any] = [bucket.full for bucket in self.buckets]  # none is None while the parameters are shown
+        written = [member for full in fulls for member in full.written()]
+        if written:
+            self.plan = None
         return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
@@ -361,9 +367,12 @@ class Unit:
         return sum([bucket.checksum() for bucket in self.buckets])
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor lies in the gathered memory, which `free` gives back."""
-        at, plan = tensor.untyped_storage().data_ptr(), self._gathered
-        if at == 0 or plan is None:
+        """Whether a tensor is a plain one that lies in the gathered memory, which `free` gives back."""
+        plan = self._gathered
+        if plan is None or tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
+            return False
+        at = tensor.untyped_storage().data_ptr()
+        if at == 0:
             return False
         if at in map(call, plan.addresses):
             return True
@@ -375,28 +384,30 @@ class Unit:
         Raises:
             ConfigError: a parameter was replaced by something that is not its shard.
         """
-        if self.showing.summoned:
+        showing = self.showing
+        if showing.summoned:
             return
         self.touched.assigned = False
-        if self.showing.unsharded and self.showing.disturbed():  # since unshard()
+        if showing.unsharded and showing.disturbed():  # since unshard()
             self.show_sharded()
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            views = gradients.delivery.replaced_views() if gradients.delivery.views else ()
-            if not self.showing.unsharded and (views or bucket.replaced()):
+        for gradients in self.gradients:
+            bucket, delivery = gradients.bucket, gradients.delivery
+            views = delivery.replaced_views() if delivery.views else ()
+            if not showing.unsharded and (views or bucket.replaced()):
                 before = self.version()
                 alike = bucket.take_over(views)
-                if self.state is not State.SHARDED and not alike:
+                if self.state is not SHARDED and not alike:
                     self.free()  # else as after a change in place: a rank that holds no element notices neither
                 for member in bucket.members:  # `_apply` swaps attributes too
                     member.sharded.__dict__.setdefault(OWNER_KEY, Owner(self))
                 if alike:
-                    gradients.delivery.point_views()
+                    delivery.point_views()
                 else:
                     gradients.forget()
                 self.settle_dtypes()
                 self.drop_plans()
                 self.touched.move(1 + before - self.version())  # the new shard counts from zero
-            if self.showing.unsharded:  # since unshard()
+            if showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
             gradients.release()
@@ -512,3 +523,49 @@ class Unit:
                     bucket.take_requires_grad()
             self.drop_kept()
             self.reshard()
+
+
+_GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
+_UNTOUCHED, _FOLLOWED, _FOLLOWS = attrgetter("untouched"), attrgetter("followed"), attrgetter("form.follows")
+_SHARDED, _VIEWS = attrgetter("sharded"), attrgetter("delivery.views")
+_SHOWN, _SUMMONED = attrgetter("showing.unsharded"), attrgetter("showing.summoned")
+_ASSIGNED = attrgetter("touched.assigned")
+
+
+def refresh_all(units: Sequence[Unit]) -> None:
+    """`Unit.refresh` of each. Whether users touched any of them is asked once, in C.
+
+    Raises:
+        ConfigError: see there.
+    """
+    gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
+    buckets = [*map(_BUCKET, gradients)]
+    untouched = [*map(_UNTOUCHED, buckets)]
+    if (
+        None in untouched
+        or True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
+        or any(map(_VIEWS, gradients))
+        or not all_hold(untouched)
+        or not _all_followed(buckets)
+    ):
+        for unit in units:
+            unit.refresh()
+    else:
+        for each in gradients:
+            each.release()
+
+
+def follow_all(units: Sequence[Unit]) -> None:
+    """Let unsharded parameters follow the `requires_grad` of sharded ones."""
+    buckets = [*chain.from_iterable(map(_BUCKETS, units))]
+    if not _all_followed(buckets):
+        for bucket in buckets:
+            bucket.follow_requires_grad()
+
+
+def _all_followed(buckets: Sequence[Bucket]) -> bool:
+    followed = [*map(_FOLLOWED, buckets)]
+    if [] in followed or True in map(_FOLLOWS, buckets):
+        return False
+    now = map(read_requires_grad, chain.from_iterable(map(_SHARDED, buckets)))
+    return [*now] == [*chain.from_iterable(followed)]

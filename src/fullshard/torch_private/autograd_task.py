@@ -31,19 +31,22 @@ class BackwardEnd:
     Args:
         done: is called by autograd, on any thread.
         caller: the thread that called `backward()`; hooks may run on another one.
+
+    Attributes:
+        alive: None once that backward is over. For hooks, which are part of some backward.
     """
 
-    __slots__ = ("_callback", "_caller")
+    __slots__ = ("_caller", "alive")
 
     def __init__(self, done: Callable[[], None], caller: int) -> None:
         callback = _Callback(done)
         _queue_callback(callback)
-        self._callback = weakref.ref(callback)
+        self.alive: Callable[[], object] = weakref.ref(callback)
         self._caller = caller
 
     def running(self) -> bool:
         """Whether that backward is still running, and this thread is part of one."""
-        return self._callback() is not None and inside_backward()
+        return self.alive() is not None and inside_backward()
 
     def ended_here(self) -> bool:
         """Whether that backward was called from this thread, and runs no more."""
@@ -51,7 +54,7 @@ class BackwardEnd:
 
     def is_over(self) -> bool:
         """Whether that backward runs no more; another thread than the caller's may not know it yet."""
-        return self._callback() is None or self.ended_here()
+        return self.alive() is None or self.ended_here()
 
 
 class _Callback:

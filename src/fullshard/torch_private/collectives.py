@@ -2,7 +2,9 @@
 
 Private torch API, all methods of `ProcessGroup`: `allreduce` and `broadcast`, which serve groups that
 `torch.distributed` does not know of; `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`; and for several at
-once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. The public alternatives are
+once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. The first two are called on the group's
+backend (`ProcessGroup._get_backend`) where no dispatch mode listens: the group would pass through torch's dispatcher, 3
+us more. The public alternatives are
 `torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single` (`all_gather_into_tensor`
 and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument
 checks to each call, three times per unit and step. They are what is used where a method is missing, and for groups
@@ -21,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from ..dtypes import KNOWN, as_moved, as_summed
+from .dispatch_modes import modes_active
+from .transforms import current_transform
 
 # torch 2.13 renames these two and warns about the old names; 2.11 knows only the old ones.
 _public_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,6 +35,7 @@ _GATHERS, _REDUCES = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_c
 _OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, _REDUCE, _EXCHANGE, _GATHERS, _REDUCES)}
 HAS_DIRECT = all(_OF_TORCH.values())
 """Whether the private methods are there."""
+HAS_BACKEND = hasattr(dist.ProcessGroup, "_get_backend")
 
 
 def _async(options: Any, op: Any = None) -> Any:
@@ -61,12 +66,25 @@ Call = Callable[[], Any]
 """A collective on certain tensors: each call starts one and returns its work."""
 
 
+def _called(group: dist.ProcessGroup, name: str, *given: Any) -> Call:
+    """A call of a group's method, past torch's dispatcher unless modes or a transform listen there."""
+    dispatched = partial(getattr(group, name), *given)
+    plain = type(group) is dist.ProcessGroup and type(given[0]) is torch.Tensor and current_transform() is None
+    if not plain or not HAS_BACKEND:
+        return dispatched
+    method = getattr(group._get_backend(given[0].device), name, None)
+    if method is None:
+        return dispatched
+    direct = partial(method, *given)
+    return lambda: dispatched() if modes_active() else direct()
+
+
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Call:
     """An all-gather of equal shards [S] of any dtype into out [world * S]."""
     if out.dtype not in KNOWN:
         out, shard = as_moved(out), as_moved(shard)
     if _has(group, _GATHER):
-        return partial(group._allgather_base, out, shard, _PLAIN_GATHER)
+        return _called(group, _GATHER, out, shard, _PLAIN_GATHER)
     return partial(_public_gather, out, shard, group=group, async_op=True)
 
 
@@ -75,7 +93,7 @@ def reduce_scatter(out: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessG
     if out.is_complex():
         out, buffer = as_summed(out), as_summed(buffer)
     if _has(group, _REDUCE):
-        return partial(group._reduce_scatter_base, out, buffer, _AVG if mean else _SUM)
+        return _called(group, _REDUCE, out, buffer, _AVG if mean else _SUM)
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     return partial(_public_reduce, out, buffer, op=op, group=group, async_op=True)
 

@@ -15,10 +15,6 @@ recording: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 """Whether a profiler records now."""
 
 
-no_range: Callable[[], object] = bool
-"""What ends a range that did not begin: `end = begin_range(...) if recording() else no_range`."""
-
-
 def begin_range(what: str, unit: str) -> Callable[[], object]:
     """Begin the range "fullshard: <what> <unit>" in the profile that is recorded now; returns what ends it."""
     entered = record_function(f"fullshard: {what} {unit or '(root)'}")

@@ -33,26 +33,27 @@ class Versions:
     Attributes:
         spoil: from now on autograd takes what it saved of these tensors for changed, and raises.
         restore: they hold again what they held.
+        numbers: their versions while what they hold is right.
     """
 
-    __slots__ = ("_numbers", "_tensors", "restore", "spoil")
+    __slots__ = ("numbers", "restore", "spoil", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tuple(tensors)
+        self.tensors = tuple(tensors)
         self.note()
         self.spoil: Callable[[], object] = bool
         self.restore: Callable[[], object] = self.note
-        if HAS_VERSIONS and self._tensors:
-            self.spoil = partial(_increment, self._tensors)
-            self.restore = partial(torch._C._autograd._unsafe_set_version_counter, self._tensors, self._numbers)
+        if HAS_VERSIONS and self.tensors:
+            self.spoil = partial(_increment, self.tensors)
+            self.restore = partial(torch._C._autograd._unsafe_set_version_counter, self.tensors, self.numbers)
 
     def note(self) -> None:
         """What they hold now is right."""
-        self._numbers = tuple(map(read_version, self._tensors))
+        self.numbers = tuple(map(read_version, self.tensors))
 
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since they were right."""
-        now = tuple(map(read_version, self._tensors))
-        if now == self._numbers:
+        now = tuple(map(read_version, self.tensors))
+        if now == self.numbers:
             return []
-        return [i for i, (version, right) in enumerate(zip(now, self._numbers, strict=True)) if version != right]
+        return [i for i, (version, right) in enumerate(zip(now, self.numbers, strict=True)) if version != right]

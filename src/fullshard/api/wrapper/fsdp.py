@@ -158,7 +158,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         self._arguments = arguments
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.use_orig_params, self.full_precision_in_eval = use_orig_params, full_precision_in_eval
-        self._settings: StateDictSettings | None = None
+        self._fullshard_settings: StateDictSettings | None = None
         self._buffers_cast = Buffers(arguments.mixed_precision.buffer_dtype)
         mark_wrapped(self, module, arguments.ignored_modules)
         if device_id is None:
@@ -252,7 +252,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         """The wrapped module's forward, with its parameters gathered around it."""
         runner: Runner = self.__dict__[RUNNER_KEY]
         arguments = self._arguments
-        if is_summoned(self):
+        if runner.unit.showing.summoned:
             if not may_run_summoned(self):
                 raise UsageError(
                     "forward() was called inside summon_full_params() of the same model",

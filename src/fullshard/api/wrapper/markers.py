@@ -158,7 +158,7 @@ class Markers:
     @property
     def _state_dict_type(self) -> StateDictType:
         """What `set_state_dict_type` set."""
-        settings = self._settings  # type: ignore[attr-defined]
+        settings = self._fullshard_settings  # type: ignore[attr-defined]
         return StateDictType.FULL_STATE_DICT if settings is None else settings.state_dict_type
 
     @property

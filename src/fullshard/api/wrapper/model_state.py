@@ -49,7 +49,7 @@ def default_settings(kind: StateDictType) -> StateDictSettings:
 class StateDictMethods:
     """The part of `FullyShardedDataParallel` that is about its model's state dict."""
 
-    _settings: StateDictSettings | None
+    _fullshard_settings: StateDictSettings | None
 
     @staticmethod
     def set_state_dict_type(
@@ -89,7 +89,7 @@ class StateDictMethods:
                 setattr(new, name, accept(given, expected, name))
         before = StateDictMethods.get_state_dict_type(module)
         for instance in instances_of(module):
-            instance._settings = StateDictSettings(kind, new.state_dict_config, new.optim_state_dict_config)
+            instance._fullshard_settings = StateDictSettings(kind, new.state_dict_config, new.optim_state_dict_config)
         return before
 
     @staticmethod
@@ -101,7 +101,7 @@ class StateDictMethods:
         """
         found: StateDictSettings | None = None
         for instance in instances_of(module):
-            one = instance._settings or default_settings(StateDictType.FULL_STATE_DICT)
+            one = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
             if found is not None and one != found:
                 raise CheckpointError(
                     "instances in this module have different state dict types; set one for all", code="K002"
@@ -180,7 +180,7 @@ class StateDictMethods:
 
 def form_of(instance: Any, optimizer: bool = False) -> Form:
     """What the instance's settings say of its model's or optimizer's state; DTensors if it has a device mesh."""
-    found: StateDictSettings = instance._settings or default_settings(StateDictType.FULL_STATE_DICT)
+    found: StateDictSettings = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
     if instance._arguments.mesh_given:
         for one in (found.state_dict_config, found.optim_state_dict_config):
             if hasattr(one, "_use_dtensor"):
