@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.runtime import runners_in
 from ways import (
     LAYOUTS,
     alone,
@@ -223,6 +224,44 @@ def test_modules_may_be_taken_away() -> None:
     model.head, whole.head = nn.Identity(), nn.Identity()
     for number in range(2):
         train_both(model, whole, number, "without a head")
+
+
+@three_ways
+@pytest.mark.parametrize("when", ["before the first step", "after it", "before its backward"])
+@on_ranks
+def test_what_is_sharded_and_added_is_one_of_the_roots_units(way: str, when: str) -> None:
+    """With gradients of whatever ran before, and the collectives of a model that had it from the beginning."""
+    model, whole = sharded(NET, way), NET.make(torch.float64)
+
+    def add() -> None:
+        inner(model).extra, whole.extra = shard(linear(), way, named()), linear()
+
+    def losses(number: int) -> tuple[Tensor, Tensor]:
+        rank = dist.get_rank()
+        return model(batch(number, rank, 4)).square().mean(), whole(batch(number, None, 4)).square().mean()
+
+    def agree(what: str) -> None:
+        assert_equal(gradients_of(model), {n: p.grad for n, p in whole.named_parameters()}, what)
+
+    ahead = ()
+    if when == "before its backward":
+        ahead = losses(0)
+    elif when == "after it":
+        train_both(model, whole, 0, "before")
+    add()
+    if when != "before its backward":
+        model.zero_grad(), whole.zero_grad()
+    for number in range(1, 4):
+        for loss in (*ahead, *losses(number)):
+            loss.backward()
+        ahead = ()
+        agree(f"in step {number}")
+    (root,) = {id(one.root): one.root for one in runners_in(model)}.values()
+    assert [one.unit.name for one in root.units].count("extra") == 1
+    with fullshard.record_events() as events:
+        train(model, 5)
+    reduced = [event.unit for event in events if event.verb == "reduce"]
+    assert len(reduced) == len(set(reduced)) == 4, reduced
 
 
 # A `Parameter` assigned to a module of a unit while a step is under way.

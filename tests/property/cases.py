@@ -125,7 +125,20 @@ def a_pass_that_could_not_begin_has_not_begun(state: Training) -> None:
     state.micro_batch()
 
 
+def what_was_added_later_beside_a_block_that_some_ranks_leave_out(state: Training) -> None:
+    """It was a root of its own, which ranks that leave the block out came to while others compared in the block."""
+    state.start(ModelPlan((BlockPlan("somewhere"),)), Way("rows", units=283), 3)
+    state.micro_batch()
+    state.zero()
+    state.add_parameters()
+    for _ in range(3):
+        state.evaluate(False)
+        state.micro_batch()
+        state.zero()
+
+
 CASES = [
+    what_was_added_later_beside_a_block_that_some_ranks_leave_out,
     a_pass_that_could_not_begin_has_not_begun,
     what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block,
     what_is_kept_for_a_backward_goes_when_weights_change,

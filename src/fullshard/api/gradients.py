@@ -74,7 +74,7 @@ def _tops(model: nn.Module) -> list[Runner]:
             code="C034",
         )
     inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
-    tops = [runner for runner in found if id(runner) not in inner]  # also units that were added to a root that has run
+    tops = [runner for runner in found if id(runner) not in inner]
     for top in tops:
         if top.root is not None and not top.is_top:
             raise PhaseError(
@@ -92,9 +92,8 @@ def _tops(model: nn.Module) -> list[Runner]:
 
 def _below(top: Runner) -> Sequence[Any]:
     """The runners of a unit that is, or will be, a root, and of all units below it."""
-    if top.root is not None and top.is_top:
-        return top.root.units
-    return [runner for module in top.modules for runner in runners_in(module)]
+    found = [runner for module in top.modules for runner in runners_in(module)]
+    return found if top.root is None else [runner for runner in found if runner.root in (None, top.root)]
 
 
 def _checked(counts: Any) -> list[int | torch.Tensor]:

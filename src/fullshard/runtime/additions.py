@@ -56,6 +56,11 @@ class Additions:
         self._seen = -1
         self._frozen: list[weakref.ref[nn.Parameter]] = []  # that no unit has: refused once they train
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was registered on any module since the last check."""
+        return self._seen != _Registrations.count
+
     def check(self) -> None:
         """Refuse trainable parameters that were added since the last check, or frozen ones that train since.
 
@@ -64,7 +69,7 @@ class Additions:
         Raises:
             PhaseError: names them.
         """
-        if self._seen == _Registrations.count and not self._trains_now():
+        if not self.changed and not self._trains_now():
             return
         ignored, found, frozen = self._ignored(), [], []
         for ref in self._modules:

@@ -74,29 +74,29 @@ class Reducer:
     """See the module's docstring. Owns no tensors.
 
     Args:
-        units: all units under the root.
         comm: collectives by which ranks agree.
-        position: told of each reduction before it is issued.
         in_flight: shared with other roots, if it is.
-        in_step: asked before each reduction, if ranks say what they want next.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Reducible],
-        comm: Comm,
-        position: Position,
-        in_flight: InFlight | None = None,
-        in_step: InStep | None = None,
-    ) -> None:
-        self.units, self.position, self._in_step = units, position, in_step
-        self._unit_list = [one.unit for one in units]
+    def __init__(self, comm: Comm, in_flight: InFlight | None = None) -> None:
+        self.comm = comm
         self.in_flight = InFlight() if in_flight is None else in_flight
         self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis, oldest first; slices only
         self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
-        self._use = UseAgreement(comm, position)
         self._tokens: TokenCount | None = None  # what the backward that runs now divides by
         self._kept_apart = False  # whether something may be reduced over the shard axis only
+
+    def serve(self, units: Sequence[Reducible], position: Position, in_step: InStep | None = None) -> None:
+        """Reduce these units from now on. Between backwards.
+
+        Args:
+            units: all units under the root.
+            position: told of each reduction before it is issued.
+            in_step: asked before each reduction, if ranks say what they want next.
+        """
+        self.units, self.position, self._in_step = units, position, in_step
+        self._unit_list = [one.unit for one in units]
+        self._use = UseAgreement(self.comm, position)
 
     def begin(self, rules: ReduceSettings) -> None:
         """A backward begins.

@@ -51,6 +51,7 @@ class Runnable(Reducible, Protocol):
     kept: bool
     held: int
     phase: Phase
+    find_root: Callable[[Any], Root]
 
     def happens(self, event: Happening) -> None:
         """See `phases.py`."""
@@ -115,19 +116,15 @@ class Root:
         unused: Unused = "error",
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
-        self._unit_list = [one.unit for one in units]
         self.ledger = Ledger()
         self.pass_top: Runnable | None = None
         self.pass_grad = False
         self.traces = Traces()
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None
-        names = [one.unit.name for one in units]
-        every = check == "every"
-        self.position = (Every if every else Position)(units, names, comm, check, unused)
-        over, part = _weakly(self.pass_over), _weakly(self.take_part)
-        self.guide = Guide([one.unit for one in units], names, comm, unused, every, over, part)
-        self.reducer = Reducer(units, comm, self.position, in_flight, self.guide.in_step)
+        self.reducer = Reducer(comm, in_flight)
+        self._check, self._unused = check, unused
+        self._list_units()
         self._thread = get_ident()  # of the last forward
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
         self.unfinalized = False  # whether a backward ran that `finalize_backward` is to follow
@@ -135,6 +132,22 @@ class Root:
         self.backward: BackwardEnd | None = None
         self._lent = True  # whether units may belong to another root now
         ROOTS[id(self)] = self
+
+    def _list_units(self) -> None:
+        """Begin to know nothing of how these units run."""
+        units, names, every = self.units, [one.unit.name for one in self.units], self._check == "every"
+        self._unit_list = [one.unit for one in units]
+        self.position = (Every if every else Position)(units, names, self.comm, self._check, self._unused)
+        over, part = _weakly(self.pass_over), _weakly(self.take_part)
+        self.guide = Guide(self._unit_list, names, self.comm, self._unused, every, over, part)
+        self.reducer.serve(units, self.position, self.guide.in_step)
+
+    def take_in(self, added: list[Runnable]) -> None:
+        """Units that were sharded since, in the root's modules, are among its own from now on. Between its passes."""
+        step = self.position.step
+        self.units = [*self.units, *added]
+        self._list_units()
+        self.position.step, self._lent = step, True
 
     def take_units(self) -> None:
         """Make all units this root's, from whichever roots had them.
@@ -208,6 +221,8 @@ class Root:
         self.refuse_while_finalizing()
         if self._lent:
             self.take_units()
+        if self.additions.changed:
+            self.top.find_root(self.top)
         top.before_pass()
         with plain_access():
             refresh_all(self._unit_list)

@@ -63,7 +63,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def find_root(top: Runner) -> Root:
-    """The first forward reached `top`: it is the root of all units in its modules.
+    """The first forward reached `top`: it is the root of all units in its modules. Of those added since, if it is one.
 
     Raises:
         PhaseError: a unit below is a root of its own, or another root's, which runs; parameters without values.
@@ -71,12 +71,14 @@ def find_root(top: Runner) -> Root:
         DivergenceError: ranks hold different units or parameters.
         ConfigError: units reduce their gradients in different ways.
     """
-    below: dict[int, Runner] = {}  # by id
+    own = top.root if top.is_top else None
+    below: dict[int, Runner] = {id(runner): runner for runner in own.units} if own is not None else {}
+    known = len(below)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for module in top.modules:
         for path, child in module.named_modules():
             runner = runner_of(child)
-            if runner is None or id(runner) in below:
+            if runner is None or id(runner) in below or (own is not None and runner.root is not None):
                 continue
             if runner.root is not None:
                 runner.root.lend(runner, clean_path(path))
@@ -85,6 +87,9 @@ def find_root(top: Runner) -> Root:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named.setdefault(id(parameter), (clean_name(name), parameter))
     units: list[Any] = list(below.values())
+    added = units[known:]
+    if not added and own is not None:
+        return own
     _check_reductions(top, units)
     _warn_of_settings_below(top, units)
     ignored = partial(left_alone, units)
@@ -92,20 +97,23 @@ def find_root(top: Runner) -> Root:
     for module in top.modules:
         check_ties(module, unit_of, lambda unit, user: id(user) in inside.get(id(unit), ()), ignored())
     name_members(top.modules)
-    for runner in units:
+    for runner in added:
         runner.unit.refresh()
         runner.unit.settle_dtypes()
-    refuse_meta([runner.unit for runner in units])
-    additions = Additions(top.modules, ignored, top.unit.rank)
-    root = Root(
-        top, units, top.settings.comm, additions, top.settings.in_flight, top.settings.check, top.settings.unused
-    )
+    refuse_meta([runner.unit for runner in added])
+    settings = top.settings
+    if own is None:
+        additions = Additions(top.modules, ignored, top.unit.rank)
+        root = Root(top, units, settings.comm, additions, settings.in_flight, settings.check, settings.unused)
+        weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
+    else:
+        root = own
+        root.take_in(added)
     apart = ignored()
-    root.agree([known for key, known in named.items() if key in apart])
+    root.agree([each for key, each in named.items() if key in apart])
     root.take_units()
     for runner in units:
         runner.leftovers = Leftovers(_own_modules(runner))
-    weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     return root
 
 
