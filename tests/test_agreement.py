@@ -21,7 +21,7 @@ from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.mesh import axes as mesh_axes
 from fullshard.wrap import ModuleWrapPolicy
 
-USE = importlib.import_module("fullshard.agreement.use")
+USE, LATE, STALE = (importlib.import_module(f"fullshard.agreement.{name}") for name in ("use", "late", "stale"))
 WIDTH, BLOCKS = 4, 5
 
 
@@ -151,8 +151,9 @@ def on_a_device() -> Iterator[list[Late]]:
 
     with (
         mock.patch.object(USE, "has_streams", lambda device: True),
-        mock.patch.object(USE, "host_buffer", lambda numel: torch.full((numel,), -7)),
-        mock.patch.object(USE, "begin_copy_to_host", copy),
+        mock.patch.object(STALE, "has_streams", lambda device: True),
+        mock.patch.object(LATE, "host_buffer", lambda numel: torch.full((numel,), -7)),
+        mock.patch.object(LATE, "begin_copy_to_host", copy),
     ):
         yield copies
 
@@ -272,3 +273,94 @@ def test_nothing_holds_a_group_that_was_destroyed(fake_world):
     assert world() is None
     fake_world(2)
     assert mesh_axes.resolve_mesh(None).shard.size == 2
+
+
+# Units that stay gathered, on an accelerator: hosts say what they know of changes; values are compared late.
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[str]]:
+    """Where values are read to the host."""
+    reads: list[str] = []
+    names = ("item", "tolist", "__bool__", "__int__", "__float__")
+    kept = {name: getattr(Tensor, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def read(self: Tensor, *given: Any) -> Any:
+            if self.dtype is not torch.int64:  # of which hosts tell each other, and late sums are
+                reads.append(f"{name} of {self.dtype} {tuple(self.shape)}")
+            return kept[name](self, *given)
+
+        return read
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(Tensor, name, counting(name)))
+        yield reads
+
+
+def test_kept_units_make_no_host_wait_and_follow_their_shards(run_ranks):
+    assert all(run_ranks(kept_on_a_device))
+
+
+def kept_on_a_device() -> bool:
+    expected, model = block_by_block(), block_by_block(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    changes: list[Callable[[Any], None]] = [
+        lambda model: None,  # accumulation
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+        lambda model: DataSGD(model.parameters()).step(),
+        lambda model: [parameter.detach().mul_(0.9) for parameter in model.parameters()] and None,
+        lambda model: model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()}),
+        lambda model: None,
+        lambda model: None,
+    ]
+    with on_a_device():
+        with torch.no_grad():
+            loss_of(model, 0)  # a first pass compares more
+        loss_of(model, 0).backward(), loss_of(expected, 0).backward()
+        for number, change in enumerate(changes):
+            for each in (expected, model):
+                change(each)
+            with counted_reads() as reads, torch.no_grad():
+                got = loss_of(model, number)
+            assert not reads, (number, reads)
+            with torch.no_grad():
+                assert torch.equal(got, loss_of(expected, number)), number
+    return True
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes through `.data`, as optimizers did before `torch.no_grad`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+def test_a_change_that_nobody_saw_is_an_error_two_forwards_later(run_ranks):
+    for names in run_ranks(unseen_on_a_device):
+        assert names == ["P418", 2]
+
+
+def unseen_on_a_device() -> list[Any]:
+    model = block_by_block(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    done = 0
+    with on_a_device():
+        with torch.no_grad():
+            loss_of(model, 0)  # a first pass compares more
+        loss_of(model, 0).backward()
+        next(iter(model.parameters())).detach().to_local().numpy()[:] *= 2  # as a kernel that torch knows nothing of
+        with pytest.raises(fullshard.FullshardError, match=r"0\.0\.weight") as raised:
+            for number in range(6):
+                with torch.no_grad():
+                    loss_of(model, number)
+                done += 1
+    model.reshard()
+    return [raised.value.code, done]

@@ -142,7 +142,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize(
     ("when", "words"),
     [
-        ("after a backward", "rank 1 ran the model's forward (test_orders_that_differ.py:"),
+        ("after a backward", "rank 1 left the order that all ranks share (at (root), step 4; ran the model's forward"),
         ("after a forward", "rank 1: uses a model, or a part that was sharded since, for the first time"),
     ],
 )

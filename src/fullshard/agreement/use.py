@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
-from ..comm import Comm, begin_copy_to_host, has_streams, host_buffer
+from ..comm import Comm, has_streams
 from ..errors import DivergenceError, UsageError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
+from .late import LateSums, sum_over
 from .position import Position
 from .texts import texts_of_all
 
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
 _AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
-_LATE = 2
-"""Backwards after which the host reads what ranks of an accelerator compared: it has long arrived by then."""
-
-
-@dataclass
-class _Sent:
-    """What a backward compared over one mesh, on an accelerator. Owns three buffers, which a later backward reuses.
-
-    Attributes:
-        own: [n] int64, page-locked: this rank's numbers.
-        sums: [n] int64, on the device: those of all ranks.
-        result: [n] int64, page-locked: `sums`, once `arrived`.
-        arrived: after the copy into `result`.
-        fingerprint, steps: this rank's.
-    """
-
-    own: torch.Tensor
-    sums: torch.Tensor
-    result: torch.Tensor
-    arrived: torch.Event | None = None
-    fingerprint: int = 0
-    steps: int = 0
 
 
 class UseAgreement:
@@ -51,7 +28,8 @@ class UseAgreement:
     unit (whether its weights were changed between its forward and this backward), and a fingerprint of the order of
     gathers and reductions since the last one: gathers of equal sizes would swap two units and say nothing. Only
     a rank that lacks gradients for some parameters has to read the answer at once; the rest is compared at once where
-    that costs nothing (on a CPU), else `_LATE` backwards later: on all ranks in the same one, and no host waits.
+    that costs nothing (on a CPU), else some backwards later (`late.py`): on all ranks in the same one, and no host
+    waits.
 
     Args:
         comm: collectives.
@@ -66,7 +44,7 @@ class UseAgreement:
         self.reduced: set[int] = set()
         self._changed: set[int] = set()  # indices of units, since the ranks last agreed
         self._steps = 0  # of optimizers, before the backward that runs now
-        self._sent: dict[tuple[dist.ProcessGroup, ...], deque[_Sent]] = {}  # by the mesh's groups, oldest first
+        self._late: dict[tuple[dist.ProcessGroup, ...], LateSums] = {}  # by the mesh's groups
 
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins. Steps that optimizers take within it come at other moments on other ranks.
@@ -84,7 +62,7 @@ class UseAgreement:
         """After an exception."""
         self.reduced.clear()
         self._changed.clear()
-        self._sent.clear()  # the allocator waits for what is still being copied
+        self._late.clear()  # the allocator waits for what is still being copied
 
     def agree(self, units: Sequence[Unit]) -> list[torch.Tensor]:
         """Settle which undecided parameters have gradients. Collective over every mesh, if anything was reduced.
@@ -138,36 +116,17 @@ class UseAgreement:
         steps = self._steps
         vector = torch.tensor([*used, *changed, fingerprint, steps], dtype=torch.int64)
         if not has_streams(axes.device):
-            self._sum(vector, axes)
+            sum_over(vector, axes, self.comm)
             self._compare(vector[len(used) :], fingerprint, steps, axes, units)
             return [bool(count) for count in vector[: len(used)].tolist()] if asks else used
-        sent = self._next_sent(axes, vector.numel(), units)
-        sent.own.copy_(vector)
-        sent.sums.copy_(sent.own, non_blocking=True)
-        self._sum(sent.sums, axes)
-        sent.arrived = begin_copy_to_host(sent.sums, sent.result)
-        sent.fingerprint, sent.steps = fingerprint, steps
-        return [bool(count) for count in sent.sums[: len(used)].tolist()] if asks else used
-
-    def _sum(self, vector: torch.Tensor, axes: MeshAxes) -> None:
-        for axis in axes.all:
-            if axis.size > 1:
-                self.comm.all_reduce(axis, vector, False).wait()
-
-    def _next_sent(self, axes: MeshAxes, numel: int, units: Sequence[Unit]) -> _Sent:
-        """What this backward fills: the oldest, once it was compared."""
-        queue = self._sent.setdefault(axes.groups, deque())
-        if len(queue) < _LATE:
-            sent = _Sent(
-                host_buffer(numel), torch.empty(numel, dtype=torch.int64, device=axes.device), host_buffer(numel)
-            )
-        else:
-            sent = queue.popleft()
-            assert sent.arrived is not None
-            sent.arrived.synchronize()
-            self._compare(sent.result[-(len(units) + 2) :], sent.fingerprint, sent.steps, axes, units)
-        queue.append(sent)
-        return sent
+        late = self._late.get(axes.groups)
+        if late is None:
+            late = self._late[axes.groups] = LateSums(axes, self.comm)
+        if (old := late.due()) is not None:
+            result, (old_fingerprint, old_steps) = old
+            self._compare(result[-(len(units) + 2) :], old_fingerprint, old_steps, axes, units)
+        sums = late.send(vector, (fingerprint, steps))
+        return [bool(count) for count in sums[: len(used)].tolist()] if asks else used
 
     def _compare(self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
         *changed, total, stepped = tail.tolist()

@@ -40,6 +40,7 @@ class Touched:
         steps: a number that follows from the optimizer steps so far and the settings of each, not from their order:
             optimizers that are stepped in backward are stepped as gradients arrive.
         count: how many there were.
+        seen: how many when the last pass began, or a user asked for a gather.
         by: in words, what the last one was.
         moves: how often it has put other storage in their place, perhaps of another dtype.
         assigned: whether the `.data` of a sharded parameter was assigned, and the unit has not taken it over yet.
@@ -48,6 +49,7 @@ class Touched:
     changes: int = 0
     steps: int = 0
     count: int = 0
+    seen: int = 0
     by: str = "no optimizer"
     moves: int = 0
     assigned: bool = False

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Every, Guide, Position, differing
+from ..agreement import Every, Guide, Position, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError, UsageError
 from ..events import Ledger
@@ -97,6 +97,7 @@ class Root:
         pass_grad: whether that pass builds a graph.
         backward: the one that runs now, or the last one if it was broken off.
         guide: what goes along with passes: comparisons, or the order that ranks share.
+        stale: finds what stayed gathered though weights changed.
         traces: of the passes whose backwards may come.
         ahead: units that were gathered ahead in the pass that runs now and not opened yet, by index: whether that was
             because they are known to come next.
@@ -140,6 +141,7 @@ class Root:
         self.position = (Every if every else Position)(units, names, self.comm, self._check, self._unused)
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
         self.guide = Guide(self._unit_list, names, self.comm, self._unused, every, over, part)
+        self.stale = Stale(self._unit_list, self.comm)
         self.reducer.serve(units, self.position, self.guide.in_step)
 
     def take_in(self, added: list[Runnable]) -> None:
@@ -243,6 +245,7 @@ class Root:
         if gathered:
             self._drop_stale()
             self.position.turn(self._gathered())
+        self.stale.begin(self._unit_list)
         self.position.compares = not first
         self.ahead.clear()
         self.guide.begin(kind)
@@ -259,7 +262,7 @@ class Root:
         return found if any(found) else b""
 
     def _drop_stale(self) -> None:
-        """Free units that stayed gathered though their shards changed since, on any rank. Collective if any stayed.
+        """Free units that stayed gathered though their shards changed since, on any rank; see `Stale`. Collective.
 
         Raises:
             PhaseError: what is gathered was written to, through an unsharded parameter.
@@ -270,11 +273,10 @@ class Root:
         self.position.issue(CHECK, held[0].index)
         units = [one.unit for one in held]
         with plain_access():
-            found = differing(units, self.comm)
+            found = self.stale.of(units)
         wrong: PhaseError | None = None
-        for unit, members in zip(units, found, strict=True):
-            if members:
-                written = unit.written()
+        for unit, (changed, written) in zip(units, found, strict=True):
+            if changed:
                 unit.reshard()
                 wrong = wrong or (unit.written_error(written) if written else None)
             else:
@@ -295,6 +297,7 @@ class Root:
         """
         self.guide.stop()
         self.position.lose()
+        self.stale.forget()
         for one in self.units if not isinstance(error, DivergenceError) else ():
             if one.unit.state is State.GATHERING and not one.reshards(self.pass_grad):
                 one.unit.finish_gather()
@@ -497,6 +500,7 @@ class Root:
         self.reducer.reset()
         self.traces.forget()
         self.position.lose()
+        self.stale.forget()
         self.pass_top = self.traces.current = None
         self.recomputed = None
         failed: Exception | None = None  # of one unit: the others are put back all the same

@@ -538,6 +538,7 @@ class Runner:
             if root is not None:
                 (root.position.tell if alone else root.position.issue)(GATHER, self.index)
             unit.issue_gather(self.settings.comm, apart=alone)
+            unit.touched.seen = unit.touched.count
         if self.root is not None:
             self.root.ahead.pop(self.index, None)  # the user's from now on
         self.kept = True

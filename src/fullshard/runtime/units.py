@@ -72,7 +72,7 @@ def find_root(top: Runner) -> Root:
         ConfigError: units reduce their gradients in different ways.
     """
     own = top.root if top.is_top else None
-    below: dict[int, Runner] = {id(runner): runner for runner in own.units} if own is not None else {}
+    below: dict[int, Any] = {id(runner): runner for runner in own.units} if own is not None else {}
     known = len(below)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for module in top.modules:

@@ -467,10 +467,12 @@ def refuse_bypass(module: nn.Module, args: Any) -> None:
 def _find_root(top: Runner) -> Root:
     """As `fully_shard`'s, with what the wrapper's root does once."""
     top = summoned_around(top.modules[0]) or top
+    instances = FullyShardedDataParallel.fsdp_modules(top.modules[0])
+    added, first = [instance for instance in instances if instance._runner().root is None], top.root is None
     root = find_root(top)
-    for instance in FullyShardedDataParallel.fsdp_modules(top.modules[0]):
+    for instance in added:
         instance._buffers_cast.cast(instance)
-    for module in top.modules:
+    for module in top.modules if first else ():
         if isinstance(module, FullyShardedDataParallel):
             top.set(policy=policy_of(module._arguments, module.module, root=True))
     return root

@@ -1,0 +1,91 @@
+"""Whether what stayed gathered between two passes is still what the ranks' shards hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..comm import Comm, has_streams
+from ..errors import UsageError
+from ..forms import Member
+from ..shard import Unit
+from .aside import rows_of_all
+from .first_pass import differing, largest
+from .late import LateSums
+
+
+class Stale:
+    """Finds units that stayed gathered though their shards changed since, on any rank. One per root.
+
+    On a CPU values are compared, which tells of every change. On an accelerator that would make the host wait for the
+    device in every pass that begins with gathered units (each token that is generated, each micro-batch): there the
+    hosts compare what they know of changes, and values are compared late (`late.py`). What nobody knew of, a write
+    through `.data`, is then an error.
+
+    Args:
+        units: all under the root.
+        comm: collectives.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self.comm = comm
+        self._on_device = any([has_streams(bucket.axes.device) for unit in units for bucket in unit.buckets])
+        self._late: LateSums | None = None
+
+    def of(self, units: Sequence[Unit]) -> list[tuple[bool, list[Member]]]:
+        """For each of these gathered units, whether it changed, and what was written to while gathered. Collective.
+
+        Args:
+            units: all of a root that are gathered, which have parameters.
+
+        Raises:
+            UsageError: the values of one changed two passes ago, and nobody knew; on an accelerator only.
+        """
+        axes = largest(units)
+        if not self._on_device:
+            found = differing(units, self.comm)
+            return [(bool(some), unit.written() if some else []) for unit, some in zip(units, found, strict=True)]
+        late = self._late
+        if late is None or late.axes is not axes:
+            late = self._late = LateSums(axes, self.comm)
+        if (old := late.due()) is not None:
+            _refuse(*old, units[0].rank)
+        written = [unit.written() for unit in units]
+        mine = [int(_changed(unit) or bool(some)) for unit, some in zip(units, written, strict=True)]
+        rows = rows_of_all([mine], axes.all, self.comm, axes.device) if self.comm.communicates else [mine]
+        changed = [any(flags) for flags in zip(*rows, strict=True)]
+        same = [unit for unit, flag in zip(units, changed, strict=True) if not flag]
+        if same:
+            with torch.no_grad():
+                late.send(torch.cat([unit.differs() for unit in same]), [m.name for unit in same for m in unit.members])
+        return list(zip(changed, written, strict=True))
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A pass begins: optimizers' steps until now are in what it gathers, however they change weights."""
+        if self._on_device:
+            for unit in units:
+                unit.touched.seen = unit.touched.count
+
+    def forget(self) -> None:
+        """After an exception, or where ranks know nothing of each other any more."""
+        self._late = None
+
+
+def _changed(unit: Unit) -> bool:
+    return unit.changed_since_gather() or unit.touched.seen != unit.touched.count
+
+
+def _refuse(counts: torch.Tensor, names: Sequence[str], rank: int) -> None:
+    wrong = [name for name, count in zip(names, counts.tolist(), strict=True) if count]
+    if wrong:
+        raise UsageError(
+            "Weights were changed in a way that cannot be seen, while their units stayed gathered: forwards since then "
+            "computed with the old ones (on an accelerator, values are compared two forwards later).",
+            parameter=", ".join(wrong),
+            rank=rank,
+            expected="changes of the parameter itself: under torch.no_grad(), by an optimizer, or by loading",
+            got="values that differ from what is gathered, though no operation changed the parameter",
+            remedy="change p in place of p.data, or call reshard() on the unit before or after the change",
+            code="P418",
+        )
