@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from ..comm import Comm, has_streams
 from ..errors import UsageError
@@ -20,8 +21,8 @@ class Stale:
 
     On a CPU values are compared, which tells of every change. On an accelerator that would make the host wait for the
     device in every pass that begins with gathered units (each token that is generated, each micro-batch): there the
-    hosts compare what they know of changes, and values are compared late (`late.py`). What nobody knew of, a write
-    through `.data`, is then an error.
+    hosts compare what they know of changes. The values of one unit a pass, in turn, are compared as well, and read late
+    (`late.py`): what nobody knew of, a write by a kernel that torch did not see, is then an error.
 
     Args:
         units: all under the root.
@@ -32,6 +33,8 @@ class Stale:
         self.comm = comm
         self._on_device = any([has_streams(bucket.axes.device) for unit in units for bucket in unit.buckets])
         self._late: LateSums | None = None
+        self._most = max([len(unit.members) for unit in units], default=0)
+        self._turn = 0  # of the unit whose values are compared next
 
     def of(self, units: Sequence[Unit]) -> list[tuple[bool, list[Member]]]:
         """For each of these gathered units, whether it changed, and what was written to while gathered. Collective.
@@ -40,7 +43,7 @@ class Stale:
             units: all of a root that are gathered, which have parameters.
 
         Raises:
-            UsageError: the values of one changed two passes ago, and nobody knew; on an accelerator only.
+            UsageError: the values of one have changed, and nobody knew; on an accelerator only.
         """
         axes = largest(units)
         if not self._on_device:
@@ -52,13 +55,15 @@ class Stale:
         if (old := late.due()) is not None:
             _refuse(*old, units[0].rank)
         written = [unit.written() for unit in units]
-        mine = [int(_changed(unit) or bool(some)) for unit, some in zip(units, written, strict=True)]
+        mine = [self._turn, *[_changed(unit) or bool(some) for unit, some in zip(units, written, strict=True)]]
         rows = rows_of_all([mine], axes.all, self.comm, axes.device) if self.comm.communicates else [mine]
-        changed = [any(flags) for flags in zip(*rows, strict=True)]
-        same = [unit for unit, flag in zip(units, changed, strict=True) if not flag]
-        if same:
+        turns, *flags = zip(*rows, strict=True)
+        self._turn, changed = max(turns) + 1, [any(some) for some in flags]  # a rank may have forgotten its turn
+        if same := [unit for unit, flag in zip(units, changed, strict=True) if not flag]:
+            unit = same[self._turn % len(same)]
             with torch.no_grad():
-                late.send(torch.cat([unit.differs() for unit in same]), [m.name for unit in same for m in unit.members])
+                counts = unit.differs().long()
+                late.send(pad(counts, (0, self._most - counts.numel())), [member.name for member in unit.members])
         return list(zip(changed, written, strict=True))
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -77,11 +82,11 @@ def _changed(unit: Unit) -> bool:
 
 
 def _refuse(counts: torch.Tensor, names: Sequence[str], rank: int) -> None:
-    wrong = [name for name, count in zip(names, counts.tolist(), strict=True) if count]
+    wrong = [name for name, count in zip(names, counts.tolist(), strict=False) if count]  # the rest is padding
     if wrong:
         raise UsageError(
             "Weights were changed in a way that cannot be seen, while their units stayed gathered: forwards since then "
-            "computed with the old ones (on an accelerator, values are compared two forwards later).",
+            "computed with the old ones (on an accelerator, values are compared some forwards later).",
             parameter=", ".join(wrong),
             rank=rank,
             expected="changes of the parameter itself: under torch.no_grad(), by an optimizer, or by loading",
