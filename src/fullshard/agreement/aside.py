@@ -1,4 +1,4 @@
-"""Integers of all ranks, which may be at different points: over connections of their own (`Axis.aside`)."""
+"""What all ranks say: integers, wherever they are, over connections of their own (`Axis.aside`); and short texts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 
 from ..comm import Comm
 from ..mesh import Axis
+from ..watcher import RANK
+
+_ROOM = 512  # bytes
 
 
 def rows_of_all(
@@ -29,3 +32,13 @@ def rows_of_all(
             comm.gather(aside, found, mine.view(-1)).wait()
             rows = found.view(-1, mine.shape[1]).tolist()
     return [list(row) for row in rows]
+
+
+def texts_of_all(text: str, axis: Axis, comm: Comm, device: torch.device, room: int = _ROOM) -> list[str]:
+    """Every rank's text, in the order of the axis; cut after `room` bytes. Collective over the axis."""
+    data = text.encode()[:room].ljust(room, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    found = torch.empty(axis.size * room, dtype=torch.uint8, device=device)
+    RANK.talks("texts")
+    comm.gather(axis, found, mine).wait()
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in found.view(axis.size, room).tolist()]

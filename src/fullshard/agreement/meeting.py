@@ -12,7 +12,7 @@ from ..mesh import Axis, MeshAxes, device_type_of
 from ..torch_private.group_timeout import timeout_of
 from ..torch_private.store import StoreLine
 from ..watcher import RANK, start
-from .texts import texts_of_all
+from .aside import texts_of_all
 
 _met: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups whose ranks have met."""

@@ -13,9 +13,9 @@ from ..comm import Comm, has_streams
 from ..errors import DivergenceError, UsageError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
+from .aside import texts_of_all
 from .late import LateSums, sum_over
 from .position import Position
-from .texts import texts_of_all
 
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
 _AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")

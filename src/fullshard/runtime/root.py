@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import repeat, takewhile
 from operator import attrgetter, is_, is_not
 from threading import get_ident
@@ -21,7 +21,6 @@ from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
 from .additions import Additions
-from .alike import check_alike
 from .attached import check_units as check_attached_units
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
@@ -209,11 +208,6 @@ class Root:
         one.unit.ledger = Ledger(reducing=held)
         self._lent = True
 
-    def agree(self, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Check once that all ranks hold the same units; see `check_alike`."""
-        self.position.begin_model()
-        check_alike(self.units, self.top.settings, ignored, self.comm)
-
     # Forward.
 
     def begin_forward(self, top: Runnable) -> None:
@@ -223,15 +217,15 @@ class Root:
         self.refuse_while_finalizing()
         if self._lent:
             self.take_units()
-        if self.additions.changed:
-            self.top.find_root(self.top)
         top.before_pass()
         with plain_access():
             refresh_all(self._unit_list)
         self.position.compare_sizes()
-        self.additions.check()
         refuse_parked(self._unit_list)
         refuse_meta(self._unit_list)
+        if self.additions.changed:
+            self.top.find_root(self.top)
+        self.additions.check()
         with_grad = torch.is_grad_enabled()
         kind = 2 * top.index + with_grad
         first = self.guide.is_first(kind)

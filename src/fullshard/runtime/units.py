@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..agreement import Line, check_same_model, check_same_weights, meet
 from ..errors import ConfigError, message
+from ..mesh import Axis
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
@@ -110,11 +112,51 @@ def find_root(top: Runner) -> Root:
         root = own
         root.take_in(added)
     apart = ignored()
-    root.agree([each for key, each in named.items() if key in apart])
+    _check_alike(root, [each for key, each in named.items() if key in apart])
     root.take_units()
     for runner in units:
         runner.leftovers = Leftovers(_own_modules(runner))
     return root
+
+
+def _check_alike(root: Root, ignored: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Compare units, their settings and their weights, and make ranks' watchers known to each other. Collective.
+
+    Args:
+        root: whose units.
+        ignored: parameters that are left alone, by name.
+
+    Raises:
+        DivergenceError: ranks hold other units; see `agreement/model.py` and `agreement/weights.py`.
+    """
+    units, own, comm = root.units, root.top.settings, root.comm
+    root.position.begin_model()
+    lines = [Line("(settings of the root)", "none", f"check={own.check!r}, unused={own.unused!r}")]
+    axes: dict[int, Axis] = {}
+    device = None
+    for one in units:
+        if one.unit.kept_axis is not None:
+            axes[id(one.unit.kept_axis.group)] = one.unit.kept_axis
+        for bucket in one.unit.buckets:
+            device = bucket.axes.device
+            axes |= {id(axis.group): axis for axis in bucket.axes.all}
+            for member in bucket.members:
+                dtype = str(bucket.storage_dtype).removeprefix("torch.")
+                compute = str(bucket.compute_dtype).removeprefix("torch.")
+                grad = "trainable" if member.sharded.requires_grad else "frozen"
+                facts = f"{dtype}, computed in {compute}, {grad}, layout {bucket.layout.name}"
+                facts += ", in keep_gathered" if one.held else ""
+                lines.append(Line(member.name, str(member.slot.shape), facts, one.unit.name))
+        # After the parameters: one of another dtype is told by its own line, not by what the unit's gradients become.
+        if reduced := sorted({str(gradients.reduce_dtype).removeprefix("torch.") for gradients in one.unit.gradients}):
+            facts = f"gradients reduced in {', '.join(reduced)}{one.settings.reduce.fact}"
+            lines.append(Line("(gradients)", "none", facts, one.unit.name))
+    if device is not None:
+        left = [Line(name, str(tuple(parameter.shape))) for name, parameter in ignored]
+        for axis in axes.values():
+            meet(axis, comm, device)
+            check_same_model(lines, left, [axis], comm, device)
+        check_same_weights([one.unit for one in units], comm)
 
 
 def name_members(modules: Sequence[nn.Module]) -> None:
