@@ -306,11 +306,12 @@ def test_kept_units_make_no_host_wait_and_follow_their_shards(run_ranks):
 def kept_on_a_device() -> bool:
     expected, model = block_by_block(), block_by_block(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
-    changes: list[Callable[[Any], None]] = [
+    changes: list[Callable[[Any], object]] = [
         lambda model: None,  # accumulation
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
         lambda model: DataSGD(model.parameters()).step(),
-        lambda model: [parameter.detach().mul_(0.9) for parameter in model.parameters()] and None,
+        lambda model: [parameter.detach().mul_(0.9) for parameter in model.parameters()],
+        lambda model: [p.to_local().detach().mul_(0.5) for p in model.parameters() if dist.get_rank() == 1],
         lambda model: model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()}),
         lambda model: None,
         lambda model: None,

@@ -198,8 +198,22 @@ FAULTS = (
     Fault(
         "what stays gathered is not given up when its shards change",
         "runtime/root.py",
-        "            if members:\n                written = unit.written()",
-        "            if members and unit.written():\n                written = unit.written()",
+        "            if changed:\n                unit.reshard()",
+        "            if changed and written:\n                unit.reshard()",
+    ),
+    Fault(
+        "hosts of an accelerator do not ask whether other ranks' weights changed",
+        "agreement/stale.py",
+        "[any(some) for some in flags]",
+        "[some[0] for some in flags]",
+        test="tests/test_agreement.py",
+    ),
+    Fault(
+        "a unit that was added to a model that has run is no unit of its root",
+        "runtime/root.py",
+        "        if self.additions.changed:\n            self.top",
+        "        if False:\n            self.top",
+        test="tests/corners/test_parameters_added.py",
     ),
     Fault(
         "weights that change between a forward and its backward are not noticed",
