@@ -19,9 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fullshard
 from fullshard.store.metadata import read_index
 from fullshard.torch_private import collectives as direct
 from fullshard.torch_private import (
@@ -40,7 +42,7 @@ from fullshard.torch_private.gloo_group import HAS_GLOO, SHARES_THREADS, gloo_gr
 from fullshard.torch_private.gloo_threads import GLOO_THREAD, gloo_states, wait_for_rest
 from fullshard.torch_private.group_timeout import timeout_of
 from fullshard.torch_private.holders import holders
-from fullshard.torch_private.profiler import begin_range, recording
+from fullshard.torch_private.profiler import in_range, recording
 from fullshard.torch_private.step_hooks import without_step_hooks
 
 pytestmark = pytest.mark.gloo("about gloo's groups and threads")
@@ -76,10 +78,18 @@ def test_whether_a_profiler_records_is_known() -> None:
     assert not recording()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         assert recording()
-        end = begin_range("gather", "block")
-        torch.ones(1)
-        end()
+        assert in_range("gather", "block", lambda: torch.ones(1)) == 1
     assert "fullshard: gather block" in [event.name for event in recorded.events()]
+
+
+def test_a_profile_names_what_a_unit_does(fake_world: Callable[..., None]) -> None:
+    fake_world(4)
+    model = fullshard.fully_shard(nn.Linear(4, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        model(torch.ones(1, 4)).sum().backward()
+    ranges = ["gather", "wait for gather", "reduce", "wait for reduce"]
+    found = [event.name for event in recorded.events() if event.name.startswith("fullshard: ")]
+    assert found == [f"fullshard: {name} (root)" for name in ranges]
 
 
 def test_foreach_copies_adds_zeroes_and_scales_with_casts() -> None:

@@ -59,8 +59,8 @@ FAULTS = (
     Fault(
         "a gather is not waited for",
         "shard/unit.py",
-        "            self._pending = None\n            pending.wait()\n            if keep",
-        "            self._pending = None\n            if keep",
+        "            else:\n                pending.wait()\n            if keep",
+        "            if keep",
     ),
     # shard
     Fault(
@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "the reduction's buffer is given back before the wait",
         "shard/gradients.py",
-        "        self.pending = None\n        try:\n",
-        "        self.pending = None\n        buffer.free()\n        try:\n",
+        "        self.pending = None\n        if recording():\n",
+        "        self.pending = None\n        buffer.free()\n        if recording():\n",
         "tests/parity/test_layouts.py",
     ),
     Fault(
@@ -98,9 +98,9 @@ FAULTS = (
     ),
     Fault(
         "the all-reduce over replicas is forgotten where no gradient was there",
-        "shard/reduction.py",
-        "        if gradients.bucket.axes.replicate is None:\n",
-        "        if gradients.bucket.axes.replicate is None or gradients.delivery.all_none():\n",
+        "runtime/reducer.py",
+        "            if gradients.bucket.axes.replicate is None:\n",
+        "            if gradients.bucket.axes.replicate is None or gradients.delivery.all_none():\n",
     ),
     Fault(
         "parameters that this rank had no gradient for stay undecided for good",

@@ -314,7 +314,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
     """
     runner = runner_of(module)
     if runner is not None:
-        runner.unit.show_sharded()
+        runner.unit.showing.show_sharded()
     if runner is not None and runner.phase is Phase.IDLE:
         runner.unit.reshard()  # what is gathered, and what was written to it, is about to be replaced
     if not is_assigning(metadata):  # else a unit of several modules may have been assigned in part by now

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Protocol
@@ -21,22 +22,20 @@ import torch
 from ..agreement import InStep, Position, UseAgreement
 from ..comm import Comm
 from ..containers import NONES, drain
+from ..events import stream
 from ..shard import (
     Bucket,
     GradState,
     TokenCount,
     Unit,
-    collect,
-    deliver_unit,
     has_gradients,
     no_tokens,
-    reduce_unit,
-    replicate_unit,
     settle,
     shown_empty,
 )
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
+from ..torch_private.profiler import in_range, recording
 from ..watcher import END, REDUCE
 from .attached import step_attached
 from .settings import ReduceSettings, UnitSettings
@@ -62,7 +61,7 @@ class InFlight(deque[tuple["Reducer", Reducible]]):
 
 _TRAINS = attrgetter("trains")
 _STATE, _GRADIENTS, _UNSHARDED = attrgetter("state"), attrgetter("unit.gradients"), attrgetter("bucket.unsharded")
-_NONE, _PENDING, _REDUCING = GradState
+NONE, PENDING, REDUCING = GradState
 _FILLS = attrgetter("settings.reduce.fill_unused")
 _REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
 _BUCKETS = attrgetter("unit.buckets")
@@ -123,7 +122,7 @@ class Reducer:
         Args:
             comes_again: more gradients of it are expected.
         """
-        if True not in map(_TRAINS, one.unit.buckets) and not has_gradients(one.unit):
+        if True not in map(_TRAINS, one.unit.buckets) and not has_gradients(one.unit.gradients):
             return
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
@@ -141,19 +140,30 @@ class Reducer:
     def take_part(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
         unit, settings, index, in_flight = one.unit, one.settings, one.index, self.in_flight
-        rules = settings.reduce
+        every, ledger, rules = unit.gradients, unit.ledger, settings.reduce
         if self._owed:
             self._owed.pop(index, None)
         while len(in_flight) >= rules.max_in_flight:
             self._advance()
-        if _REDUCING in map(_STATE, unit.gradients):
+        if REDUCING in map(_STATE, every):
             self._finish_own(one)
         if settings.share is not None:
             settings.share.apply(unit)
-        collect(unit, True)
+        for gradients in every:  # all trainable buckets of a unit are reduced once one is: other ranks may have some
+            if (gradients.state is NONE and gradients.bucket.trains) or gradients.waiting():
+                gradients.collect(ledger)
+        if stream.listeners:
+            unit.emit("collect", sum([gradients.live_bytes for gradients in every]))
         self.position.issue(REDUCE, index)
         self.position.reduced = True
-        reduce_unit(unit, settings.comm, rules, self._tokens)
+        for gradients in every:
+            if gradients.state is PENDING:
+                gradients.issue_reduce(settings.comm, rules, self._tokens, unit.name)
+                if scratch := gradients.running.scratch:
+                    ledger.reducing += scratch
+                    ledger.note()
+        if stream.listeners:
+            unit.emit("reduce", sum([gradients.buffer_bytes for gradients in every if gradients.state is REDUCING]))
         in_flight.append((self, one))
         self._use.reduced.add(index)
 
@@ -170,10 +180,32 @@ class Reducer:
         all_reduce = one.settings.reduce.all_reduce
         if not all_reduce:
             owner._kept_apart = True
-        replicate_unit(one.unit, one.settings.comm, all_reduce)
+        owner._replicate(one, all_reduce)
         owner._replicating.append(one)
         while len(owner._replicating) > min(map(_SHARDS, one.unit.buckets)):
             owner._deliver(owner._replicating.popleft())
+
+    def _replicate(self, one: Reducible, all_reduce: bool) -> None:
+        """Wait for the shard axis, give the buffers back, and start reducing over the replicate axis.
+
+        Args:
+            all_reduce: False keeps the slice reduced over the shard axis only, to be added to the next one.
+        """
+        unit = one.unit
+        for gradients in unit.gradients:
+            if gradients.state is not REDUCING:
+                continue
+            unit.ledger.reducing -= gradients.wait(unit.name)
+            if gradients.bucket.axes.replicate is None:
+                continue
+            if not all_reduce:
+                unit.ledger.reducing -= gradients.running.scratch
+                gradients.keep_partial()
+                continue
+            act = partial(gradients.replicate, one.settings.comm)
+            nbytes = act() if not recording() else in_range("all_reduce", unit.name, act)
+            if stream.listeners:
+                unit.emit("all_reduce", nbytes)
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
@@ -187,13 +219,32 @@ class Reducer:
         self._finish_own(one)
         if one.settings.share is not None:
             one.settings.share.apply(one.unit)
-        collect(one.unit, everything=False)
-        for gradients in one.unit.gradients:
+        unit = one.unit
+        for gradients in unit.gradients:
+            if gradients.waiting():
+                gradients.collect(unit.ledger)
             gradients.delivery.show_kept()
+        if stream.listeners:
+            unit.emit("collect", sum([gradients.live_bytes for gradients in unit.gradients]))
 
     def _deliver(self, one: Reducible) -> None:
-        rules = one.settings.reduce
-        if given := deliver_unit(one.unit, rules.hook, rules.fill_unused):
+        """Wait for what is in flight of a unit, deliver it into `.grad`, and run hooks."""
+        unit, rules = one.unit, one.settings.reduce
+        ledger = unit.ledger
+        given: list[torch.Tensor] = []
+        for gradients in unit.gradients:
+            if gradients.state is REDUCING:
+                running = gradients.running
+                if gradients.pending is not None:
+                    ledger.reducing -= gradients.wait(unit.name)
+                if rules.hook is not None:
+                    rules.hook(running.out)
+                given += gradients.deliver(rules.fill_unused)
+                if running.scratch:
+                    ledger.reducing -= running.scratch
+        if stream.listeners:
+            unit.emit("reduced", sum([gradients.buffer_bytes for gradients in unit.gradients]))
+        if given:
             self._run_hooks(given)
 
     def _run_hooks(self, given: Sequence[torch.Tensor]) -> None:
@@ -233,7 +284,7 @@ class Reducer:
             self._owe_partial()
         with plain_access(), torch.no_grad():
             for one in self.units if self._some_left() else ():
-                rules, late = one.settings.reduce, has_gradients(one.unit)
+                rules, late = one.settings.reduce, has_gradients(one.unit.gradients)
                 due = late or one.index in self._owed
                 if rules.fill_unused and one.index not in self._use.reduced:
                     due = due or True in map(_TRAINS, one.unit.buckets)
@@ -252,7 +303,7 @@ class Reducer:
             return True
         every = list(chain.from_iterable(map(_GRADIENTS, self.units)))
         unsharded = [*map(_UNSHARDED, every)]
-        if _PENDING in map(_STATE, every) or [] in unsharded:  # empty where they were not listed since they were made
+        if PENDING in map(_STATE, every) or [] in unsharded:  # empty where they were not listed since they were made
             return True
         return not all(map(is_, map(read_grad, chain.from_iterable(unsharded)), NONES))
 

@@ -240,7 +240,7 @@ class Runner:
                 root.position.issue(GATHER, index)
                 unit.issue_gather(self.settings.comm)
             unit.finish_gather(root.pass_grad)
-        if (assigned := unit.show_unsharded()) is not None:
+        if (assigned := unit.showing.show_unsharded()) is not None:
             raise unit.assigned_error(assigned)
         trace = root.traces.current if torch.is_grad_enabled() else None
         self.period = period = Period(index, trace)
@@ -263,7 +263,7 @@ class Runner:
         if written:
             self.kept = False
             raise unit.written_error(written)
-        assigned = unit.show_sharded()
+        assigned = unit.showing.show_sharded()
         if period.trace is not None:
             if period.leads_back:
                 period.trace.steps.append((period, True))
@@ -279,7 +279,7 @@ class Runner:
         """After an exception: as `close_forward`. What is to stay does: on other ranks nothing may have been raised."""
         self._ran.clear()
         self.forwards.clear()
-        self.unit.show_sharded()
+        self.unit.showing.show_sharded()
         if self.unit.state is GATHERED and (self.root is None or self.reshards(self.root.pass_grad)):
             self.unit.free()
             self.kept = False
@@ -412,7 +412,7 @@ class Runner:
             unit.finish_gather()
             if in_step is not None:
                 unit.drop_kept()  # as who takes part in passing: the next gather is among all ranks, or none
-        unit.show_unsharded()
+        unit.showing.show_unsharded()
 
     def take_part(self) -> None:
         """Gather for other ranks; what is gathered stays so, and what is not does not."""
@@ -451,7 +451,7 @@ class Runner:
     def release(self, prefetches: bool = True) -> None:
         """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
         unit, root = self.unit, self.root
-        unit.show_sharded()
+        unit.showing.show_sharded()
         self.period.hides = False
         # A gather that nobody waited for was prefetched in vain, also where units stay gathered.
         frees = unit.state is GATHERING
@@ -477,7 +477,7 @@ class Runner:
 
     def hide(self) -> None:
         """Show the sharded parameters; the unit stays gathered for the next backward through the graph that is kept."""
-        self.unit.show_sharded()
+        self.unit.showing.show_sharded()
 
     def _stays(self) -> bool:
         """Whether a unit that this backward did not use is gathered on purpose."""
@@ -549,7 +549,7 @@ class Runner:
             self.unit.finish_gather()
             settle([bucket.home for bucket in self.unit.buckets])
         if self.unit.state is GATHERED:
-            self.unit.show_unsharded()
+            self.unit.showing.show_unsharded()
 
     def reshard(self) -> None:
         """Free the unit and show the sharded parameters."""

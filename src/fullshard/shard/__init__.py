@@ -6,13 +6,12 @@ from .checks import check_parameters
 from .copy import clone_unit, place_clone
 from .delivery import Delivery
 from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, show_shared, walk
-from .gradients import Gradients, GradState, has_gradient, refuse_unreduced
+from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse_unreduced
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
-from .reduction import collect, deliver_unit, has_gradients, reduce_unit, replicate_unit
 from .scaling import REDUCTIONS
 from .share import Share
 from .tokens import TokenCount, no_tokens
@@ -42,8 +41,6 @@ __all__ = [
     "check_parameters",
     "check_ties",
     "clone_unit",
-    "collect",
-    "deliver_unit",
     "find_parameters",
     "find_shared",
     "follow_all",
@@ -58,12 +55,10 @@ __all__ = [
     "park_unit",
     "place_clone",
     "plan_unit",
-    "reduce_unit",
     "refresh_all",
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",
-    "replicate_unit",
     "resume_unit",
     "run_of",
     "sees_gradients",

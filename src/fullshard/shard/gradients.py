@@ -26,7 +26,7 @@ from ..errors import PhaseError
 from ..events import Ledger
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
-from ..torch_private.profiler import begin_range, recording
+from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
 from .hooks import sees_gradients
@@ -142,13 +142,14 @@ class Gradients:
 
     # Reduce.
 
-    def issue_reduce(self, comm: Comm, rules: Rules, total: Total | None) -> None:
+    def issue_reduce(self, comm: Comm, rules: Rules, total: Total | None, unit: str) -> None:
         """Start the reduction of the buffer over the shard axis.
 
         Args:
             comm: collectives.
             rules: how.
             total: what sums are divided by; None: nothing.
+            unit: its name.
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         assert buffer
@@ -180,7 +181,7 @@ class Gradients:
                 buffer.tensor.mul_(scaling.before)
             if scaling.divides_buffer is not None:
                 buffer.tensor.div_(scaling.divides_buffer)
-        self.pending = planned.start()
+        self.pending = planned.start() if not recording() else in_range("reduce", unit, planned.start)
         self.state, self.running = REDUCING, planned
 
     def _note_own(self, buffer: ReduceBuffer) -> None:
@@ -217,14 +218,12 @@ class Gradients:
         turns, buffer, pending = self.bucket.turns, self.buffer, self.pending
         assert buffer and pending
         held = buffer.storage.nbytes()
-        end = begin_range("wait for reduce" if held else "wait for all_reduce", unit) if recording() else None
         turns.take()
         self.pending = None
-        try:
+        if recording():
+            in_range("wait for reduce" if held else "wait for all_reduce", unit, pending.wait)
+        else:
             pending.wait()
-        finally:
-            if end is not None:
-                end()
         buffer.free()
         turns.give()
         return held
@@ -337,15 +336,15 @@ class Gradients:
         ]
 
     def release(self) -> None:
-        """Give back the memory of gradients that the user set to None, if nobody else holds them; not the host's."""
-        bucket, delivery, current = self.bucket, self.delivery, self.delivery.set
-        if self.state is REDUCING or not delivery.all_none() or current is None or bucket.home is not None:
+        """Give back the memory of gradients if nobody else holds it; not the host's. All `.grad` are None."""
+        bucket, current = self.bucket, self.delivery.set
+        if current is None or self.state is REDUCING or bucket.home is not None:
             return
         bucket.turns.take()
         if current.reusable():
             current.storage.resize_(0)
         else:
-            delivery.set = None
+            self.delivery.set = None
         bucket.turns.give()
 
     @property
@@ -358,6 +357,14 @@ class Gradients:
         self.discard()
         self.buffer = self.own = None
         self.delivery.forget()
+
+
+def has_gradients(every: Sequence[Gradients]) -> bool:
+    """Whether gradients of a unit wait to be reduced: autograd's, or collected ones."""
+    for gradients in every:  # noqa: SIM110 - a comprehension costs a call, in every backward
+        if gradients.state is PENDING or gradients.waiting():
+            return True
+    return False
 
 
 def has_gradient(member: Member) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..comm import ONE_STREAM
 from ..containers import drain
 from ..forms import Member, Place
 from .bucket import Bucket
@@ -24,7 +25,11 @@ _HOOK_KEY = "fullshard"
 class Showing:
     """See the module's docstring. Owns no tensors.
 
+    Args:
+        buckets: the unit's own list of them.
+
     Attributes:
+        takes: the turns of its buckets' memory, where there are streams.
         unsharded: whether modules show the unsharded parameters.
         summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
         whole_here: whether it does so on this rank.
@@ -32,11 +37,13 @@ class Showing:
     """
 
     __slots__ = (
-        *("_covered", "_guard", "_hide", "_places", "_read", "_sharded", "_show", "_unsharded"),
-        *("generation", "summoned", "unsharded", "whole_here"),
+        *("_buckets", "_covered", "_guard", "_hide", "_places", "_read", "_sharded", "_show", "_unsharded"),
+        *("generation", "summoned", "takes", "unsharded", "whole_here"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self.takes: list[Callable[[], object]] = []
         self.unsharded = self.summoned = self.whole_here = False
         self.generation = 0
         self._places: list[tuple[Place, Member]] | None = None  # what follows is by place; None: to be made
@@ -52,10 +59,11 @@ class Showing:
     def forget(self) -> None:
         """Parameters, or where they are registered, are others now."""
         self._places = None
+        self.takes = [bucket.turns.take for bucket in self._buckets if bucket.turns is not ONE_STREAM]
         self.generation += 1
 
-    def _plan(self, buckets: Sequence[Bucket]) -> None:
-        members = [member for bucket in buckets for member in bucket.members]
+    def _plan(self) -> None:
+        members = [member for bucket in self._buckets for member in bucket.members]
         self._places = [(place, member) for member in members for place in member.places]
         self._read = [place.reader for place, _ in self._places]
         self._sharded = [m.sharded if m.stand_in is None else m.stand_in for _, m in self._places]
@@ -85,17 +93,19 @@ class Showing:
             else:
                 hooks.pop(_HOOK_KEY, None)
 
-    def show_unsharded(self, buckets: Sequence[Bucket]) -> Member | None:
-        """Register the unsharded parameters on the modules.
-
-        Args:
-            buckets: the unit's; looked into once, and again after `forget`.
+    def show_unsharded(self) -> Member | None:
+        """Register the unsharded parameters on the modules, if that is not so yet; the unit must be gathered.
 
         Returns:
-            The first parameter in whose place users had put something since sharded ones were shown.
+            The first parameter in whose place users had put something since sharded ones were shown; that is put back
+            by `show_sharded`.
         """
+        if self.takes:
+            drain(map(call, self.takes))
+        if self.unsharded:
+            return None
         if self._places is None:
-            self._plan(buckets)
+            self._plan()
         first = None
         if not all(map(is_, map(call, self._read), self._sharded)):
             first = self._cover()
@@ -114,11 +124,13 @@ class Showing:
         return self._places[self._covered[0][0]][1]
 
     def show_sharded(self) -> Member | None:
-        """Register the sharded parameters on the modules, and what users put in their places; unsharded ones are shown.
+        """Register the sharded parameters on the modules, and what users put in their places, if that is not so yet.
 
         Returns:
-            The first parameter in whose place users had put something since unsharded ones were shown.
+            The first parameter in whose place users had put something since unsharded ones were shown; it stays there.
         """
+        if not self.unsharded:
+            return None
         first = None
         if self._covered or not all(map(is_, map(call, self._read), self._unsharded)):
             first = self._uncover()

@@ -8,23 +8,24 @@ Gradients have their own cycle, in `gradients.py`; when things happen is the aff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import chain
-from operator import attrgetter, call
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..comm import ONE_STREAM, Comm
-from ..containers import drain
+from ..containers import NONES, drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, all_hold, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.local_tensor import read_requires_grad
-from ..torch_private.profiler import begin_range, recording
+from ..torch_private.local_tensor import read_grad, read_requires_grad
+from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
@@ -82,8 +83,7 @@ class Unit:
         self._bytes = 0  # that the ledger counts as gathered
         self._keeps_storage = False
         self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
-        self.showing = Showing()
-        self._takes: list[Callable[[], object]] = []  # the buckets' turns, where there are streams
+        self.showing = Showing(self.buckets)
         self.gathered_version = 0  # `version()` when what is gathered was
         self.settle_dtypes()
         self.drop_plans()
@@ -123,18 +123,15 @@ class Unit:
         if self.state is not SHARDED:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
         plan = self.plan
-        end = begin_range("gather", self.name) if recording() else None
         try:
             if plan is None or plan.comm is not comm or apart:
                 plan = self._planned_gather(comm, apart)
             self._gathered = plan
-            *_, self._pending = map(call, plan.starts)
+            starts: Iterable[Any] = map(call, plan.starts)
+            *_, self._pending = starts if not recording() else in_range("gather", self.name, partial(list, starts))
         except BaseException:
             self.free(failed=True)
             raise
-        finally:
-            if end is not None:
-                end()
         nbytes = plan.whole_bytes + plan.passing_bytes
         if plan.varying:
             nbytes += sum([full.passing_bytes for full in plan.varying])
@@ -156,7 +153,7 @@ class Unit:
             bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
             bucket.list_unsharded()
         plan.frees = self._frees()
-        plan.begins[:0], plan.fills[:0] = self._takes, self._takes
+        plan.begins[:0], plan.fills[:0] = self.showing.takes, self.showing.takes
         plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
         if self._keeps_storage:
             plan.begins.append(self._take_idle)
@@ -190,10 +187,12 @@ class Unit:
         if self.state is not GATHERING:
             raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
         plan, pending = self._gathered, self._pending
-        end = begin_range("wait for gather", self.name) if recording() else None
         try:
             self._pending = None
-            pending.wait()
+            if recording():
+                in_range("wait for gather", self.name, pending.wait)
+            else:
+                pending.wait()
             if keep and self.kept_axis is not None:
                 drain(map(call, plan.fills))
                 self._keep_part(self.kept_axis)
@@ -203,9 +202,6 @@ class Unit:
         except BaseException:
             self.free(failed=True)
             raise
-        finally:
-            if end is not None:
-                end()
         copied, ledger = plan.copied_bytes, self.ledger
         if plan.varying:
             copied += sum([full.copied_bytes for full in plan.varying])
@@ -275,34 +271,13 @@ class Unit:
 
     def reshard(self) -> None:
         """Show the sharded parameters and release what is gathered, if anything."""
-        self.show_sharded()
+        self.showing.show_sharded()
         if self.state is not SHARDED:
             self.free()
-
-    # Which parameters modules show.
-
-    def show_unsharded(self) -> Member | None:
-        """Register the unsharded parameters on the modules; the unit must be gathered.
-
-        Returns:
-            The first parameter in whose place users have put something since; that is put back by `show_sharded`.
-        """
-        if self._takes:
-            drain(map(call, self._takes))
-        return None if self.showing.unsharded else self.showing.show_unsharded(self.buckets)
-
-    def show_sharded(self) -> Member | None:
-        """Register the sharded parameters on the modules.
-
-        Returns:
-            The first parameter in whose place users have put something since; that stays there.
-        """
-        return self.showing.show_sharded() if self.showing.unsharded else None
 
     def drop_plans(self) -> None:
         """What they were made from has changed: shards, parameters, or where these are registered."""
         self.plan = None
-        self._takes = [bucket.turns.take for bucket in self.buckets if bucket.turns is not ONE_STREAM]
         for bucket in self.buckets:
             bucket.drop_plans()
         self.showing.forget()
@@ -389,7 +364,7 @@ class Unit:
             return
         self.touched.assigned = False
         if showing.unsharded and showing.disturbed():  # since unshard()
-            self.show_sharded()
+            showing.show_sharded()
         for gradients in self.gradients:
             bucket, delivery = gradients.bucket, gradients.delivery
             views = delivery.replaced_views() if delivery.views else ()
@@ -410,7 +385,8 @@ class Unit:
             if showing.unsharded:  # since unshard()
                 bucket.take_requires_grad()
             bucket.follow_requires_grad()
-            gradients.release()
+            if delivery.all_none():
+                gradients.release()
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Gather floating-point parameters in `dtype` from now on; None: in their own. The unit must be sharded."""
@@ -550,9 +526,13 @@ def refresh_all(units: Sequence[Unit]) -> None:
     ):
         for unit in units:
             unit.refresh()
-    else:
+    elif all(map(is_, map(read_grad, chain.from_iterable(map(_SHARDED, buckets))), NONES)):
         for each in gradients:
             each.release()
+    else:
+        for each in gradients:
+            if each.delivery.all_none():
+                each.release()
 
 
 def follow_all(units: Sequence[Unit]) -> None:

@@ -7,16 +7,18 @@ Private torch API: `torch.autograd._profiler_enabled`. There is no public altern
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.profiler import record_function
+
+T = TypeVar("T")
 
 recording: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler records now."""
 
 
-def begin_range(what: str, unit: str) -> Callable[[], object]:
-    """Begin the range "fullshard: <what> <unit>" in the profile that is recorded now; returns what ends it."""
-    entered = record_function(f"fullshard: {what} {unit or '(root)'}")
-    entered.__enter__()
-    return lambda: entered.__exit__(None, None, None)
+def in_range(what: str, unit: str, act: Callable[[], T]) -> T:
+    """What `act` returns, called in the range "fullshard: <what> <unit>" of the profile that is recorded now."""
+    with record_function(f"fullshard: {what} {unit or '(root)'}"):
+        return act()
