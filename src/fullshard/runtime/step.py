@@ -229,7 +229,7 @@ class Runner:
             unit.moving |= root.guide.enter(index)
         if root.ahead:
             root.ahead.pop(index, None)
-        if unit.moving or (unit.state is not SHARDED and unit.changed_since_gather()):
+        if unit.moving or (unit.state is not SHARDED and unit.version() != unit.gathered_version):
             unit.moving = True  # by the model's own code, since the pass began
             unit.reshard()
             unit.refresh()

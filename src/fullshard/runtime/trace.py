@@ -99,8 +99,10 @@ class Trace:
 
     def upcoming(self, depth: int) -> list[int]:
         """The up to `depth` units whose backward begins next."""
-        if depth == 1 and self.steps and self.steps[-1][1]:  # where no unit is inside of another
-            return [self.steps[-1][0].unit]
+        if depth == 1:  # the usual case
+            for period, begins in reversed(self.steps):
+                if begins:
+                    return [period.unit]
         found: list[int] = []
         for period, begins in reversed(self.steps) if depth > 0 else ():
             if begins:

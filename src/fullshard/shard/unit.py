@@ -136,8 +136,10 @@ class Unit:
         if plan.varying:
             nbytes += sum([full.passing_bytes for full in plan.varying])
         self.state, self._bytes = GATHERING, nbytes
-        version = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
-        self.gathered_version = self.version() if self.counting else version
+        if self.counting:
+            self.gathered_version = self.version()
+        else:
+            self.gathered_version = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
         ledger = self.ledger
         ledger.gathered = gathered = ledger.gathered + nbytes
         if gathered + ledger.reducing > ledger.peak:
