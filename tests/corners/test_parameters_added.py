@@ -6,6 +6,7 @@ that trains refuses them by name, before anything is changed, unless they are fr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -262,6 +263,28 @@ def test_what_is_sharded_and_added_is_one_of_the_roots_units(way: str, when: str
         train(model, 5)
     reduced = [event.unit for event in events if event.verb == "reduce"]
     assert len(reduced) == len(set(reduced)) == 4, reduced
+
+
+@three_ways
+@on_ranks
+def test_what_is_added_and_taken_away_again_and_again_leaves_nothing(way: str) -> None:
+    model, whole = sharded(NET, way), NET.make(torch.float64)
+    units, tensors = [], []
+    for number in range(8):
+        inner(model).extra, whole.extra = shard(linear(), way, named()), linear()
+        for _ in range(2):
+            model.zero_grad(), whole.zero_grad()
+            train_both(model, whole, number, f"with extra {number}")
+        model.zero_grad()
+        del inner(model).extra, whole.extra
+        gc.collect()
+        units.append(len(next(iter(runners_in(model))).root.units))
+        tensors.append(count_tensors())  # of all ranks' threads
+    assert set(units) == {4} and max(tensors[4:]) <= max(tensors[:4]), (units, tensors)
+
+
+def count_tensors() -> int:
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
 # A `Parameter` assigned to a module of a unit while a step is under way.

@@ -63,7 +63,7 @@ class Stale:
             unit = same[self._turn % len(same)]
             with torch.no_grad():
                 counts = unit.differs().long()
-                late.send(pad(counts, (0, self._most - counts.numel())), [member.name for member in unit.members])
+                late.send(pad(counts, (0, self._most - counts.numel())), _comparable(unit))
         return list(zip(changed, written, strict=True))
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -81,8 +81,13 @@ def _changed(unit: Unit) -> bool:
     return unit.changed_since_gather() or unit.touched.seen != unit.touched.count
 
 
+def _comparable(unit: Unit) -> list[str]:
+    """The names of its members; empty for those of a subclass, which may gather something else than its values."""
+    return [member.name if bucket.form.plain else "" for bucket in unit.buckets for member in bucket.members]
+
+
 def _refuse(counts: torch.Tensor, names: Sequence[str], rank: int) -> None:
-    wrong = [name for name, count in zip(names, counts.tolist(), strict=False) if count]  # the rest is padding
+    wrong = [name for name, count in zip(names, counts.tolist(), strict=False) if count and name]  # the rest is padding
     if wrong:
         raise UsageError(
             "Weights were changed in a way that cannot be seen, while their units stayed gathered: forwards since then "

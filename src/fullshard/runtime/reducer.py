@@ -97,6 +97,11 @@ class Reducer:
         self._unit_list = [one.unit for one in units]
         self._use = UseAgreement(self.comm, position)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no unit waits to be reduced."""
+        return not (self._owed or self._kept_apart or self.in_flight or self._replicating)
+
     def begin(self, rules: ReduceSettings) -> None:
         """A backward begins.
 

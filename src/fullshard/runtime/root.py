@@ -52,6 +52,10 @@ class Runnable(Reducible, Protocol):
     phase: Phase
     find_root: Callable[[Any], Root]
 
+    @property
+    def modules(self) -> list[Any]:
+        """The unit's modules that are alive."""
+
     def happens(self, event: Happening) -> None:
         """See `phases.py`."""
 
@@ -144,8 +148,18 @@ class Root:
         self.reducer.serve(units, self.position, self.guide.in_step)
 
     def take_in(self, added: list[Runnable]) -> None:
-        """Units that were sharded since, in the root's modules, are among its own from now on. Between its passes."""
+        """Units that were sharded since, in the root's modules, are among its own from now on. Between its passes.
+
+        Those whose modules are gone leave, once nothing refers to units by their numbers: no backward is to come.
+        """
         step = self.position.step
+        if not self.traces.some and self.reducer.is_idle:
+            for one in [one for one in self.units if not one.modules]:
+                one.happens(Happening.RESHARD)
+                one.root = None
+            self.units = [one for one in self.units if one.modules]
+            for index, one in enumerate(self.units):
+                one.index = index
         self.units = [*self.units, *added]
         self._list_units()
         self.position.step, self._lent = step, True

@@ -147,6 +147,11 @@ class Traces:
         self._recent: list[Trace] = []  # of passes since the last backward ended
         self._reached: list[Trace] = []  # of passes that the backward which runs now has come to
 
+    @property
+    def some(self) -> bool:
+        """Whether there are any."""
+        return bool(self._recent or self._reached)
+
     def begin(self, root: Callable[[], Any]) -> None:
         """A pass that builds a graph begins."""
         self.current = Trace(root, self.ahead)
