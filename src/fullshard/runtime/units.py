@@ -74,6 +74,8 @@ def find_root(top: Runner) -> Root:
         ConfigError: units reduce their gradients in different ways.
     """
     own = top.root if top.is_top else None
+    if own is not None and not any(one.root is None for module in top.modules for one in runners_in(module)):
+        return own
     below: dict[int, Any] = {id(runner): runner for runner in own.units} if own is not None else {}
     known = len(below)
     named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -90,8 +92,6 @@ def find_root(top: Runner) -> Root:
             named.setdefault(id(parameter), (clean_name(name), parameter))
     units: list[Any] = list(below.values())
     added = units[known:]
-    if not added and own is not None:
-        return own
     _check_reductions(top, units)
     _warn_of_settings_below(top, units)
     ignored = partial(left_alone, units)
