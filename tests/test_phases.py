@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import PhaseError
-from fullshard.runtime.phases import ACTS, REFUSED, Happening, Phase, impossible, row
-from fullshard.runtime.step import Runner
+from fullshard.runtime.phases import ACTS, REFUSED, Happening, Phase, row
+from fullshard.runtime.step import ROWS, Runner
 from fullshard.runtime.trace import Period, Trace
 
 H = Happening
@@ -109,8 +110,12 @@ def test_every_action_is_one_of_the_runners() -> None:
 
 
 def test_an_impossible_pair_names_the_unit() -> None:
-    error = impossible(Phase.FORWARD, Happening.RESHARD, "blocks.3")
-    assert isinstance(error, PhaseError) and "blocks.3" in str(error) and "FORWARD" in str(error)
+    refuse, following = ROWS[Phase.FORWARD][Happening.RESHARD]
+    runner = mock.Mock()
+    runner.unit.name = "blocks.3"
+    with pytest.raises(PhaseError, match=r"'blocks\.3' cannot serve reshard now[\s\S]*RESHARD while FORWARD"):
+        refuse(runner)
+    assert following is Phase.FORWARD
 
 
 # Traces.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -210,9 +211,23 @@ def hidden(path: str, tree: ast.Module, letters: dict[str, str]) -> Iterator[tup
             yield node.lineno, f"{node.name}: the tree of errors is in errors.py"
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warnings.warn"):
             text = node.args[0]
-            made = isinstance(text, ast.Call) and name_of(text.func) == "message"
+            made = isinstance(text, ast.Call) and name_of(text.func) in {"message", *worded()}
             if not made and (path, ast.unparse(text)) not in MADE_BEFORE:
                 yield node.lineno, 'a warning\'s text is made by errors.message(..., code="W...")'
+
+
+@functools.cache
+def worded() -> frozenset[str]:
+    """Functions of the packages' messages that return a warning's text."""
+    trees = [ast.parse(path.read_text()) for path in SOURCE.glob("**/messages.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return frozenset(
+        node.name
+        for node in functions
+        if isinstance(last := node.body[-1], ast.Return)
+        and isinstance(last.value, ast.Call)
+        and name_of(last.value.func) == "message"
+    )
 
 
 def plain_uses(tree: ast.Module) -> Iterator[ast.AST]:

@@ -17,9 +17,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..errors import PhaseError
 from ..forms import owner_of, successor_of
 from ..names import clean_name
+from .messages import added_parameters
 
 
 class _Registrations:
@@ -82,14 +82,7 @@ class Additions:
                 elif not torch.nn.parameter.is_lazy(parameter):
                     found.append(clean_name(name))
         if found:
-            raise PhaseError(
-                "Parameters were added to a sharded model, and no unit has them: ranks would train them apart.",
-                parameter=", ".join(found),
-                rank=self._rank,
-                remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
-                "freeze them, or name them in ignored_params, to leave them alone",
-                code="P031",
-            )
+            raise added_parameters(found, self._rank)
         self._seen = _Registrations.count
         self._frozen = frozen
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from ..errors import PhaseError
 from ..forms import NAME_KEY, PART_KEY, owner_of
 from ..shard import Unit
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import write_grad
+from .messages import attached_before_sharding, attached_to_several
 
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -49,21 +49,8 @@ def check_attached(parameter: torch.Tensor) -> None:
     """
     known, unit = parameter.__dict__, owner_of(parameter)
     if unit is None or not any(member.sharded is parameter for member in unit.members):
-        raise PhaseError(
-            "An optimizer was attached to a tensor over several parameters, to be stepped in backward.",
-            parameter=known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or None,
-            expected="optimizers attached to single parameters",
-            got=f"one attached to {known.get(PART_KEY)}",
-            remedy="wrap the model with use_orig_params=True, or attach them to model.parameters() of fully_shard",
-            code="P032",
-        )
+        name = known.get(NAME_KEY) or ", ".join(known.get("_fqns", ())) or None
+        raise attached_to_several(name, known.get(PART_KEY))
     for optimizer in attached_to(parameter):
         if not any(one is parameter for group in optimizer.param_groups for one in group["params"]):
-            raise PhaseError(
-                "An optimizer was attached to a parameter before sharding put another object in its place.",
-                parameter=known.get(NAME_KEY),
-                expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
-                got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
-                remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
-                code="P033",
-            )
+            raise attached_before_sharding(known.get(NAME_KEY), optimizer)

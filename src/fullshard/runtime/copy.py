@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import PhaseError
 from ..names import plain_class
 from ..shard import Unit, clone_unit, place_clone
+from .messages import copied_in_part, copied_while_it_runs, pickled
 from .step import FORWARD_METHODS_KEY, Runner, run_method
 from .units import RUNNER_KEY, runners_in, take_over_replaced
 
@@ -36,11 +37,7 @@ def deepcopy_module(module: Any, memo: dict[Any, Any]) -> Any:
         if root is not None:
             root.recover_if_broken()
             if root.pass_top is not None or root.in_backward:
-                raise PhaseError(
-                    f"{plain_class(module).__name__} was deep-copied while a forward or backward through it runs.",
-                    remedy="copy it between steps",
-                    code="P034",
-                )
+                raise copied_while_it_runs(plain_class(module).__name__)
     take_over_replaced(module)
     units = {id(one): clone_unit(one.unit, memo) for one in runners}
     memo[_COPYING] = True
@@ -61,15 +58,7 @@ def copy_module(module: Any) -> Any:
 
 def pickling_error(module: Any) -> PhaseError:
     """The error for pickling a sharded module, by `torch.save(model)` for instance."""
-    return PhaseError(
-        f"A sharded {plain_class(module).__name__} cannot be pickled: it holds process groups, and on each rank a part "
-        "of the weights.",
-        expected="a state dict, or a checkpoint",
-        got="torch.save(model), or pickle.dumps(model)",
-        remedy="fullshard.save(folder, model), on all ranks; or, for one file, call get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on the first",
-        code="P384",
-    )
+    return pickled(plain_class(module).__name__)
 
 
 def _copy_plain(module: nn.Module, memo: dict[Any, Any]) -> Any:
@@ -89,11 +78,7 @@ def _set_up(runners: Sequence[Runner], units: dict[int, Unit], memo: dict[Any, A
         modules = old.modules
         missing = [module for module in modules if id(module) not in memo]
         if missing:
-            raise PhaseError(
-                f"{plain_class(missing[0]).__name__} forms one unit with a module that was deep-copied without it.",
-                remedy="deep-copy a module that contains all modules of the unit",
-                code="P035",
-            )
+            raise copied_in_part(plain_class(missing[0]).__name__)
         unit = units[id(old)]
         below = {id(child): memo[id(child)] for module in modules for child in module.modules() if id(child) in memo}
         place_clone(unit, old.unit, below)

@@ -27,6 +27,7 @@ from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.versions import set_version
 from ..watcher import RANK
+from .messages import grad_of_sharded, input_never_ran, needs_what_was_freed
 from .root import all_roots
 
 _installed: list[Any] = []
@@ -94,12 +95,7 @@ def in_graph(inputs: Any) -> Any:
             found.append(tensor)
         for member in members:
             if member.unsharded is None:
-                raise PhaseError(
-                    "backward(inputs=...) names a parameter whose unit has not run yet.",
-                    parameter=member.name,
-                    remedy="name parameters that the loss depends on",
-                    code="P036",
-                )
+                raise input_never_ran(member.name)
             found.append(member.unsharded)
     return found
 
@@ -124,16 +120,7 @@ def freed_in_graph(error: BaseException, roots: Any) -> PhaseError | None:
     names = [m.name for m in members if id(m.unsharded) in reached]
     if not names:
         return None
-    return PhaseError(
-        "A backward needs a tensor that is gone: a parameter whose unit is freed, unless one of yours was changed in "
-        "place.",
-        parameter=", ".join(names) + " (those of its shape)",
-        expected="a loss that depends on what the units' forwards returned, or left on their modules as attributes",
-        got=f"a graph kept elsewhere, through a tensor of shape {shape}",
-        remedy="return from the forward what you differentiate, or make it an attribute of the module; "
-        "set_reshard_after_forward(False) keeps the unit gathered",
-        code="P037",
-    )
+    return needs_what_was_freed(names, shape)
 
 
 def _leaves_above(roots: Any) -> set[int]:
@@ -172,15 +159,7 @@ def asked_of_grad(outputs: Any, inputs: Any, found: Sequence[Any] | None) -> Pha
     names = [member.name for member in members if id(member.unsharded) in reached]
     if not names:
         return None
-    return PhaseError(
-        "torch.autograd.grad was asked for gradients of sharded parameters, which are no part of the graph: units "
-        "compute with what they gather.",
-        parameter=", ".join(names),
-        expected="loss.backward(), which leaves reduced gradients in .grad (inputs= chooses parameters)",
-        remedy="call loss.backward(inputs=parameters) and read .grad; for a penalty on weights compute it from "
-        "parameter.full_tensor() or the sharded parameters themselves",
-        code="P038",
-    )
+    return grad_of_sharded(names)
 
 
 _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..containers import Borrowed, leaves_in, map_tensors, tensors_in
-from ..errors import PhaseError
 from ..forms import NAME_KEY, PART_KEY, owner_of
 from ..shard import Unit
+from .messages import generator_calls_unit, object_holds_view
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, type),
@@ -68,14 +68,7 @@ def _run_later(generator: Generator[Any, Any, Any], unit: Unit) -> Generator[Any
 
 def _refuse_parts(module: nn.Module, args: Any) -> None:
     if (name := shown_part(module)) is not None:
-        raise PhaseError(
-            "A forward returned a generator, whose body calls a module of its unit: the unit is freed by then.",
-            parameter=name,
-            expected="a forward that computes before it returns",
-            got="this rank's part of the parameter",
-            remedy="return a list of the results, or shard the modules that the generator calls as units of their own",
-            code="P386",
-        )
+        raise generator_calls_unit(name)
 
 
 def shown_part(module: nn.Module) -> str | None:
@@ -94,13 +87,8 @@ def refuse_views(tensors: Sequence[torch.Tensor], unit: Unit) -> None:
     """
     for tensor in tensors:
         if unit.owns(tensor):
-            raise PhaseError(
-                "A forward returned an object that holds a view of a gathered parameter, which is about to be freed.",
-                parameter=", ".join(m.name for m in unit.members if m.shape == tuple(tensor.shape)) or unit.name,
-                rank=unit.rank,
-                remedy="return a copy (weight.clone()), or the view itself or in a list, tuple, dict or dataclass",
-                code="P039",
-            )
+            alike = [member.name for member in unit.members if member.shape == tuple(tensor.shape)]
+            raise object_holds_view(", ".join(alike) or unit.name, unit.rank)
 
 
 def tensors_behind(value: Any) -> tuple[list[torch.Tensor], bool]:

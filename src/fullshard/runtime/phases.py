@@ -31,8 +31,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ..errors import PhaseError
-
 
 class Phase(IntEnum):
     """See the module's docstring."""
@@ -141,29 +139,3 @@ REFUSED: dict[Phase, tuple[Happening, ...]] = {
 def row(phase: Phase, event: Happening) -> tuple[str, Phase] | None:
     """What is done, and the phase that follows; None if it is refused. What is listed nowhere changes nothing."""
     return None if event in REFUSED[phase] else ACTS[phase].get(event, ("", phase))
-
-
-def refused_transform(unit: str) -> PhaseError:
-    """The error for a forward under a transform of `torch.func`."""
-    return PhaseError(
-        f"The forward of unit {unit or '(root)'!r} was called under a transform of torch.func (vmap, grad, jacrev, "
-        "jvp, ...), which sees neither gathers nor reductions.",
-        expected="a forward and backward by plain autograd",
-        remedy="use torch.autograd.grad (create_graph=True for higher derivatives), torch.autograd.functional, or a "
-        "loop over the batch; or apply the transform to an unsharded copy of the model",
-        code="P040",
-    )
-
-
-def impossible(phase: Phase, event: Happening, unit: str) -> PhaseError:
-    """The error for what is refused."""
-    asked = event in (Happening.UNSHARD, Happening.RESHARD)
-    return PhaseError(
-        f"Unit {unit or '(root)'!r} cannot serve {event.name.lower()} now.",
-        expected="reshard() and unshard() between, before or after the unit's forward and backward"
-        if asked
-        else "another order of events; this is a bug in Fullshard",
-        got=f"{event.name} while {phase.name}",
-        remedy="call it when the unit's own forward or backward is over" if asked else None,
-        code="P041",
-    )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ..errors import PhaseError
 from ..shard import has_gradient
 from ..watcher import BACKWARD
+from .messages import (
+    added_to_older_gradients,
+    reduced_while_it_runs,
+    reduction_was_dropped,
+    replicas_would_differ,
+    reset_while_it_runs,
+)
 from .phases import Happening, Phase
 from .root import Root
 
@@ -29,12 +35,7 @@ class GradientReductionHandle:
         if root is None:
             return
         if root.finalizing is not self:
-            raise PhaseError(
-                "This gradient reduction was dropped before it was waited for.",
-                got="reset_iter_state(), or an exception in the reduction",
-                remedy="run the forwards and backwards of this step again",
-                code="P343",
-            )
+            raise reduction_was_dropped()
         _finish(root)
         self._root = None
 
@@ -48,12 +49,7 @@ def finalize(root: Root) -> GradientReductionHandle:
     """
     partly = [one.unit.name for one in root.units if one.settings.reduce.sync and not one.settings.reduce.all_reduce]
     if any(one.unit.name in partly and b.axes.replicate is not None for one in root.units for b in one.unit.buckets):
-        raise PhaseError(
-            "finalize_backward() cannot leave gradients that differ between replicas.",
-            expected="set_requires_all_reduce(True)",
-            got=f"False on {', '.join(repr(name or '(root)') for name in partly[:3])}",
-            code="P344",
-        )
+        raise replicas_would_differ(partly)
     _start(root)
     root.finalizing = handle = GradientReductionHandle(root)
     return handle
@@ -76,25 +72,14 @@ def reset_iteration(root: Root) -> None:
         PhaseError: within a forward or backward; or gradients were there before, to which those were added.
     """
     if root.pass_top is not None or root.in_backward:
-        raise PhaseError(
-            "reset_iter_state() was called while the model runs.",
-            remedy="let its forward or backward end, by an exception for instance, and call it then",
-            code="P416",
-        )
+        raise reset_while_it_runs()
     unfinalized, root.unfinalized = root.unfinalized, False
     root.recover()
     if not unfinalized:
         return
     units = [one.unit for one in root.units]
     if root.adds:
-        raise PhaseError(
-            "reset_iter_state() cannot take back gradients that were added to older ones.",
-            parameter=", ".join(member.name for unit in units for member in unit.members if has_gradient(member)),
-            expected="no .grad before the first backward of an iteration (zero_grad() after each step)",
-            got="gradients of this iteration in one .grad with those of iterations before",
-            remedy="zero_grad(), and repeat all iterations since the last step",
-            code="P417",
-        )
+        raise added_to_older_gradients([m.name for unit in units for m in unit.members if has_gradient(m)])
     for unit in units:
         for gradients in unit.gradients:
             for member in gradients.bucket.members:
@@ -104,11 +89,7 @@ def reset_iteration(root: Root) -> None:
 
 def _start(root: Root) -> None:
     if root.pass_top is not None or root.in_backward:
-        raise PhaseError(
-            "Kept gradients cannot be reduced while the model runs.",
-            remedy="let its forward and backward end first",
-            code="P042",
-        )
+        raise reduced_while_it_runs()
     root.recover_if_broken()
     root.refuse_while_finalizing()
     try:

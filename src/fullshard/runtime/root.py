@@ -13,7 +13,7 @@ import torch
 
 from ..agreement import Every, Guide, Position, Stale
 from ..comm import Comm, has_streams
-from ..errors import DivergenceError, PhaseError, UsageError
+from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..policies import Check, Unused
 from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, refuse_parked
@@ -22,6 +22,7 @@ from ..torch_private.local_tensor import plain_access
 from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
 from .additions import Additions
 from .attached import check_units as check_attached_units
+from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
 from .phases import Happening, Phase
 from .reducer import InFlight, Reducer, Reducible
 from .second_order import refuse_second_derivatives
@@ -202,20 +203,9 @@ class Root:
         """
         self.recover_if_broken()
         if self.top is one:
-            raise PhaseError(
-                f"Unit {name!r} was called by itself before the model that it is part of was called.",
-                expected="the first forward to be that of the whole model, the outermost module that was sharded",
-                got=f"a forward of {name!r}, which made it a model of its own",
-                remedy="call the whole model once before you call its parts (under torch.no_grad() will do); now the "
-                "model has to be built and sharded anew",
-                code="P043",
-            )
+            raise called_by_itself(name)
         if self.pass_top is not None or self.backward is not None:
-            raise PhaseError(
-                f"Unit {name!r} is part of two roots, and the other one's forward or backward is running.",
-                remedy="let each root's forward and backward end before the other's begin",
-                code="P044",
-            )
+            raise other_root_runs(name)
         one.happens(Happening.RESHARD)
         held = sum(gradients.live_bytes for gradients in one.unit.gradients)  # accumulated without sync
         self.ledger.reducing -= held
@@ -341,11 +331,7 @@ class Root:
             self.unfinalized = True
             self.adds = any([has_gradient(member) for one in self.units for member in one.unit.members])
         if True in map(_SUMMONED, self._unit_list):
-            raise UsageError(
-                "backward() was called inside summon_full_params() of the same model",
-                remedy="call it before the context or after it: what that shows are copies, which get no gradients",
-                code="P045",
-            )
+            raise backward_while_summoned()
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
@@ -492,12 +478,7 @@ class Root:
             PhaseError: names what to call.
         """
         if self.reducer.in_flight.finalizing is not None:
-            raise PhaseError(
-                "A gradient reduction of finalize_backward(async_op=True) was not waited for.",
-                expected="handle.wait() before the next forward, backward or finalize_backward of the model, or of one "
-                "that shares its communication context",
-                code="P345",
-            )
+            raise not_waited_for()
 
     def recover(self) -> None:
         """Bring every unit back to where a step begins, after an exception broke one off.

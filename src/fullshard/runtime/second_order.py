@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import PhaseError
 from ..shard import Unit
+from .messages import second_order
 
 
 class _Reduced(torch.autograd.Function):
@@ -25,16 +25,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise PhaseError(
-            "A loss was computed from .grad of a sharded parameter after backward(create_graph=True): the reduced "
-            "gradient is no part of the graph, and the second-order term would be missing.",
-            parameter=ctx.name,
-            expected="a loss that depends on gradients with respect to inputs or activations, or takes .grad as a "
-            "constant (.grad.detach())",
-            remedy="for a penalty on weights' gradients take finite differences of two backwards, or compute it in a "
-            "unit that is not sharded",
-            code="P320",
-        )
+        raise second_order(ctx.name)
 
 
 def refuse_second_derivatives(units: Iterable[Unit]) -> None:

@@ -19,15 +19,15 @@ from torch import nn
 
 from ..agreement import arrive
 from ..containers import borrowed_from, cast_floating
-from ..errors import PhaseError, message
 from ..shard import State, Unit, refuse_meta, refuse_parked, settle
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.transforms import current_transform
 from ..watcher import GATHER, RANK, REGATHER
 from .call import Call, Forward
 from .hints import add_hint
+from .messages import impossible, prefetches_another_model, refused_transform, root_is_gone
 from .outputs import FirstGradient, Leftovers, detached_from_unit, refuse_views
-from .phases import Happening, Phase, impossible, refused_transform, row
+from .phases import Happening, Phase, row
 from .root import Root
 from .settings import UnitSettings
 from .trace import Period
@@ -331,12 +331,7 @@ class Runner:
             root = trace.root()
             root = root.reclaimed(self) if root is not None else None
         if root is None:
-            raise PhaseError(
-                "A backward reached a unit whose root is gone.",
-                parameter=", ".join(member.name for member in self.unit.members),
-                remedy="keep the root module until the backwards of its forwards are done",
-                code="P046",
-            )
+            raise root_is_gone([member.name for member in self.unit.members])
         if root.backward is None or root.backward.alive() is None:
             root.begin_backward()
         if call.version != self.unit.version():
@@ -382,18 +377,9 @@ class Runner:
         """Indices of the units that the user chose to prefetch; those of other models are left out, with a warning."""
         own = tuple([runner for runner in chosen if runner.root is self.root])
         if len(own) < len(chosen):
-            foreign = [runner.unit.name or "(root)" for runner in chosen if runner.root is not self.root]
+            foreign = [runner.unit.name for runner in chosen if runner.root is not self.root]
             self.set(**{f"prefetch_{setting}": own})
-            warnings.warn(
-                message(
-                    f"Unit {self.unit.name or '(root)'!r} is to prefetch units of another model, which is not done: "
-                    f"{', '.join(map(repr, foreign))}.",
-                    expected="units below the same root module",
-                    remedy="call unshard(async_op=True) on that unit before its model runs",
-                    code="W300",
-                ),
-                stacklevel=2,
-            )
+            warnings.warn(prefetches_another_model(self.unit.name, foreign), stacklevel=2)
         return tuple([runner.index for runner in own])
 
     def _gather_and_show(self, wish: int) -> None:
@@ -592,7 +578,7 @@ def _row(phase: Phase, event: Happening) -> tuple[Callable[[Runner], object] | N
         return (getattr(Runner, found[0]) if found[0] else None), found[1]
 
     def refuse(runner: Runner) -> None:
-        raise impossible(phase, event, runner.unit.name)
+        raise impossible(phase.name, event.name, runner.unit.name, asked=event in (H.UNSHARD, H.RESHARD))
 
     return refuse, phase
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..agreement import Line, check_same_model, check_same_weights, meet
-from ..errors import ConfigError, message
 from ..mesh import Axis
 from ..names import clean_name, clean_path
 from ..shard import Unit, check_ties, refuse_meta
 from .additions import Additions
+from .messages import setting_below_the_root, several_reductions, tokens_of_fewer_ranks
 from .outputs import Leftovers
 from .root import Root, all_roots
 from .step import Runner
@@ -179,25 +179,12 @@ def _check_reductions(top: Runner, units: Iterable[Runner]) -> None:
     for runner in units:
         names.setdefault(runner.settings.reduce.reduction, []).append(runner.unit.name or "(root)")
     if len(names) > 1:
-        raise ConfigError(
-            "Units of one model have different settings of reduction=.",
-            expected="the same for all of them",
-            got="; ".join(f"{kind!r} of {', '.join(map(repr, some[:3]))}" for kind, some in names.items()),
-            remedy="give every call of fully_shard or FullyShardedDataParallel the same reduction=, or use "
-            "auto_wrap_policy=",
-            code="C165",
-        )
+        raise several_reductions(names)
 
     for runner in units if "tokens" in names else ():
         for bucket in runner.unit.buckets:
             if bucket.axes.world > mesh.world:
-                raise ConfigError(
-                    "Tokens are counted over the root's mesh, and a unit's gradients are summed over more ranks.",
-                    expected=f"meshes of at most {mesh.world} ranks, as the root's",
-                    got=f"unit {runner.unit.name!r} on {bucket.axes.world} ranks",
-                    remedy="give the root the mesh of all ranks that hold data",
-                    code="C166",
-                )
+                raise tokens_of_fewer_ranks(runner.unit.name, bucket.axes.world, mesh.world)
 
 
 def _warn_of_settings_below(top: Runner, units: Iterable[Runner]) -> None:
@@ -205,19 +192,9 @@ def _warn_of_settings_below(top: Runner, units: Iterable[Runner]) -> None:
     own = {"check": top.settings.check, "unused": top.settings.unused}
     for setting, default in (("check", "first"), ("unused", "error")):
         other = {one.unit.name: value for one in units if (value := getattr(one.settings, setting)) != own[setting]}
-        asked = [f"{value!r} of {name!r}" for name, value in other.items() if value != default]
+        asked = {name: value for name, value in other.items() if value != default}
         if asked:
-            warnings.warn(
-                message(
-                    f"{setting}= of units below the root counts for nothing: the root's does.",
-                    expected=f"{setting}= in the call for the whole model",
-                    got=f"{own[setting]!r} of the root; " + ", ".join(asked[:3]) + (", ..." if asked[3:] else ""),
-                    remedy=f"give {setting}={next(v for v in other.values() if v != default)!r} to the last call, "
-                    "fully_shard(model), or to the outermost FullyShardedDataParallel",
-                    code="W033",
-                ),
-                stacklevel=2,
-            )
+            warnings.warn(setting_below_the_root(setting, own[setting], asked), stacklevel=2)
 
 
 def _dissolve(ref: weakref.ref[Root]) -> None:

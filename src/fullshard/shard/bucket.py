@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import Comm, Gathers, apart_of, turns_on
 from ..dtypes import fingerprint
-from ..errors import ConfigError
 from ..forms import (
     OWNER_KEY,
     Draft,
@@ -38,6 +37,7 @@ from ..layout import Layout, ParameterSpec, Part
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import plain_access, read_requires_grad
 from ..watcher import RANK
+from .messages import partly_on_meta, several_dtypes
 from .offload import Home
 
 
@@ -317,14 +317,10 @@ class Bucket:
         found = self.form.adopt(self.members)
         meta = [m.name for m, local in zip(self.members, found, strict=True) if local.is_meta]
         if meta and len(meta) < len(found):
-            raise ConfigError(
-                "Some parameters of a unit are on the meta device and others are not.",
-                parameter=", ".join(meta),
-                remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
-                code="C167",
-            )
+            raise partly_on_meta(meta)
         if len({local.dtype for local in found}) > 1:
-            raise _several_dtypes(self.members, found, self.axes.global_rank)
+            dtypes = [str(local.dtype).removeprefix("torch.") for local in found]
+            raise several_dtypes([*zip([m.name for m in self.members], dtypes, strict=True)], self.axes.global_rank)
         alike = False
         if not self.form.plain:
             self.rehome(found[0])
@@ -412,19 +408,3 @@ class Bucket:
 
 def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
     return buffer.as_strided(part.shape, part.stride, buffer.storage_offset() + part.offset)
-
-
-def _several_dtypes(members: Sequence[Member], found: Sequence[torch.Tensor], rank: int) -> ConfigError:
-    """The error for a cast of some of a bucket's parameters: the dtype of each is the same on every rank."""
-    names: dict[str, list[str]] = {}
-    for member, local in zip(members, found, strict=True):
-        names.setdefault(str(local.dtype).removeprefix("torch."), []).append(member.name)
-    return ConfigError(
-        "Some parameters of a unit, which lie in one buffer, were cast to another dtype, and others were not.",
-        parameter=", ".join(m.name for m, local in zip(members, found, strict=True) if local.dtype != found[0].dtype),
-        rank=rank,
-        expected="one dtype",
-        got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
-        remedy="cast the whole unit; or cast a part of it before the model is sharded, or make it a unit of its own",
-        code="C168",
-    )

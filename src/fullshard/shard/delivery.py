@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ..containers import NONES, drain
-from ..errors import ConfigError, message
 from ..forms import NAME_KEY, Member
 from ..torch_private.local_tensor import inside, plain_access, read_grad, write_grad
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .hooks import hooked_flat, hooked_member, sees_gradients
+from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
 
 _ALL = -1
@@ -406,15 +406,7 @@ class Delivery:
             member = self.bucket.members[index]
             grad = read_grad(member.sharded)
             if grad is not None and member.part.numel and not self._shares(view, index, grad):
-                raise ConfigError(
-                    "Both a parameter and the optimizer view over it were given a gradient.",
-                    parameter=member.name,
-                    rank=self.bucket.axes.global_rank,
-                    expected="one of them: they share their .grad",
-                    got="two different tensors since the last step or backward",
-                    remedy="assign to the parameter's .grad or to the view's, or add one to the other",
-                    code="C415",
-                )
+                raise two_gradients(member.name, self.bucket.axes.global_rank)
         for index in view.members:
             member = self.bucket.members[index]
             part = member.part
@@ -497,14 +489,8 @@ class Delivery:
             shard = self.bucket.shard
             if tensor.data_ptr() != shard.data_ptr() + view.offset * shard.element_size() and view.length:
                 if tuple(tensor.shape) != (view.length,):
-                    raise ConfigError(
-                        "The .data of an optimizer view was set to a tensor of another shape.",
-                        parameter=tensor.__dict__.get(NAME_KEY, "?"),
-                        expected=f"shape {(view.length,)}",
-                        got=f"shape {tuple(tensor.shape)}",
-                        remedy="assign a result of the view (p.data = p.data * 2)",
-                        code="C380",
-                    )
+                    name = tensor.__dict__.get(NAME_KEY, "?")
+                    raise view_of_another_shape(name, (view.length,), tuple(tensor.shape))
                 replaced.append((view.offset, tensor))
         return replaced
 
@@ -520,16 +506,6 @@ class Delivery:
             for index in view.members:
                 member: Any = self.bucket.members[index]
                 if not current.shown[index] and member.part.numel:
-                    warnings.warn(
-                        message(
-                            "A parameter got no gradient in this step, but others in its optimizer view did: to the "
-                            "optimizer it is zero, so that weight decay and momentum still move the parameter.",
-                            parameter=member.name,
-                            remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
-                            "optimizer model.parameters(); said once per unit",
-                            code="W011",
-                        ),
-                        stacklevel=2,
-                    )
+                    warnings.warn(zero_in_a_view(member.name), stacklevel=2)
                     return True
         return False

@@ -22,7 +22,6 @@ import torch
 
 from ..comm import Comm, Pending
 from ..containers import NONES, drain
-from ..errors import PhaseError
 from ..events import Ledger
 from ..forms import Member
 from ..torch_private.local_tensor import read_grad, write_grad
@@ -30,6 +29,7 @@ from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
 from .hooks import sees_gradients
+from .messages import collected_while_reduced, not_reduced_yet
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, Rules, Total, scaling_of
 
@@ -115,9 +115,7 @@ class Gradients:
             ledger.reducing -= live - self.live_bytes
         first = self.state is NONE
         if not first and self.state is not PENDING:
-            raise PhaseError(
-                "gradients were collected while their bucket is being reduced; this is a bug in Fullshard", code="P048"
-            )
+            raise collected_while_reduced()
         if buffer is None or buffer.tensor.dtype != self.reduce_dtype:
             buffer = self.buffer = ReduceBuffer(bucket, self.reduce_dtype)
         bucket.turns.take()
@@ -386,11 +384,5 @@ def refuse_unreduced(unit: str, gradients: Sequence[Gradients], what: str, do: s
     """
     for one in gradients:
         if one.state is not NONE or one.partial is not None or one.waiting():
-            raise PhaseError(
-                f"Unit {unit or '(root)'!r} cannot be {what} now: it holds gradients not yet reduced.",
-                parameter=", ".join(member.name for member in one.bucket.members),
-                rank=one.bucket.axes.global_rank,
-                remedy=f"{do} after the backward that reduces them (set_requires_gradient_sync(True)), "
-                "or after optimizer.zero_grad() and before the next backward",
-                code="P049",
-            )
+            bucket = one.bucket
+            raise not_reduced_yet(unit, [member.name for member in bucket.members], bucket.axes.global_rank, what, do)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
 from ..forms import Form, Member
 from ..torch_private.attached_optimizers import KEY as ATTACHED_OPTIMIZERS
 from ..torch_private.local_tensor import read_hooks, read_post_hooks
+from .messages import not_a_gradient
 
 _attributes, _ATTACHED = attrgetter("__dict__"), repeat(ATTACHED_OPTIMIZERS)
 
@@ -78,15 +78,8 @@ def _checked(found: Any, grad: torch.Tensor, name: str, rank: int) -> torch.Tens
     """
     split = isinstance(found, type(grad)) or (isinstance(grad, DTensor) and isinstance(found, DTensor))
     if not split or found.shape != grad.shape:
-        raise ConfigError(
-            "A hook on a sharded parameter gave something else than a gradient of it.",
-            parameter=name,
-            rank=rank,
-            expected=f"None, or {type(grad).__name__} of shape {tuple(grad.shape)}, as the gradient that it was given",
-            got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-            remedy="compute what is returned from the gradient that the hook is given (torch.zeros_like(grad))",
-            code="C178",
-        )
+        kinds = [f"{type(each).__name__} of shape {tuple(getattr(each, 'shape', ()))}" for each in (grad, found)]
+        raise not_a_gradient(name, rank, *kinds)
     if isinstance(grad, DTensor) and found.placements != grad.placements:
         found = found.redistribute(placements=grad.placements)
     checked: torch.Tensor = found

@@ -16,12 +16,12 @@ import torch
 from ..comm import Comm, reduction_of
 from ..containers import NONES
 from ..dtypes import as_real
-from ..errors import PhaseError
 from ..forms import Member, Scratch
 from ..layout import Piece, columns_of
 from ..mesh import Axis
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
+from .messages import not_dense
 from .scaling import MEAN, Rules
 
 _FORM = attrgetter("layout", "dtype")
@@ -135,7 +135,7 @@ class ReduceBuffer(Scratch):
             if member.split is not None:
                 grad = member.split.local_gradient(grad, self.tensor.dtype)
             if grad.layout is not torch.strided:
-                raise _not_dense(member)
+                raise not_dense(member.name)
             parts = [grad] if place.whole else _cut(grad, member, place.pieces)
             for to, come, alike in zip(place.targets, parts, place.alike, strict=True):
                 pairs[0 if alike else 2].append(to)
@@ -206,18 +206,6 @@ def _cut(grad: torch.Tensor, member: Member, pieces: Sequence[Piece]) -> list[to
         grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
     at = grad.storage_offset()
     return [grad.as_strided(p.sizes, p.parameter_strides, at + p.parameter_offset) for p in pieces]
-
-
-def _not_dense(member: Member) -> PhaseError:
-    return PhaseError(
-        "A parameter has a sparse gradient, which cannot be reduced into shards.",
-        parameter=member.name,
-        expected="a dense gradient",
-        got="a sparse one",
-        remedy="build the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or put the parameter in "
-        "ignored_params and reduce its gradient yourself",
-        code="P052",
-    )
 
 
 class PlannedReduction:

@@ -29,6 +29,14 @@ from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
+from .messages import (
+    already_sharded,
+    assigned_in_forward,
+    lacks_parameter,
+    no_gather,
+    not_sharded,
+    written_while_gathered,
+)
 from .showing import Showing
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -121,7 +129,7 @@ class Unit:
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
         if self.state is not SHARDED:
-            raise PhaseError(f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered", code="P054")
+            raise not_sharded(self.name, self.state.value)
         plan = self.plan
         try:
             if plan is None or plan.comm is not comm or apart:
@@ -187,7 +195,7 @@ class Unit:
             keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
         """
         if self.state is not GATHERING:
-            raise PhaseError(f"unit {self.name!r} is {self.state.value}; there is no gather to wait for", code="P055")
+            raise no_gather(self.name, self.state.value)
         plan, pending = self._gathered, self._pending
         try:
             self._pending = None
@@ -225,7 +233,7 @@ class Unit:
     def free(self, failed: bool = False) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight. `failed`: it could not be."""
         if self.state is SHARDED and not failed:
-            raise PhaseError(f"unit {self.name!r} is already sharded; there is nothing to free", code="P056")
+            raise already_sharded(self.name)
         plan, pending = self._gathered, self._pending
         try:
             if pending is not None:
@@ -296,29 +304,11 @@ class Unit:
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
         """The error for a forward that wrote to its own parameters."""
-        return PhaseError(
-            "A gathered parameter was written to: a copy, which ranks would keep or lose apart.",
-            parameter=", ".join(dict.fromkeys(member.name for member in members)),
-            rank=self.rank,
-            expected="parameters that change between steps only",
-            got="a change in place, or of .data, while it was gathered",
-            remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a changed "
-            "copy; Embedding(max_norm=) renormalises rows in its forward: leave it out, or put the weight in "
-            "ignored_params",
-            code="P057",
-        )
+        return written_while_gathered([member.name for member in members], self.rank)
 
     def assigned_error(self, member: Member) -> PhaseError:
         """The error for a Parameter that was assigned to a module while forwards run."""
-        return PhaseError(
-            "A parameter was assigned to a module of a sharded model inside a forward: ranks would train it apart.",
-            parameter=member.name,
-            rank=self.rank,
-            expected="parameters that are assigned between steps",
-            got=f"another object in its place, in or before the forward of unit {self.name or '(root)'!r}",
-            remedy="assign it between steps, or change values in place then (copy_)",
-            code="P058",
-        )
+        return assigned_in_forward(member.name, self.rank, self.name)
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
@@ -474,7 +464,7 @@ class Unit:
                     self.settle_dtypes()
                     self.drop_plans()
                     return list(member.places), whole
-        raise PhaseError(f"unit {self.name!r} lacks what it should give up; this is a bug in Fullshard", code="P059")
+        raise lacks_parameter(self.name)
 
     def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""
