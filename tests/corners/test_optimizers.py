@@ -191,3 +191,52 @@ def test_an_optimizer_built_between_unshard_and_reshard_is_refused(way: str) -> 
     model[0].reshard()
     with pytest.raises(fullshard.ConfigError, match=r"(?s)while a unit was gathered.*0\.weight"):
         take_steps(model, optimizer, [1])
+
+
+# Units of several layouts in one optimizer: DTensors, and others.
+
+TORCHS = {
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "AdamW amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True, amsgrad=True),
+    "SGD foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "RAdam foreach": lambda parameters: torch.optim.RAdam(parameters, lr=0.1, weight_decay=0.1, foreach=True),
+    "Adagrad foreach": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, foreach=True),
+}
+
+
+MIXED = [
+    *[("flat", "rows", name) for name in TORCHS],
+    *[
+        ("rows", "flat", name) for name in TORCHS if "fused" in name
+    ],  # others hand torch lists that begin with a DTensor
+]
+
+
+@pytest.mark.parametrize(("first", "last", "name"), MIXED)
+@on_ranks
+def test_units_of_several_layouts_in_one_optimizer(first: str, last: str, name: str) -> list[str]:
+    model, whole = network(), network()
+    for layer, layout in zip((model[0], model[2]), (first, last), strict=True):
+        fullshard.fully_shard(layer, layout=layout)
+    fullshard.fully_shard(model)
+    optimizer = TORCHS[name](model.parameters())
+    take_steps(model, optimizer, range(3))
+    take_steps(whole, TORCHS[name](whole.parameters()), range(3), all_ranks=True)
+    return compare_tensors("parameter", whole_state(model), whole_state(whole), 1e-5)
+
+
+@pytest.mark.parametrize(("first", "last"), [("rows", "flat"), ("flat", "rows")])
+@on_ranks
+def test_parameters_of_several_layouts_in_one_list(first: str, last: str) -> list[str]:
+    model, whole = network(), network()
+    for layer, layout in zip((model[0], model[2]), (first, last), strict=True):
+        fullshard.fully_shard(layer, layout=layout)
+    fullshard.fully_shard(model)
+    for each in (model, whole):
+        parameters = list(each.parameters())
+        with torch.no_grad():
+            torch._foreach_mul_(parameters, [2.0, 3.0, 4.0, 5.0])
+            torch._foreach_add_(parameters, torch._foreach_mul(parameters, 0.5))
+            torch._foreach_abs_(parameters)
+    return compare_tensors("parameter", whole_state(model), whole_state(whole), 1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from machine import Training
 from random_blocks import BlockPlan, ModelPlan
 from random_ways import Way
@@ -137,7 +138,15 @@ def what_was_added_later_beside_a_block_that_some_ranks_leave_out(state: Trainin
         state.zero()
 
 
+def units_of_several_layouts_are_changed_by_one_call_of_foreach(state: Training) -> None:
+    """DTensors, and others: torch refuses lists of both."""
+    state.start(ModelPlan((BlockPlan(), BlockPlan(), BlockPlan())), Way("blocks", units=12, reduce=torch.bfloat16), 3)
+    state.change("foreach", 0.9)
+    state.step(2)
+
+
 CASES = [
+    units_of_several_layouts_are_changed_by_one_call_of_foreach,
     what_was_added_later_beside_a_block_that_some_ranks_leave_out,
     a_pass_that_could_not_begin_has_not_begun,
     what_is_kept_for_a_backward_goes_on_ranks_that_do_not_run_the_block,

@@ -137,7 +137,11 @@ class RowShard(DTensor):
         try:
             result = plain_call(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error) or name_of(args) is None:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            if _is_of_both_kinds(func, args):  # units of several layouts in one optimizer
+                return _apart(func, args, kwargs or {})
+            if name_of(args) is None:
                 raise
             if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
                 raise part_error(name_of(args)) from None
@@ -153,6 +157,29 @@ class RowShard(DTensor):
                 if func in _VIEWS and type(args[0]) is RowShard:  # the unit's memory: changes in place are noted
                     mark_view(result, args[0])
         return result
+
+
+def _is_of_both_kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether this works on each tensor of a list by itself (foreach, fused optimizers): DTensors, and others."""
+    if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
+        return False
+    return isinstance(args[0], (list, tuple)) and len({isinstance(each, DTensor) for each in args[0]}) == 2
+
+
+def _apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Run `func` of lists on the DTensors, and on the others, by themselves."""
+    count = len(args[0])
+    results: dict[int, Any] = {}
+
+    def chosen(value: Any, indices: Sequence[int]) -> Any:
+        return [value[i] for i in indices] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for kind in (True, False):
+        indices = [i for i, each in enumerate(args[0]) if isinstance(each, DTensor) is kind]
+        given = {name: chosen(value, indices) for name, value in kwargs.items()}
+        found = func(*[chosen(value, indices) for value in args], **given)
+        results |= dict(zip(indices, found, strict=True)) if found is not None else {}
+    return [results[i] for i in range(count)] if results else None
 
 
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:
