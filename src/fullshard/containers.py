@@ -27,6 +27,33 @@ NONES = repeat(None)
 """As many as are wanted: `map(is_, values, NONES)`."""
 
 
+def call_apart(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[bool]
+) -> list[Any] | None:
+    """Call a function that works on each place of its lists by itself, once for the places of each kind.
+
+    Args:
+        func: given lists it returns a list of as many results, or None.
+        args, kwargs: lists with a place for each of `kinds`; others are given as they are.
+        kinds: by place, which of two kinds it is of.
+
+    Returns:
+        Results, by place; None if there are none.
+    """
+    results: dict[int, Any] = {}
+
+    def chosen(value: Any, places: Sequence[int]) -> Any:
+        return [value[at] for at in places] if isinstance(value, (list, tuple)) and len(value) == len(kinds) else value
+
+    for kind in set(kinds):
+        places = [at for at, each in enumerate(kinds) if each is kind]
+        given = {name: chosen(value, places) for name, value in kwargs.items()}
+        some = func(*[chosen(value, places) for value in args], **given)
+        if some is not None:
+            results.update(zip(places, some, strict=True))
+    return [results[at] for at in range(len(kinds))] if results else None
+
+
 def leaves_in(value: Any) -> Iterator[Any]:
     """Whatever in `value` is not a container, in order of appearance: tensors, and objects of other types."""
     items = _items(value)

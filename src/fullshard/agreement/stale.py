@@ -36,7 +36,7 @@ class Stale:
         self._most = max([len(unit.members) for unit in units], default=0)
         self._turn = 0  # of the unit whose values are compared next
 
-    def of(self, units: Sequence[Unit]) -> list[tuple[bool, list[Member]]]:
+    def changes(self, units: Sequence[Unit]) -> list[tuple[bool, list[Member]]]:
         """For each of these gathered units, whether it changed, and what was written to while gathered. Collective.
 
         Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..comm import reduce_value, values_of_all
+from ..containers import call_apart
 from ..errors import CheckpointError, PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
@@ -221,27 +222,20 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _elementwise_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on the runs; and by itself on what else is in the lists: units of other layouts have DTensors."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and any(map(_is_flat, a))]
     runs = [_first_run(column) for column in zip(*lists, strict=False)]
-    results: dict[int, Any] = {}
 
-    def chosen(value: Any, indices: Sequence[int]) -> Any:
-        if not isinstance(value, (list, tuple)) or len(value) != len(runs):
+    def local_list(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
             return value
-        return [value[i] if runs[i] is None else _local(value[i], runs[i], func) for i in indices]
+        return [_local(v, runs[i], func) if i < len(runs) and runs[i] else v for i, v in enumerate(value)]
 
-    for flat in (True, False):
-        indices = [i for i, run in enumerate(runs) if (run is not None) is flat]
-        if indices:
-            given = {name: chosen(value, indices) for name, value in kwargs.items()}
-            outputs = func(*[chosen(value, indices) for value in args], **given)
-            results |= dict(zip(indices, outputs, strict=True)) if outputs is not None else {}
-    return [_as_flat(results[i], run) for i, run in enumerate(runs)] if results else None
-
-
-def _as_flat(output: Any, run: Run | None) -> Any:
-    return output if run is None else FlatShard(output, run)
+    # Units of other layouts have DTensors, which torch computes by themselves only.
+    flat = [run is not None for run in runs]
+    outputs = call_apart(func, [*map(local_list, args)], {k: local_list(v) for k, v in kwargs.items()}, flat)
+    if outputs is None:
+        return None
+    return [FlatShard(out, run) if run is not None else out for out, run in zip(outputs, runs, strict=True)]
 
 
 def _is_flat(value: Any) -> bool:

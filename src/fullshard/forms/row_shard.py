@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..comm import can_open, values_of_all
+from ..containers import call_apart
 from ..dtypes import KNOWN
 from ..errors import ConfigError, PhaseError, message
 from ..mesh import backend_of
@@ -139,8 +140,8 @@ class RowShard(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            if _is_of_both_kinds(func, args):  # units of several layouts in one optimizer
-                return _apart(func, args, kwargs or {})
+            if len(set(kinds := _kinds(func, args))) == 2:  # units of several layouts
+                return call_apart(func, args, kwargs or {}, kinds)
             if name_of(args) is None:
                 raise
             if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
@@ -159,27 +160,11 @@ class RowShard(DTensor):
         return result
 
 
-def _is_of_both_kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether this works on each tensor of a list by itself (foreach, fused optimizers): DTensors, and others."""
+def _kinds(func: Callable[..., Any], args: tuple[Any, ...]) -> list[bool]:
+    """Which of the tensors are DTensors that `func` works on one by one, in a list (foreach, fused optimizers)."""
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_")) or not args:
-        return False
-    return isinstance(args[0], (list, tuple)) and len({isinstance(each, DTensor) for each in args[0]}) == 2
-
-
-def _apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Run `func` of lists on the DTensors, and on the others, by themselves."""
-    count = len(args[0])
-    results: dict[int, Any] = {}
-
-    def chosen(value: Any, indices: Sequence[int]) -> Any:
-        return [value[i] for i in indices] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-    for kind in (True, False):
-        indices = [i for i, each in enumerate(args[0]) if isinstance(each, DTensor) is kind]
-        given = {name: chosen(value, indices) for name, value in kwargs.items()}
-        found = func(*[chosen(value, indices) for value in args], **given)
-        results |= dict(zip(indices, found, strict=True)) if found is not None else {}
-    return [results[i] for i in range(count)] if results else None
+        return []
+    return [isinstance(each, DTensor) for each in args[0]] if isinstance(args[0], (list, tuple)) else []
 
 
 def as_row_shard(tensor: torch.Tensor) -> torch.Tensor:

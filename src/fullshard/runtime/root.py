@@ -15,7 +15,6 @@ from ..agreement import Every, Guide, Position, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
-from ..policies import Check, Unused
 from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access
@@ -24,7 +23,7 @@ from .additions import Additions
 from .attached import check_units as check_attached_units
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
 from .phases import Happening, Phase
-from .reducer import InFlight, Reducer, Reducible
+from .reducer import Reducer, Reducible
 from .second_order import refuse_second_derivatives
 from .trace import Period, Step, Traces
 
@@ -92,9 +91,6 @@ class Root:
         units: all units under it, `top` included, in module order.
         comm: collectives that compare ranks; units bring their own.
         additions: finds parameters that were added to the root's modules since.
-        in_flight: reductions, if several roots share them.
-        check: when ranks compare what they run.
-        unused: what becomes of units that only some run.
 
     Attributes:
         pass_top: whose forward began the pass that runs now.
@@ -116,9 +112,6 @@ class Root:
         units: list[Runnable],
         comm: Comm,
         additions: Additions,
-        in_flight: InFlight | None = None,
-        check: Check = "first",
-        unused: Unused = "error",
     ) -> None:
         self.top, self.units, self.comm, self.additions = top, units, comm, additions
         self.ledger = Ledger()
@@ -127,8 +120,7 @@ class Root:
         self.traces = Traces()
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None
-        self.reducer = Reducer(comm, in_flight)
-        self._check, self._unused = check, unused
+        self.reducer = Reducer(comm, top.settings.in_flight)
         self._list_units()
         self._thread = get_ident()  # of the last forward
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
@@ -139,22 +131,24 @@ class Root:
         ROOTS[id(self)] = self
 
     def _list_units(self) -> None:
-        """Begin to know nothing of how these units run."""
-        units, names, every = self.units, [one.unit.name for one in self.units], self._check == "every"
+        """Make what goes by the list of units: nothing is known of how they run."""
+        units, names, settings = self.units, [one.unit.name for one in self.units], self.top.settings
+        check, unused = settings.check, settings.unused
+        every = check == "every"
         self._unit_list = [one.unit for one in units]
-        self.position = (Every if every else Position)(units, names, self.comm, self._check, self._unused)
+        self.position = (Every if every else Position)(units, names, self.comm, check, unused)
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
-        self.guide = Guide(self._unit_list, names, self.comm, self._unused, every, over, part)
+        self.guide = Guide(self._unit_list, names, self.comm, unused, every, over, part)
         self.stale = Stale(self._unit_list, self.comm)
         self.reducer.serve(units, self.position, self.guide.in_step)
 
     def take_in(self, added: list[Runnable]) -> None:
-        """Units that were sharded since, in the root's modules, are among its own from now on. Between its passes.
+        """Make units its own that were sharded below it since. Between passes.
 
-        Those whose modules are gone leave, once nothing refers to units by their numbers: no backward is to come.
+        Units whose modules are gone leave; not while a backward is to come, which refers to units by their numbers.
         """
         step = self.position.step
-        if not self.traces.some and self.reducer.is_idle:
+        if self.traces.are_none and self.reducer.is_idle:
             for one in [one for one in self.units if not one.modules]:
                 one.happens(Happening.RESHARD)
                 one.root = None
@@ -265,15 +259,15 @@ class Root:
         Raises:
             PhaseError: what is gathered was written to, through an unsharded parameter.
         """
-        held = [one for one in self.units if one.unit.buckets and one.unit.state is not SHARDED]
-        if not held:
+        kept = [one for one in self.units if one.unit.buckets and one.unit.state is not SHARDED]
+        if not kept:
             return
-        self.position.issue(CHECK, held[0].index)
-        units = [one.unit for one in held]
+        self.position.issue(CHECK, kept[0].index)
+        units = [one.unit for one in kept]
         with plain_access():
-            found = self.stale.of(units)
+            changes = self.stale.changes(units)
         wrong: PhaseError | None = None
-        for unit, (changed, written) in zip(units, found, strict=True):
+        for unit, (changed, written) in zip(units, changes, strict=True):
             if changed:
                 unit.reshard()
                 wrong = wrong or (unit.written_error(written) if written else None)

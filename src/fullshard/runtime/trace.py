@@ -148,9 +148,9 @@ class Traces:
         self._reached: list[Trace] = []  # of passes that the backward which runs now has come to
 
     @property
-    def some(self) -> bool:
-        """Whether there are any."""
-        return bool(self._recent or self._reached)
+    def are_none(self) -> bool:
+        """Whether no backward is to come, as far as is known."""
+        return not (self._recent or self._reached)
 
     def begin(self, root: Callable[[], Any]) -> None:
         """A pass that builds a graph begins."""

@@ -65,7 +65,9 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def find_root(top: Runner) -> Root:
-    """The first forward reached `top`: it is the root of all units in its modules. Of those added since, if it is one.
+    """The root of all units in the modules of `top`, which the first forward reached.
+
+    If `top` is a root already, units that were added to its modules since become that root's.
 
     Raises:
         PhaseError: a unit below is a root of its own, or another root's, which runs; parameters without values.
@@ -103,10 +105,9 @@ def find_root(top: Runner) -> Root:
         runner.unit.refresh()
         runner.unit.settle_dtypes()
     refuse_meta([runner.unit for runner in added])
-    settings = top.settings
     if own is None:
         additions = Additions(top.modules, ignored, top.unit.rank)
-        root = Root(top, units, settings.comm, additions, settings.in_flight, settings.check, settings.unused)
+        root = Root(top, units, top.settings.comm, additions)
         weakref.finalize(top.modules[0], _dissolve, weakref.ref(root))
     else:
         root = own
