@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..comm import Comm, can_open, new_name, own_lines
 from ..mesh import Axis, MeshAxes, device_type_of
+from ..torch_private.gloo_threads import rest_at_exit
 from ..torch_private.group_timeout import timeout_of
 from ..torch_private.store import StoreLine
 from ..watcher import RANK, start
@@ -20,7 +21,8 @@ _published: list[weakref.ref[dist.ProcessGroup]] = []  # the default group under
 
 
 def arrive(axes: MeshAxes) -> None:
-    """A unit is made on this mesh: from now on this process is watched."""
+    """A unit is made on this mesh: from now on this process is watched, and waits for gloo's threads at its end."""
+    rest_at_exit()  # also of one rank alone: the program may have collectives of its own
     if axes.world == 1 or axes.shard.backend not in _WATCHED or not dist.is_initialized():
         return
     default, group = dist.group.WORLD, axes.shard.group
