@@ -17,14 +17,12 @@ from operator import or_
 import torch
 
 from ..comm import Comm
-from ..errors import DivergenceError
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Unit
 from ..watcher import RANK
+from .messages import END, LEFT, different_orders
 
-END = -1  # in place of a unit's index: the pass is over
-LEFT = -2  # less a unit's index: its forward is over
 _CHANGED, _LEADS_BACK = 1, 2  # flags: the unit's weights were changed; its outputs need a gradient
 
 
@@ -103,22 +101,8 @@ class FirstPass:
         other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
         if other is None:
             return reduce(or_, given)
-
-        def told(at: int) -> str:
-            index = indices[at]
-            if index == END:
-                return "has come to the end of its forward"
-            name = self.units[LEFT - index if index <= LEFT else index].name or "(root)"
-            return f"has come to the end of unit {name!r}" if index <= LEFT else f"runs unit {name!r}"
-
-        raise DivergenceError(
-            "ranks run their units in different orders (checked along the first forward).\n"
-            f"  rank {axis.ranks[0]} {told(0)}\n"
-            f"  rank {axis.ranks[other]} {told(other)}",
-            remedy="let every rank run the same units in the same order: where a rank has nothing to compute in "
-            "one, call it all the same and multiply its result by zero",
-            code="D001",
-        )
+        names, ranks = [unit.name for unit in self.units], (axis.ranks[0], axis.ranks[other])
+        raise different_orders(names, ranks, (indices[0], indices[other]))
 
 
 def is_frozen(unit: Unit) -> bool:

@@ -22,6 +22,7 @@ from ..watcher import RANK
 from .aside import rows_of_all
 from .first_pass import FirstPass, is_frozen, largest
 from .in_step import InStep
+from .messages import out_of_shared_order
 from .shared_order import Merging, Shared, Step, completed, parents_of
 
 
@@ -175,21 +176,10 @@ class Guide:
                 self._pass_over(*chosen)
         elif along is not None:
             if not along.holds(step):
-                raise self._unexpected(step)
+                raise out_of_shared_order(self._names[step[0]])
             for passed, ends in along.until(step):
                 self._pass_over(passed, ends)
         self.active = True
-
-    def _unexpected(self, step: Step) -> DivergenceError:
-        name = self._names[step[0]] or "(root)"
-        return DivergenceError(
-            f"Unit {name!r} runs at another place, or more often, than in the first pass of its kind.",
-            expected='with unused="zeros": units that run in one order, each as often as in the first pass',
-            got=f"unit {name!r} once more",
-            remedy='give the root check="every": ranks then say before every unit which one they run (a small '
-            "collective each)",
-            code="D002",
-        )
 
 
 def wanted_by_all(step: Step, axes: MeshAxes, comm: Comm) -> list[Step]:

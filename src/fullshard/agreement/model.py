@@ -19,9 +19,9 @@ from itertools import zip_longest
 import torch
 
 from ..comm import Comm
-from ..errors import DivergenceError
 from ..mesh import Axis
 from ..watcher import RANK
+from .messages import different_models
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def check_same_model(
         other = next((i for i, (at,) in enumerate(found.tolist()) if at >= 0), None)
         if other is not None:
             second = _sent([*lines, *ignored], other, axis, comm, device)
-            raise _divergence(first, second, int(found[other]), axis.ranks[0], axis.ranks[other])
+            at, counts = int(found[other]), [sum(line.facts is not None for line in each) for each in (first, second)]
+            pair = zip((first, second), counts, strict=True)
+            texts = [str(each[at]) if at < count else "(nothing: it has no more parameters)" for each, count in pair]
+            raise different_models((axis.ranks[0], axis.ranks[other]), texts, at, max(counts))
 
 
 def _of_all(mine: torch.Tensor, axis: Axis, comm: Comm) -> torch.Tensor:
@@ -141,18 +144,3 @@ def _alike(a: str, b: str, loose_a: set[str], loose_b: set[str]) -> bool:
             return False
         above_a, above_b = f"{above_a}.{x}".lstrip("."), f"{above_b}.{y}".lstrip(".")
     return True
-
-
-def _divergence(first: list[Line], second: list[Line], at: int, rank_a: int, rank_b: int) -> DivergenceError:
-    counts = [sum(line.facts is not None for line in lines) for lines in (first, second)]
-    told = [str(lines[at]) if at < count else "(nothing: it has no more parameters)"
-            for lines, count in zip((first, second), counts, strict=True)]  # fmt: skip
-    return DivergenceError(
-        "ranks disagree on what they train (checked once, at the first forward).\n"
-        f"  rank {rank_a} has   {told[0]}\n"
-        f"  rank {rank_b} has   {told[1]}\n"
-        f"  First difference: line {at + 1} of {max(counts)}.",
-        remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; where "
-        "ranks ignore different modules on purpose, give these names that no sharded one has",
-        code="D003",
-    )

@@ -21,28 +21,15 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm
-from ..errors import ConfigError, DivergenceError, message
 from ..mesh import Axis, MeshAxes
 from ..policies import Check, Unused
 from ..shard import Unit
-from ..watcher import BACKWARD, COMPARE, END, FORWARD, GATHER, KEEP, RANK, TURN, VERB_BITS, VERBS, step_word, word
+from ..watcher import BACKWARD, COMPARE, END, FORWARD, GATHER, KEEP, RANK, TURN, VERB_BITS, step_word, word
 from .aside import rows_of_all
 from .course import NOTHING, VERB, Course
+from .messages import MODEL, MOST_UNITS, SIZES, goes_on_differently, other_forward_order, unknown_setting
 
 _MOST_TURNS = (1 << 31) * TURN
-_MOST = 1 << 20
-"""More units than a root has."""
-_SIZES, _MODEL = -1, -2
-"""In the place of a verb: what units gather has changed; a model is used for the first time."""
-
-_ALIKE = (
-    "let every rank run the same units in the same order, with the same number of forwards and backwards, and the same "
-    "gradient sync in each"
-)
-_SAID = (
-    'give the root check="every" beside unused="zeros" if a backward runs several units forward again (activation '
-    f"checkpointing) that some ranks leave out, or runs them in any order; else {_ALIKE}"
-)
 
 
 _MOVES = attrgetter("unit.touched.moves")
@@ -79,7 +66,7 @@ class Position:
         unused: Unused = "error",
     ) -> None:
         self.units, self.names, self.comm, self.check = units, names, comm, check
-        self._remedy = _ALIKE if unused == "error" or check == "every" else _SAID
+        self._zeros = unused == "zeros" and check != "every"
         self.step = 0
         self.compares, self.reduced = True, False
         self._course = Course()
@@ -126,7 +113,7 @@ class Position:
             DivergenceError: other ranks do something else.
         """
         if self._axes is not None and all(axis.lines.is_open for axis in self._axes.all if axis.size > 1):
-            self._compare(_MODEL, 0)
+            self._compare(MODEL, 0)
 
     def compare_sizes(self) -> None:
         """Compare with the other ranks if units have changed their storage on this one, and gather other sizes now.
@@ -139,7 +126,7 @@ class Position:
         if moves != before:
             self._gathers = (moves, found := self._gathered())
             if found != sizes:
-                self._compare(_SIZES, found)
+                self._compare(SIZES, found)
 
     def _gathered(self) -> int:
         """A checksum of what units gather, in bytes and dtypes."""
@@ -205,7 +192,7 @@ class Position:
         Raises:
             DivergenceError: other ranks ask for others, or begin a pass.
         """
-        self.begin(KEEP, index * _MOST + min(count, _MOST - 1))
+        self.begin(KEEP, index * MOST_UNITS + min(count, MOST_UNITS - 1))
         self.end()
 
     def end(self) -> None:
@@ -244,15 +231,8 @@ class Position:
             return
         self._warned = True
         rank = self.units[0].unit.rank
-        before, now = ["none" if token == NOTHING else self._name(token >> VERB_BITS) for token in left]
-        warnings.warn(
-            message(
-                f"Forward order differs from that of the first iteration: rank {rank} ran {now} where "
-                f"it ran {before} before. Every rank has to change its order in the same way.",
-                code="W010",
-            ),
-            stacklevel=5,
-        )
+        before, now = [None if token == NOTHING else token >> VERB_BITS for token in left]
+        warnings.warn(other_forward_order(self.names, rank, before, now), stacklevel=5)
 
     def _leave_course(self, verb: int, index: int) -> None:
         """What comes next is not what came there before."""
@@ -268,7 +248,7 @@ class Position:
         axes = self._axes
         if axes is None:
             return
-        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP, _SIZES, _MODEL) else 0)
+        self._record(COMPARE, index if verb not in (FORWARD, BACKWARD, KEEP, SIZES, MODEL) else 0)
         for axis in axes.all:
             if axis.size > 1:
                 self._compare_over(axis, verb, index, axes.device)
@@ -280,30 +260,7 @@ class Position:
             return
         self.forget()
         ranks = axis.ranks or tuple(range(axis.size))
-        raise DivergenceError(
-            f"ranks go on differently (step {self.step}).\n"
-            f"  rank {ranks[0]}: {self._told(*rows[0])}\n"
-            f"  rank {ranks[other]}: {self._told(*rows[other])}",
-            remedy=self._remedy,
-            code="D004",
-        )
-
-    def _told(self, verb: int, index: int) -> str:
-        if verb == FORWARD:
-            grad = "with" if index % 2 else "without"
-            return f"begins a forward of {self._name(index // 2)} {grad} gradients"
-        if verb == BACKWARD:
-            return f"begins a backward {'with' if index else 'without'} gradient sync"
-        if verb == KEEP:
-            return f"begins keep_gathered of {index % _MOST} units from {self._name(index // _MOST)} on"
-        if verb == _MODEL:
-            return "uses a model, or a part that was sharded since, for the first time"
-        if verb == _SIZES:
-            return f"has replaced parameters by ones of another dtype (checksum of all sizes {index:08x})"
-        return f"{VERBS[verb]} of {self._name(index)}"
-
-    def _name(self, index: int) -> str:
-        return f"unit {self.names[index] or '(root)'!r}" if index < len(self.names) else f"unit {index}"
+        raise goes_on_differently(self.step, self.names, (ranks[0], ranks[other]), (rows[0], rows[other]), self._zeros)
 
 
 class Every(Position):
@@ -330,13 +287,7 @@ def checked(check: str, unused: str) -> tuple[Check, Unused]:
     """
     for name, value, kinds in (("check", check, get_args(Check)), ("unused", unused, get_args(Unused))):
         if value not in kinds:
-            raise ConfigError(
-                f"{name} is none of its kinds.",
-                expected=" or ".join(map(repr, kinds)),
-                got=repr(value),
-                remedy=f"leave it out for {kinds[0]!r}, the default",
-                code="C001",
-            )
+            raise unknown_setting(name, value, kinds)
     return check, unused  # type: ignore[return-value]
 
 

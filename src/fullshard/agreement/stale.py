@@ -8,12 +8,12 @@ import torch
 from torch.nn.functional import pad
 
 from ..comm import Comm, has_streams
-from ..errors import UsageError
 from ..forms import Member
 from ..shard import Unit
 from .aside import rows_of_all
 from .first_pass import differing, largest
 from .late import LateSums
+from .messages import changed_unseen
 
 
 class Stale:
@@ -89,13 +89,4 @@ def _comparable(unit: Unit) -> list[str]:
 def _refuse(counts: torch.Tensor, names: Sequence[str], rank: int) -> None:
     wrong = [name for name, count in zip(names, counts.tolist(), strict=False) if count and name]  # the rest is padding
     if wrong:
-        raise UsageError(
-            "Weights were changed in a way that cannot be seen, while their units stayed gathered: forwards since then "
-            "computed with the old ones (on an accelerator, values are compared some forwards later).",
-            parameter=", ".join(wrong),
-            rank=rank,
-            expected="changes of the parameter itself: under torch.no_grad(), by an optimizer, or by loading",
-            got="values that differ from what is gathered, though no operation changed the parameter",
-            remedy="change p in place of p.data, or call reshard() on the unit before or after the change",
-            code="P418",
-        )
+        raise changed_unseen(wrong, rank)

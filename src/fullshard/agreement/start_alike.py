@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import Comm
-from ..errors import ConfigError
 from ..forms import owner_of, successor_of
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import local_part
 from ..watcher import RANK
+from .messages import split_over_these_ranks
 
 
 def broadcast_states(owners: Iterable[nn.Module], axes: MeshAxes, comm: Comm, ignored: set[int]) -> None:
@@ -49,11 +49,4 @@ def _check_repeated(name: str, tensor: DTensor, axes: Sequence[Axis]) -> None:
     for dim, placement in enumerate(tensor.placements):
         ranks = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
         if not placement.is_replicate() and any(len(ranks & set(axis.ranks)) > 1 for axis in axes):
-            raise ConfigError(
-                "sync_module_states=True was given for a tensor that is split over the ranks it would be sent to.",
-                parameter=name,
-                expected="tensors that these ranks hold whole, or split over other ranks in the same way",
-                got=f"a DTensor with placements {tensor.placements} on {mesh}",
-                remedy="leave sync_module_states out, or make the tensor a DTensor on the tensor-parallel ranks only",
-                code="C002",
-            )
+            raise split_over_these_ranks(name, tensor.placements, mesh)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Comm, has_streams
-from ..errors import DivergenceError, UsageError
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .aside import texts_of_all
 from .late import LateSums, sum_over
+from .messages import changed_before_backward, different_steps, different_units_reduced, steps_counted
 from .position import Position
 
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
@@ -131,37 +131,21 @@ class UseAgreement:
     def _compare(self, tail: torch.Tensor, fingerprint: int, steps: int, axes: MeshAxes, units: Sequence[Unit]) -> None:
         *changed, total, stepped = tail.tolist()
         if total != fingerprint * axes.world:
-            raise DivergenceError(
-                "ranks gathered or reduced different units, or in different orders: this step's gradients are wrong, "
-                "or what a forward since the last one gave.",
-                rank=axes.global_rank,
-                expected="the same units in every rank's forwards and backward",
-                got="different ones (compared at the end of backward)",
-                remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
-                "run different ones, and zero_grad() before going on",
-                code="D005",
-            )
+            raise different_units_reduced(axes.global_rank)
         if stepped != steps * axes.world:
             self._refuse_steps(axes, units)
         refuse_changed(units, changed)
 
     def _refuse_steps(self, axes: MeshAxes, units: Sequence[Unit]) -> None:
         """Ranks' optimizers did not step alike since the model was made: say how. Collective over the mesh."""
-        own = dict.fromkeys(_steps_told(unit) for unit in units if unit.buckets)
+        own = dict.fromkeys(steps_counted(unit.touched.count, unit.touched.by) for unit in units if unit.buckets)
         mine = "; ".join(own)
         for axis in axes.all:
             told = texts_of_all(mine, axis, self.comm, axes.device) if axis.size > 1 else [mine]
             other = next((i for i, text in enumerate(told) if text != told[0]), 0)
             if other or axis is axes.all[-1]:
                 break
-        raise DivergenceError(
-            "optimizers did not step alike on all ranks: parameters are no longer one model's.\n"
-            f"  rank {axis.ranks[0]}: {told[0]}\n"
-            f"  rank {axis.ranks[other]}: {told[other] if other else 'stepped with other settings before'}",
-            remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
-            "it on every rank or on none",
-            code="D006",
-        )
+        raise different_steps((axis.ranks[0], axis.ranks[other]), (told[0], told[other]), other > 0)
 
 
 def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
@@ -172,11 +156,6 @@ def _by_groups(deliveries: list[Delivery]) -> Collection[list[Delivery]]:
     for delivery in deliveries:
         found.setdefault(delivery.bucket.axes.groups, []).append(delivery)
     return found.values()
-
-
-def _steps_told(unit: Unit) -> str:
-    count = unit.touched.count
-    return f"{count} step{'' if count == 1 else 's'}, the last of {unit.touched.by}"
 
 
 def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None:
@@ -191,13 +170,4 @@ def refuse_changed(units: Sequence[Unit], changed: Sequence[int | bool]) -> None
         return
     for unit, count in zip(units, changed, strict=True):
         if count:
-            raise UsageError(
-                f"Weights of unit {unit.name or '(root)'!r} were changed between a forward and its backward, which "
-                "computed with the new ones: this backward's gradients are wrong.",
-                parameter=", ".join(member.name for member in unit.members),
-                rank=unit.rank,
-                expected="optimizer steps, loads and changes in place after the backward",
-                remedy="call zero_grad() and repeat the step; run the backward before the weights change, or the "
-                "forward again after it",
-                code="P001",
-            )
+            raise changed_before_backward(unit.name, [member.name for member in unit.members], unit.rank)

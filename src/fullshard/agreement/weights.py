@@ -21,10 +21,10 @@ import torch
 
 from ..comm import Comm
 from ..dtypes import fingerprint
-from ..errors import DivergenceError, message
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Bucket, Unit
+from .messages import drawn_apart, loaded_apart
 
 
 def check_same_weights(units: Sequence[Unit], comm: Comm) -> None:
@@ -87,30 +87,8 @@ def _compare(
     first = int((wrong if drawn or writes is None else loaded).nonzero()[0])
     other = int(differs[:, first].nonzero()[0])
     more = int(wrong.sum()) - 1
-    got = f"different ones on ranks {axis.ranks[0]} and {axis.ranks[other]}, here and in {more} more of {len(members)}"
+    name, ranks = members[first].name, (axis.ranks[0], axis.ranks[other])
     if drawn:
-        warnings.warn(
-            message(
-                "Ranks start from different weights (compared at the first forward), and each trains its slice of its "
-                "own: right for weights that every rank drew at random, wrong for weights that ranks loaded.",
-                parameter=members[first].name,
-                got=f"{got} parameters",
-                remedy="torch.manual_seed(0) on all ranks before the model is made, or sync_module_states=True in "
-                "every call that shards a part of it, makes them equal; nothing is to be done for random weights",
-                code="W382",
-            ),
-            stacklevel=2,
-        )
+        warnings.warn(drawn_apart(name, ranks, more, len(members)), stacklevel=2)
         return
-    raise DivergenceError(
-        "ranks start from different weights (compared at the first forward): each would train its own slice of another "
-        "model.",
-        parameter=members[first].name,
-        expected="the same values on all ranks",
-        got=f"{got} parameters"
-        + (", which some ranks wrote to more often, as a load does" if writes is not None else ""),
-        remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
-        "give sync_module_states=True, which makes them rank 0's, to every call that shards a part of the model: a "
-        "call for the model cannot restore what earlier calls for its blocks have cut",
-        code="D007",
-    )
+    raise loaded_apart(name, ranks, more, len(members), writes is not None)
