@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from ..torch_private.local_tensor import same_memory
 from .changes import OWNER_KEY, Untouched
 from .flat_parameter import ATTRIBUTE, FlatParameter, describe_layout
 from .local import LocalForm, memory_of
 from .member import Member
+from .messages import not_its_flat_shard
 from .stand_in import stand_in_for
 
 
@@ -118,14 +118,8 @@ class FlatParameterForm(LocalForm):
         holder = self.holder
         found = holder._parameters.get(ATTRIBUTE) if holder is not None else self.flat
         if not isinstance(found, nn.Parameter) or found.numel() != self.layout.shard_numel or found.dim() != 1:
-            raise ConfigError(
-                "A FlatParameter was replaced by something that is not its shard.",
-                parameter=", ".join(member.name for member in members),
-                rank=self.axes.global_rank,
-                expected=f"a Parameter of shape {(self.layout.shard_numel,)}",
-                got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-                remedy="change values inside summon_full_params(model), or in place",
-                code="C090",
+            raise not_its_flat_shard(
+                ", ".join(member.name for member in members), self.axes.global_rank, self.layout.shard_numel, found
             )
         if found is not self.flat:
             found.__dict__.update(self.flat.__dict__)

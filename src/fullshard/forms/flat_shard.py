@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..comm import reduce_value, values_of_all
 from ..containers import call_apart
-from ..errors import CheckpointError, PhaseError
+from ..errors import PhaseError
 from ..layout import dense_strides, rectangles
 from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
+from .messages import not_computed_flat, pickled, several_rectangles
 from .norms import norms
 from .row_shard import assign_data, part_error
 from .run import Run
@@ -96,12 +97,7 @@ class FlatShard(torch.Tensor):
         return FlatShard(inner["_local_tensor"], run)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PhaseError(
-            f"FlatShard {self._run.name!r} holds a part of a parameter and a process group, and cannot be pickled.",
-            remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
-            code="P025",
-        )
+        raise pickled(self._run.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         copied = FlatShard(self._local_tensor.detach().clone(), self._run, self.requires_grad)
@@ -142,17 +138,7 @@ class FlatShard(torch.Tensor):
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         chunks = self._chunks()
         if len(chunks) > 1 and writes_safetensors():
-            raise CheckpointError(
-                "Hugging Face's storage writer keeps one tensor for each name and rank, and this rank holds a run of "
-                "elements that is several: all but one would be lost.",
-                parameter=fqn,
-                rank=self._run.axis.ranks[self._run.axis.rank],
-                expected="at most one rectangle of elements",
-                got=f"{len(chunks)} of shape {self._run.shape}",
-                remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
-                '"owner"; DCP\'s own FileSystemWriter writes all layouts',
-                code="K037",
-            )
+            raise several_rectangles(fqn, self._run.axis.ranks[self._run.axis.rank], len(chunks), self._run.shape)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -259,15 +245,7 @@ def _local(value: Any, run: Run | None, func: Any) -> Any:
 
 def _unsupported(func: Any, args: Any, why: str | None = None) -> PhaseError:
     run = _first_run(args)
-    return PhaseError(
-        f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
-        + (f": {why}." if why else "."),
-        parameter=run.name if run else None,
-        expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
-        remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
-        'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
-        code="P026",
-    )
+    return not_computed_flat(func, run.name if run else None, why)
 
 
 def _all_reduce(run: Run, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

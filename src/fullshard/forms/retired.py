@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
 from ..torch_private.local_tensor import set_local
 from .member import NAME_KEY, SUCCESSOR_KEY, successor_of
+from .messages import replaced_in_sharding
 
 
 def called(func: Any) -> str:
@@ -36,14 +36,7 @@ class OriginalParameter(nn.Parameter):
     ) -> Any:
         retired = next((a for a in args if type(a) in (OriginalParameter, OriginalDTensor)), None)
         name = None if retired is None else successor_of(retired).__dict__.get(NAME_KEY)
-        raise ConfigError(
-            "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
-            parameter=name or "?",
-            got=f"{called(func)} on the object from before fully_shard",
-            remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
-            "modules inside one module that fully_shard is applied to",
-            code="C092",
-        )
+        raise replaced_in_sharding(name or "?", called(func))
 
 
 class OriginalDTensor(DTensor):

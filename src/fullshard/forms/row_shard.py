@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ..comm import can_open, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
-from ..errors import ConfigError, PhaseError, message
+from ..errors import PhaseError
 from ..mesh import backend_of
 from ..torch_private.local_tensor import (
     become,
@@ -31,6 +31,7 @@ from ..torch_private.local_tensor import (
 )
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of
 from .member import NAME_KEY, attributes_of
+from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
 
 DATA_DIMS_KEY = "_fullshard_data_dims"
 """Where a `RowShard` keeps how many dims of its mesh, the first ones, are data-parallel."""
@@ -277,11 +278,7 @@ def name_of(args: tuple[Any, ...]) -> str | None:
 
 def part_error(name: str | None) -> PhaseError:
     """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
-    return PhaseError(
-        f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
-        code="P385",
-    )
+    return copied_into_whole(name)
 
 
 _warned: list[bool] = []
@@ -296,31 +293,12 @@ def _warn_of_file() -> None:
     if "torch.serialization" not in modules or any(name.startswith("torch.distributed.checkpoint") for name in modules):
         return
     _warned.append(True)
-    warnings.warn(
-        message(
-            "torch.save writes this rank's part of a sharded state dict: a plain model cannot load it, nor can another "
-            "number of ranks.",
-            remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
-            code="W386",
-        ),
-        stacklevel=2,
-    )
+    warnings.warn(saved_by_torch(), stacklevel=2)
 
 
 def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
     """The error for computing with a sharded parameter as if it were the whole one."""
-    return PhaseError(
-        f"{getattr(func, '__name__', func)} was given a plain tensor and a sharded parameter, "
-        "whose unit is not gathered now.",
-        parameter=name_of(args) or "?",
-        expected="a call through the unit's forward, which gathers the parameter first",
-        got="a call from outside it",
-        remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
-        "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
-        "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
-        code="P027",
-    )
+    return used_while_freed(getattr(func, "__name__", func), name_of(args) or "?")
 
 
 def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
@@ -332,23 +310,11 @@ def assign_data(parameter: Any, value: Any, same_split: bool) -> None:
         ConfigError: `value` is not split as the parameter is, or one of them is on the meta device.
     """
     if not same_split or tuple(value.shape) != tuple(parameter.shape):
-        raise ConfigError(
-            "A sharded parameter's .data was set to a tensor that is not its shard.",
-            parameter=name_of((parameter,)) or "?",
-            expected=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}, split the same way",
-            got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
-            remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
-            code="C093",
+        raise data_of_another_shape(
+            name_of((parameter,)) or "?", type(parameter).__name__, tuple(parameter.shape), value
         )
     if value.is_meta != parameter.is_meta:
-        raise ConfigError(
-            "A sharded parameter's .data was set to a tensor on the meta device, or away from it.",
-            parameter=name_of((parameter,)) or "?",
-            expected="the meta device for both or for none, as of any tensor",
-            got=f"{parameter.device.type}, set to one on {value.device.type}",
-            remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
-            code="C094",
-        )
+        raise data_on_meta(name_of((parameter,)) or "?", parameter.device.type, value.device.type)
     local = value._local_tensor.detach()
     note_change((parameter,))
     if (unit := owner_of(parameter)) is not None:

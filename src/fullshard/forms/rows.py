@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import ConfigError, ReplacementError
+from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
 from .changes import Untouched
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from .messages import tied_after_sharding
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 
@@ -154,15 +155,7 @@ def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int)
     """
     other = next((one for one in members if one is not member and found is one.sharded), None)
     if other is not None:
-        raise ConfigError(
-            "A sharded parameter was tied to another one of its unit after sharding.",
-            parameter=member.name,
-            rank=rank,
-            expected="weights that are tied before the model is sharded",
-            got=f"{other.name} in its place",
-            remedy="tie them first (module.weight = other.weight), then shard the model",
-            code="C095",
-        )
+        raise tied_after_sharding(member.name, rank, other.name)
 
 
 def not_its_shard(member: Member, found: Any, rank: int) -> ReplacementError:

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..mesh import MeshAxes
 from ..torch_private.root_mesh import joined
 from ..torch_private.strided_shard import inner_shard
+from .messages import placement_not_sharded_further, split_on_data_parallel_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +38,7 @@ class SpmdMesh:
         """
         for index in self.data_dims:
             if not placements[index].is_replicate():
-                raise ConfigError(
-                    "A parameter is split on a data-parallel dim of the mesh already.",
-                    parameter=name,
-                    expected=f"Replicate() on {(self.mesh.mesh_dim_names or ())[index]!r}",
-                    got=placements[index],
-                    remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
-                    code="C097",
-                )
+                raise split_on_data_parallel_dim(name, (self.mesh.mesh_dim_names or ())[index], placements[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +75,7 @@ class TensorParallel:
         mesh, placements = parameter.device_mesh, parameter.placements
         for placement in placements:
             if not isinstance(placement, (Shard, Replicate)):
-                raise ConfigError(
-                    "A tensor-parallel parameter has a placement that cannot be sharded further.",
-                    parameter=name,
-                    expected="Shard or Replicate",
-                    got=placement,
-                    remedy="redistribute it first",
-                    code="C098",
-                )
+                raise placement_not_sharded_further(name, placement)
         data_dims: tuple[int, ...] = ()
         if spmd is not None and mesh == spmd.mesh:
             data_dims = spmd.data_dims

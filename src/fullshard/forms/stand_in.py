@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PhaseError
 from ..torch_private.local_tensor import plain_access
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, successor_of
+from .messages import hidden_now
 from .retired import called
 
 
@@ -34,15 +34,9 @@ class HiddenParameter(nn.Parameter):
                 if name == "__repr__":
                     return f"HiddenParameter(shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
                 return func(*args, **(kwargs or {}))
-        raise PhaseError(
-            f"{called(func)} was asked of a parameter whose instance is not gathered now.",
-            parameter=next(
-                (successor_of(a).__dict__.get(NAME_KEY) for a in args if isinstance(a, HiddenParameter)), "?"
-            ),
-            expected="use inside the forward of its FullyShardedDataParallel instance",
-            got="use from outside it",
-            remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-            code="P028",
+        raise hidden_now(
+            called(func),
+            next((successor_of(a).__dict__.get(NAME_KEY) for a in args if isinstance(a, HiddenParameter)), "?"),
         )
 
 

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm import Gathers, Pending, Several
-from ..errors import ConfigError, DivergenceError
 from ..layout import Layout, Part, Slot
 from ..mesh import Axis, MeshAxes
 from ..torch_private.local_tensor import local_of, set_local
@@ -33,6 +32,14 @@ from .changes import owner_of
 from .flat_shard import FlatShard
 from .full import Full, GatherPlan, show_as_parameter
 from .member import Member, identity_of
+from .messages import (
+    does_not_gather_itself,
+    freed_whole,
+    made_another_shape,
+    not_cut_into_chunks,
+    sends_uneven_rows,
+    without_rows,
+)
 from .rows import RowsForm, not_its_shard
 from .scratch import Scratch
 
@@ -111,28 +118,14 @@ def chunk_of(original: Any, slot: Slot, part: Part, axes: MeshAxes) -> Any:
     """
     world, rank = axes.shard.size, axes.shard.rank
     if not slot.shape or slot.spec.dim != 0:
-        raise ConfigError(
-            f"A parameter of class {type(original).__name__} cannot be split into rows.",
-            parameter=slot.name,
-            expected="a first dim, to split",
-            got=f"shape {slot.shape}, split on dim {slot.spec.dim}",
-            remedy="put it in ignored_params",
-            code="C099",
-        )
+        raise without_rows(type(original).__name__, slot.name, slot.spec.dim, slot.shape)
     try:
         with torch.no_grad():
             chunks = torch.chunk(original.detach(), world, 0)
             chunk = (chunks[rank] if rank < len(chunks) else chunks[0][:0]).clone()
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"A parameter of class {type(original).__name__} cannot be cut into chunks: an operation on it failed.",
-            parameter=slot.name,
-            expected="detach, split (torch.chunk), slice, clone and, from another device, to",
-            got=f"{type(error).__name__}: {error}",
-            remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
-            code="C100",
-        ) from error
+        raise not_cut_into_chunks(type(original).__name__, slot.name, error) from error
 
 
 class SubclassFull:
@@ -219,31 +212,14 @@ class SubclassFull:
         chunks = [max(0, min(chunk, extent - rank * chunk)) for rank in range(axis.size)]
         columns = columns[: len(mine)]
         if set(counts) != {len(mine)} or any(len(set(c)) > 1 and c != chunks for c in columns) or len(mine) > _MOST:
-            raise DivergenceError(
-                "fsdp_pre_all_gather sends what cannot be gathered: rows do not divide evenly over the ranks.",
-                parameter=self.member.name,
-                rank=self.form.axes.global_rank,
-                expected=f"at most {_MOST} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
-                got=f"numbers of tensors {counts}, of rows {columns}",
-                remedy="pad what is sent to the first rank's number of rows",
-                code="D009",
-            )
+            raise sends_uneven_rows(self.member.name, self.form.axes.global_rank, _MOST, chunks, counts, columns)
         return [(max(column), sum(column)) for column in columns]
 
     def _name_what_is_sent(self, source: Any) -> None:
         slot, form = self.member.slot, self.form
         missing = [name for name in _METHODS if not hasattr(source, name)]
         if missing:
-            raise ConfigError(
-                "A parameter is a tensor subclass with inner tensors of its own, and its class does not say how they "
-                "are gathered.",
-                parameter=self.member.name,
-                expected=" and ".join(_METHODS),
-                got=f"{type(source).__name__} without {' and '.join(missing)}",
-                remedy="of a frozen weight, call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
-                "else implement them (they may be set on the class after fully_shard), or put it in ignored_params",
-                code="C101",
-            )
+            raise does_not_gather_itself(self.member.name, _METHODS, type(source).__name__, missing)
         with torch.no_grad():
             method: Any = source.fsdp_pre_all_gather  # of its class, or set on this very tensor
             if _arguments(getattr(method, "__func__", method)) - inspect.ismethod(method) == 1:
@@ -255,9 +231,7 @@ class SubclassFull:
         self._sent = [_plain(tensor) for tensor in sent]
 
     def cut(self, axis: Axis) -> torch.Tensor:
-        raise ConfigError(
-            "a tensor subclass with a gather of its own is freed whole", parameter=self.member.name, code="C103"
-        )
+        raise freed_whole(self.member.name)
 
     def _fill(self) -> None:
         for tensor in self._inner:
@@ -297,13 +271,7 @@ class SubclassFull:
         if tuple(made.shape) != shape and tuple(made.shape) == (-(-shape[0] // ranks) * ranks, *shape[1:]):
             shown = made.narrow(0, 0, shape[0])  # of padded rows it made padded rows
         if tuple(shown.shape) != shape:
-            raise ConfigError(
-                "fsdp_post_all_gather made a tensor of another shape than the parameter.",
-                parameter=member.name,
-                expected=member.slot.shape,
-                got=tuple(made.shape),
-                code="C102",
-            )
+            raise made_another_shape(member.name, member.slot.shape, tuple(made.shape))
         ours = {out.storage.data_ptr() for out in self._received}
         used = {tensor.untyped_storage().data_ptr() for tensor in (*inner, *_plain_parts(made))}
         self._inner = [t for t in inner if t.untyped_storage().data_ptr() not in ours]

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm import Comm
-from ..errors import AssertedError, ConfigError
 from ..forms import (
     OWNER_KEY,
     SUCCESSOR_KEY,
@@ -42,6 +41,15 @@ from ..torch_private.local_tensor import local_part
 from .bucket import Bucket
 from .find import Found
 from .gradient_dtypes import GradientDtypes
+from .messages import (
+    mesh_on_another_device,
+    not_cut_into_blocks,
+    offloaded_subclass,
+    offloaded_tensor_parallel,
+    placement_on_missing_dim,
+    unusable_override,
+    unusable_placement,
+)
 from .offload import Home
 from .unit import Unit
 
@@ -120,13 +128,7 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
             own = replace(own, layout=Blocks(first.parameter.shape[-1]))
         if is_extension(first.parameter):
             if settings.home is not None:
-                raise ConfigError(
-                    "CPU offload does not work with parameters of tensor subclasses yet.",
-                    parameter=first.name,
-                    got=type(first.parameter).__name__,
-                    remedy="shard their unit without CPUOffloadPolicy",
-                    code="C169",
-                )
+                raise offloaded_subclass(first.name, type(first.parameter).__name__)
             policy, module = settings.policy, first.module
 
             def of_subclass(layout: Layout, axes: MeshAxes, apart: bool, policy: Any = policy, module: Any = module):  # type: ignore[no-untyped-def]
@@ -139,12 +141,7 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
         for item in items:
             item.split = _split(item, own)
             if item.split is not None and settings.home is not None:
-                raise ConfigError(
-                    "CPU offload does not work with tensor-parallel parameters yet.",
-                    parameter=item.name,
-                    remedy="shard their unit without CPUOffloadPolicy",
-                    code="C170",
-                )
+                raise offloaded_tensor_parallel(item.name)
         if not form.plain:
             (slot,) = layout.slots
             bucket.chunk = chunk_of(first.parameter, slot, layout.part(slot, own.axes.shard.rank), own.axes)
@@ -228,13 +225,7 @@ def policy_of(item: Found, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy
         return policy
     own, chosen = item.parameter.dtype, override(item.parameter)
     if chosen is not None and chosen not in (own, policy.param_dtype):
-        raise ConfigError(
-            "param_dtype_override_fn returned something that cannot be used.",
-            parameter=item.name,
-            expected=f"None, param_dtype ({policy.param_dtype}) or the parameter's own dtype ({own})",
-            got=repr(chosen),
-            code="C342",
-        )
+        raise unusable_override(item.name, policy.param_dtype, own, chosen)
     return replace(policy, param_dtype=None) if chosen is own and own is not policy.param_dtype else policy
 
 
@@ -288,34 +279,16 @@ def choose_placement(item: Found, settings: BuildSettings) -> tuple[Any, MeshAxe
         mesh = mesh if mesh is not None else getattr(getattr(chosen, "mesh_info", None), "mesh", None)
     blocks = is_block_shard(placement)
     if blocks and (not item.parameter.dim() or isinstance(item.parameter, DTensor) or is_extension(item.parameter)):
-        raise ConfigError(
-            "shard_placement_fn returned a BlockShard for a parameter that cannot be cut into runs of rows.",
-            parameter=item.name,
-            expected="a plain tensor of at least one dim",
-            got=f"{type(item.parameter).__name__} of shape {tuple(item.parameter.shape)}",
-            code="C343",
-        )
+        raise not_cut_into_blocks(item.name, item.parameter)
     if placement is not None and not blocks and (not isinstance(placement, Shard) or settings.layout != "rows"):
-        raise ConfigError(
-            "shard_placement_fn returned a placement that cannot be used.",
-            parameter=item.name,
-            expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
-            got=f"{placement!r} with layout={settings.layout!r}",
-            code="C171",
-        )
+        raise unusable_placement(item.name, placement, settings.layout)
     if mesh is None:
         return placement, settings.axes
     if mesh != settings.axes.mesh:
         refuse_misread(mesh)
     axes = resolve_mesh(mesh)
     if axes.device != settings.axes.device:
-        raise ConfigError(
-            "shard_placement_fn returned a mesh on another device.",
-            parameter=item.name,
-            expected=settings.axes.device,
-            got=axes.device,
-            code="C172",
-        )
+        raise mesh_on_another_device(item.name, settings.axes.device, axes.device)
     return placement, axes
 
 
@@ -335,13 +308,7 @@ def _spec(item: Found, settings: BuildSettings) -> ParameterSpec:
     dim = 0 if placement is None or is_block_shard(placement) else placement.dim
     dims = max(len(shape), 1)
     if not -dims <= dim < dims:
-        raise AssertedError(
-            "shard_placement_fn returned a placement on a dim that the parameter does not have.",
-            parameter=item.name,
-            expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
-            got=placement,
-            code="C173",
-        )
+        raise placement_on_missing_dim(item.name, dims, shape, placement)
     return ParameterSpec(item.name, shape, order or memory_order(parameter), dim % dims)
 
 

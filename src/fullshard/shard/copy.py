@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..comm import turns_on
-from ..errors import PhaseError
 from ..forms import (
     OWNER_KEY,
     FlatParameter,
@@ -28,6 +27,7 @@ from ..forms import (
 from ..torch_private.local_tensor import plain_access
 from .bucket import Bucket
 from .gradients import refuse_unreduced
+from .messages import copied_without_its_tie
 from .optimizer_view import FlatView
 from .unit import Unit
 
@@ -109,13 +109,7 @@ def place_clone(new: Unit, old: Unit, modules: dict[int, nn.Module]) -> None:
         for place in theirs.places:
             module = modules.get(id(place.module))
             if module is None:
-                raise PhaseError(
-                    "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
-                    parameter=theirs.name,
-                    rank=old.rank,
-                    remedy="deep-copy the whole model",
-                    code="P047",
-                )
+                raise copied_without_its_tie(theirs.name, old.rank)
             found = Place(module, place.name, place.outside)
             ours.places.append(found)
             found.show(ours.sharded if ours.stand_in is None else ours.stand_in)

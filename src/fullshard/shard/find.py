@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import LayoutError
 from ..forms import HiddenParameter, Place, TensorParallel, owner_of, successor_of
 from ..mesh import MeshAxes
 from ..policies import MixedPrecisionPolicy
+from .messages import used_outside_its_unit
 
 
 @dataclass
@@ -171,10 +171,4 @@ def check_ties(
             parameter = successor_of(registered)
             unit = owner_of(parameter)
             if unit is not None and (parameter is not registered or not within(unit, user)):
-                raise LayoutError(
-                    f"A weight of unit {unit.name!r} is also used outside of it, where it is not gathered.",
-                    parameter=f"{path}.{key}" if path else key,
-                    expected="one unit around all uses of a tied weight",
-                    remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
-                    code="L013",
-                )
+                raise used_outside_its_unit(unit.name, f"{path}.{key}" if path else key)

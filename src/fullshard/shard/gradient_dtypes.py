@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
 from ..forms import explicit_grad_dtype
 from .bucket import Bucket
+from .messages import several_grad_dtypes
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,7 @@ def _asked(bucket: Bucket) -> Any:
         explicit, dtype = explicit_grad_dtype(member.sharded)
         names.setdefault((dtype or _ANY) if explicit else None, []).append(member.name)
     if len(names) > 1:
-        raise ConfigError(
-            "Parameters of a unit, which are reduced in one buffer, have different values of grad_dtype.",
-            expected="the same grad_dtype for all of them",
-            got="; ".join(f"{dtype or 'unset'}: {', '.join(some[:3])}" for dtype, some in names.items()),
-            remedy="set grad_dtype before fully_shard, which gives each value a buffer of its own",
-            code="C340",
-        )
+        raise several_grad_dtypes(names)
     return next(iter(names))
 
 

@@ -9,10 +9,10 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from ..errors import PhaseError
 from ..forms import Member, owner_of
 from .bucket import Bucket
 from .gradients import Gradients
+from .messages import forward_on_meta
 from .unit import Unit
 
 _BUCKETS, _IS_META = attrgetter("buckets"), attrgetter("shard.is_meta")
@@ -68,11 +68,4 @@ def refuse_meta(units: Sequence[Unit]) -> None:
         return
     names = [m.name for unit in units for bucket in unit.buckets if bucket.shard.is_meta for m in bucket.members]
     if names:
-        raise PhaseError(
-            "A forward was called while parameters are on the meta device and hold no values.",
-            parameter=", ".join(names),
-            remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
-            "owns: with one seed all would draw the same), and initialise every module (reset_parameters()); or load a "
-            "state dict",
-            code="P050",
-        )
+        raise forward_on_meta(names)

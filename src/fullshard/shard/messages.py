@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ..errors import ConfigError, PhaseError, message
+from ..errors import (
+    AssertedError,
+    ConfigError,
+    DivergenceError,
+    LayoutError,
+    PhaseError,
+    UsageError,
+    message,
+)
 
 # unit.py
 
@@ -182,4 +191,264 @@ def zero_in_a_view(parameter: str) -> str:
         remedy="if they must not, leave it out (optimizer_view(model, params=...)), or give the "
         "optimizer model.parameters(); said once per unit",
         code="W011",
+    )
+
+
+# build.py
+
+
+def offloaded_subclass(parameter: str, kind: str) -> ConfigError:
+    """The error for a tensor subclass in a unit that is offloaded."""
+    return ConfigError(
+        "CPU offload does not work with parameters of tensor subclasses yet.",
+        parameter=parameter,
+        got=kind,
+        remedy="shard their unit without CPUOffloadPolicy",
+        code="C169",
+    )
+
+
+def offloaded_tensor_parallel(parameter: str) -> ConfigError:
+    """The error for a tensor-parallel parameter in a unit that is offloaded."""
+    return ConfigError(
+        "CPU offload does not work with tensor-parallel parameters yet.",
+        parameter=parameter,
+        remedy="shard their unit without CPUOffloadPolicy",
+        code="C170",
+    )
+
+
+def unusable_override(parameter: str, param_dtype: Any, own: Any, chosen: Any) -> ConfigError:
+    """The error for what `param_dtype_override_fn` returned."""
+    return ConfigError(
+        "param_dtype_override_fn returned something that cannot be used.",
+        parameter=parameter,
+        expected=f"None, param_dtype ({param_dtype}) or the parameter's own dtype ({own})",
+        got=repr(chosen),
+        code="C342",
+    )
+
+
+def not_cut_into_blocks(name: str, parameter: Any) -> ConfigError:
+    """The error for a BlockShard of a parameter that cannot be cut into runs of rows."""
+    return ConfigError(
+        "shard_placement_fn returned a BlockShard for a parameter that cannot be cut into runs of rows.",
+        parameter=name,
+        expected="a plain tensor of at least one dim",
+        got=f"{type(parameter).__name__} of shape {tuple(parameter.shape)}",
+        code="C343",
+    )
+
+
+def unusable_placement(parameter: str, placement: Any, layout: Any) -> ConfigError:
+    """The error for a placement that `shard_placement_fn` returned."""
+    return ConfigError(
+        "shard_placement_fn returned a placement that cannot be used.",
+        parameter=parameter,
+        expected='None, torch.distributed.tensor.Shard or ShardPlacementResult; Shard with layout="rows" only',
+        got=f"{placement!r} with layout={layout!r}",
+        code="C171",
+    )
+
+
+def mesh_on_another_device(parameter: str, expected: Any, device: Any) -> ConfigError:
+    """The error for a mesh that `shard_placement_fn` returned."""
+    return ConfigError(
+        "shard_placement_fn returned a mesh on another device.",
+        parameter=parameter,
+        expected=expected,
+        got=device,
+        code="C172",
+    )
+
+
+def placement_on_missing_dim(parameter: str, dims: int, shape: Sequence[int], placement: Any) -> AssertedError:
+    """The error for a placement on a dim that the parameter lacks."""
+    return AssertedError(
+        "shard_placement_fn returned a placement on a dim that the parameter does not have.",
+        parameter=parameter,
+        expected=f"Shard(dim) with dim from {-dims} to {dims - 1}, for shape {shape}",
+        got=placement,
+        code="C173",
+    )
+
+
+# checks.py
+
+
+def lazy_parameter(name: str) -> ConfigError:
+    """The error for a parameter that has no shape yet."""
+    return ConfigError(
+        "A parameter of a lazy module has no shape yet.",
+        parameter=name,
+        remedy="run one forward on a small input before fully_shard",
+        code="C174",
+    )
+
+
+def inner_tensors(name: str, kind: str) -> ConfigError:
+    """The error for a tensor subclass that cannot be cut."""
+    return ConfigError(
+        "A parameter is a tensor subclass with inner tensors of its own (a quantised weight, say), which "
+        "cannot be cut here without losing them.",
+        parameter=name,
+        expected="a plain tensor, or for fully_shard a class with fsdp_pre_all_gather and "
+        "fsdp_post_all_gather that is not within a DTensor",
+        got=kind,
+        remedy="shard it by fully_shard, after fullshard.integrations.quantised.by_rows(model) if it is frozen; "
+        "implement these two methods; or put it in ignored_params (ignored_states)",
+        code="C175",
+    )
+
+
+def on_another_device(name: str, home: Any, device: Any) -> ConfigError:
+    """The error for a parameter on a device that is neither the rank's nor the CPU."""
+    return ConfigError(
+        "A parameter is on a device that is neither this rank's nor the CPU.",
+        parameter=name,
+        expected=f"{home}, cpu or meta",
+        got=device,
+        remedy=f"call torch.accelerator.set_device_index(local_rank) before building the model, "
+        f"or move it with model.to({str(home)!r})",
+        code="C176",
+    )
+
+
+def tied_between_units(parameter: str) -> LayoutError:
+    """The error for a tie between units that cannot be moved."""
+    return LayoutError(
+        "A tensor-parallel parameter, or one of a tensor subclass, is tied between units.",
+        parameter=parameter,
+        remedy="let one fully_shard call take all modules that use it: shard the module around them, "
+        "or a list of them, before any of them by itself",
+        code="L011",
+    )
+
+
+def is_a_dtensor(parameter: str, layout: Any) -> ConfigError:
+    """The error for a DTensor in another layout than rows."""
+    return ConfigError(
+        "fully_shard was given a parameter that is a DTensor already (tensor parallelism).",
+        parameter=parameter,
+        expected='layout="rows", whose sharded parameters say how they are split twice',
+        got=f"layout={layout!r}",
+        remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
+        code="C177",
+    )
+
+
+def share_memory(other: str, name: str) -> LayoutError:
+    """The error for two Parameter objects that share memory."""
+    return LayoutError(
+        "Two Parameter objects share one memory: sharded separately they would drift apart.",
+        parameter=f"{other} and {name}",
+        remedy="tie them by assigning the same Parameter object to both modules",
+        code="L012",
+    )
+
+
+# copy.py
+
+
+def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
+    """The error for a deep copy of a part whose weight is tied to a module outside of it."""
+    return PhaseError(
+        "A part of a sharded model was deep-copied whose parameter is tied to a module outside of it.",
+        parameter=parameter,
+        rank=rank,
+        remedy="deep-copy the whole model",
+        code="P047",
+    )
+
+
+# find.py
+
+
+def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
+    """The error for a weight that is used outside of its unit, too."""
+    return LayoutError(
+        f"A weight of unit {unit!r} is also used outside of it, where it is not gathered.",
+        parameter=parameter,
+        expected="one unit around all uses of a tied weight",
+        remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
+        code="L013",
+    )
+
+
+# lookup.py
+
+
+def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
+    """The error for a forward of parameters that hold no values."""
+    return PhaseError(
+        "A forward was called while parameters are on the meta device and hold no values.",
+        parameter=", ".join(parameters),
+        remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
+        "owns: with one seed all would draw the same), and initialise every module (reset_parameters()); or load a "
+        "state dict",
+        code="P050",
+    )
+
+
+# tokens.py
+
+
+def other_counts_of_batches(rank: int, mine: int, everyone: int, world: int) -> DivergenceError:
+    """The error for ranks that counted tokens of different numbers of micro-batches."""
+    return DivergenceError(
+        "Ranks called set_token_count with different numbers of micro-batches.",
+        rank=rank,
+        expected="the same number on every rank",
+        got=f"{mine} on this one, {everyone} on {world} ranks together",
+        remedy="give one count per backward on every rank, 0 where a rank has no tokens",
+        code="D010",
+    )
+
+
+def tokens_not_counted(what: str, got: str) -> UsageError:
+    """The error for a backward whose tokens were not counted."""
+    return UsageError(
+        what,
+        expected="set_token_count(model, counts) once per step, with a count for each of its backwards",
+        got=got,
+        remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
+        "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
+        code="P053",
+    )
+
+
+# views.py
+
+
+def view_on_meta(parameters: Iterable[str]) -> ConfigError:
+    """The error for an optimizer view of parameters that hold no values."""
+    return ConfigError(
+        "An optimizer view was asked for while parameters are on the meta device.",
+        parameter=", ".join(parameters),
+        remedy="call model.to_empty(device=...) first",
+        code="C179",
+    )
+
+
+def viewed_twice(parameter: str) -> ConfigError:
+    """The error for a parameter that has an optimizer view already."""
+    return ConfigError(
+        "A parameter already has an optimizer view: two optimizers would update it.",
+        parameter=parameter,
+        remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
+        code="C180",
+    )
+
+
+# gradient_dtypes.py
+
+
+def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
+    """The error for parameters of one buffer with different values of grad_dtype."""
+    return ConfigError(
+        "Parameters of a unit, which are reduced in one buffer, have different values of grad_dtype.",
+        expected="the same grad_dtype for all of them",
+        got="; ".join(f"{dtype or 'unset'}: {', '.join(some[:3])}" for dtype, some in names.items()),
+        remedy="set grad_dtype before fully_shard, which gives each value a buffer of its own",
+        code="C340",
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..comm import Comm, Pending, turns_on
-from ..errors import DivergenceError, UsageError
+from ..errors import UsageError
 from ..mesh import MeshAxes
 from ..watcher import RANK
+from .messages import other_counts_of_batches, tokens_not_counted
 
 
 class TokenCount:
@@ -67,14 +68,7 @@ class TokenCount:
     def _compare(self) -> None:
         _, everyone, squares = self._sums.tolist()
         if squares * self._axes.world != everyone**2:  # equal only if all numbers are (Cauchy-Schwarz)
-            raise DivergenceError(
-                "Ranks called set_token_count with different numbers of micro-batches.",
-                rank=self._axes.global_rank,
-                expected="the same number on every rank",
-                got=f"{self.backwards} on this one, {everyone} on {self._axes.world} ranks together",
-                remedy="give one count per backward on every rank, 0 where a rank has no tokens",
-                code="D010",
-            )
+            raise other_counts_of_batches(self._axes.global_rank, self.backwards, everyone, self._axes.world)
 
     def let_go(self) -> None:
         """Its memory may be given to others: its all-reduce and the streams that it was read under are waited for."""
@@ -95,11 +89,4 @@ def no_tokens(tokens: TokenCount | None) -> UsageError:
     else:
         what = 'A backward with reduction="tokens" began after all that its tokens were counted for.'
         got = f"one more than the {tokens.backwards} of the last count"
-    return UsageError(
-        what,
-        expected="set_token_count(model, counts) once per step, with a count for each of its backwards",
-        got=got,
-        remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
-        "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
-        code="P053",
-    )
+    return tokens_not_counted(what, got)

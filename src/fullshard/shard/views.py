@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from ..forms import NAME_KEY, PART_KEY, mark_view, owner_of
 from .bucket import Bucket
 from .delivery import Delivery
+from .messages import view_on_meta, viewed_twice
 from .optimizer_view import OptimizerView
 
 
@@ -21,22 +21,12 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         ConfigError: one of the parameters has a view already, whose optimizer is alive, or has no values yet.
     """
     if delivery.bucket.shard.is_meta:
-        raise ConfigError(
-            "An optimizer view was asked for while parameters are on the meta device.",
-            parameter=", ".join(member.name for member in delivery.bucket.members),
-            remedy="call model.to_empty(device=...) first",
-            code="C179",
-        )
+        raise view_on_meta(member.name for member in delivery.bucket.members)
     views = [view for view in delivery.views if view.tensor is not None]
     taken = {i for view in views for i in view.members}
     for _, _, indices in runs:
         for i in taken.intersection(indices):
-            raise ConfigError(
-                "A parameter already has an optimizer view: two optimizers would update it.",
-                parameter=delivery.bucket.members[i].name,
-                remedy="use each parameter in one optimizer_view, and drop the old optimizer first",
-                code="C180",
-            )
+            raise viewed_twice(delivery.bucket.members[i].name)
     tensors = []
     for offset, length, indices in runs:
         tensor = nn.Parameter(delivery.bucket.shard.narrow(0, offset, length))

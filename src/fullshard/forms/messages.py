@@ -1,0 +1,270 @@
+"""What forms of parameters say to users, in the order of the code: the wording of errors and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, message
+
+# flat.py
+
+
+def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any) -> ConfigError:
+    """The error for something in the place of a FlatParameter that is not its shard."""
+    return ConfigError(
+        "A FlatParameter was replaced by something that is not its shard.",
+        parameter=parameters,
+        rank=rank,
+        expected=f"a Parameter of shape {(numel,)}",
+        got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
+        remedy="change values inside summon_full_params(model), or in place",
+        code="C090",
+    )
+
+
+# flat_shard.py
+
+
+def pickled(parameter: str) -> PhaseError:
+    """The error for pickling a flat shard."""
+    return PhaseError(
+        f"FlatShard {parameter!r} holds a part of a parameter and a process group, and cannot be pickled.",
+        remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
+        code="P025",
+    )
+
+
+def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[int]) -> CheckpointError:
+    """The error for a run that a safetensors file would keep a part of."""
+    return CheckpointError(
+        "Hugging Face's storage writer keeps one tensor for each name and rank, and this rank holds a run of "
+        "elements that is several: all but one would be lost.",
+        parameter=parameter,
+        rank=rank,
+        expected="at most one rectangle of elements",
+        got=f"{count} of shape {shape}",
+        remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
+        '"owner"; DCP\'s own FileSystemWriter writes all layouts',
+        code="K037",
+    )
+
+
+def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> PhaseError:
+    """The error for an operation that is not computed on runs of elements; `why`, if there is more to say."""
+    return PhaseError(
+        f"{func} cannot be computed on a flat shard, of which each rank holds a run of elements"
+        + (f": {why}." if why else "."),
+        parameter=parameter,
+        expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
+        remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
+        'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
+        code="P026",
+    )
+
+
+# retired.py
+
+
+def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
+    """The error for using a Parameter object from before the model was sharded."""
+    return ConfigError(
+        "This Parameter object was replaced by its sharded form in fully_shard, and no longer holds values.",
+        parameter=parameter,
+        got=f"{called} on the object from before fully_shard",
+        remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
+        "modules inside one module that fully_shard is applied to",
+        code="C092",
+    )
+
+
+# row_shard.py
+
+
+def copied_into_whole(name: str | None) -> PhaseError:
+    """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
+    return PhaseError(
+        f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
+        code="P385",
+    )
+
+
+def saved_by_torch() -> str:
+    """The warning for `torch.save` of a sharded state dict."""
+    return message(
+        "torch.save writes this rank's part of a sharded state dict: a plain model cannot load it, nor can another "
+        "number of ranks.",
+        remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
+        code="W386",
+    )
+
+
+def used_while_freed(called: Any, parameter: str) -> PhaseError:
+    """The error for computing with a sharded parameter as if it were the whole one."""
+    return PhaseError(
+        f"{called} was given a plain tensor and a sharded parameter, whose unit is not gathered now.",
+        parameter=parameter,
+        expected="a call through the unit's forward, which gathers the parameter first",
+        got="a call from outside it",
+        remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
+        "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
+        "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+        code="P027",
+    )
+
+
+def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any) -> ConfigError:
+    """The error for a `.data` that is not the shard."""
+    return ConfigError(
+        "A sharded parameter's .data was set to a tensor that is not its shard.",
+        parameter=name,
+        expected=f"{kind} of shape {shape}, split the same way",
+        got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
+        remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
+        code="C093",
+    )
+
+
+def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
+    """The error for a `.data` on the meta device, or away from it."""
+    return ConfigError(
+        "A sharded parameter's .data was set to a tensor on the meta device, or away from it.",
+        parameter=name,
+        expected="the meta device for both or for none, as of any tensor",
+        got=f"{device}, set to one on {new_device}",
+        remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
+        code="C094",
+    )
+
+
+# rows.py
+
+
+def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
+    """The error for a sharded parameter in the place of another one of its unit."""
+    return ConfigError(
+        "A sharded parameter was tied to another one of its unit after sharding.",
+        parameter=parameter,
+        rank=rank,
+        expected="weights that are tied before the model is sharded",
+        got=f"{other} in its place",
+        remedy="tie them first (module.weight = other.weight), then shard the model",
+        code="C095",
+    )
+
+
+# split.py
+
+
+def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> ConfigError:
+    """The error for a DTensor that is split on a dim of the mesh over which it is to be sharded."""
+    return ConfigError(
+        "A parameter is split on a data-parallel dim of the mesh already.",
+        parameter=parameter,
+        expected=f"Replicate() on {dim!r}",
+        got=placement,
+        remedy="distribute it with Replicate() on the dims that dp_mesh_dims parameters",
+        code="C097",
+    )
+
+
+def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError:
+    """The error for a placement that is neither Shard nor Replicate."""
+    return ConfigError(
+        "A tensor-parallel parameter has a placement that cannot be sharded further.",
+        parameter=parameter,
+        expected="Shard or Replicate",
+        got=placement,
+        remedy="redistribute it first",
+        code="C098",
+    )
+
+
+# stand_in.py
+
+
+def hidden_now(called: str, parameter: str | None) -> PhaseError:
+    """The error for using a parameter whose instance is not gathered."""
+    return PhaseError(
+        f"{called} was asked of a parameter whose instance is not gathered now.",
+        parameter=parameter,
+        expected="use inside the forward of its FullyShardedDataParallel instance",
+        got="use from outside it",
+        remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
+        code="P028",
+    )
+
+
+# subclass.py
+
+
+def without_rows(kind: str, parameter: str, dim: Any, shape: Sequence[int]) -> ConfigError:
+    """The error for a parameter of a tensor subclass that has no rows."""
+    return ConfigError(
+        f"A parameter of class {kind} cannot be split into rows.",
+        parameter=parameter,
+        expected="a first dim, to split",
+        got=f"shape {shape}, split on dim {dim}",
+        remedy="put it in ignored_params",
+        code="C099",
+    )
+
+
+def not_cut_into_chunks(kind: str, parameter: str, error: Exception) -> ConfigError:
+    """The error for a parameter of a tensor subclass that lacks an operation."""
+    return ConfigError(
+        f"A parameter of class {kind} cannot be cut into chunks: an operation on it failed.",
+        parameter=parameter,
+        expected="detach, split (torch.chunk), slice, clone and, from another device, to",
+        got=f"{type(error).__name__}: {error}",
+        remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
+        code="C100",
+    )
+
+
+def sends_uneven_rows(
+    parameter: str, rank: int, most: int, chunks: Sequence[int], counts: Sequence[int], columns: Sequence[Sequence[int]]
+) -> DivergenceError:
+    """The error for what `fsdp_pre_all_gather` sends that cannot be gathered."""
+    return DivergenceError(
+        "fsdp_pre_all_gather sends what cannot be gathered: rows do not divide evenly over the ranks.",
+        parameter=parameter,
+        rank=rank,
+        expected=f"at most {most} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
+        got=f"numbers of tensors {counts}, of rows {columns}",
+        remedy="pad what is sent to the first rank's number of rows",
+        code="D009",
+    )
+
+
+def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, missing: Sequence[str]) -> ConfigError:
+    """The error for a tensor subclass that does not say how it is gathered."""
+    return ConfigError(
+        "A parameter is a tensor subclass with inner tensors of its own, and its class does not say how they "
+        "are gathered.",
+        parameter=parameter,
+        expected=" and ".join(methods),
+        got=f"{kind} without {' and '.join(missing)}",
+        remedy="of a frozen weight, call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
+        "else implement them (they may be set on the class after fully_shard), or put it in ignored_params",
+        code="C101",
+    )
+
+
+def freed_whole(parameter: str) -> ConfigError:
+    """The error for a unit of a tensor subclass that is to keep a part of what it gathered."""
+    return ConfigError("a tensor subclass with a gather of its own is freed whole", parameter=parameter, code="C103")
+
+
+def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
+    """The error for what `fsdp_post_all_gather` made."""
+    return ConfigError(
+        "fsdp_post_all_gather made a tensor of another shape than the parameter.",
+        parameter=parameter,
+        expected=expected,
+        got=shape,
+        code="C102",
+    )
