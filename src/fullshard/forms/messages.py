@@ -166,7 +166,7 @@ def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> Conf
         parameter=parameter,
         expected=f"Replicate() on {dim!r}",
         got=placement,
-        remedy="distribute it with Replicate() on the dims that dp_mesh_dims parameters",
+        remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
         code="C097",
     )
 

@@ -15,8 +15,21 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_backend_config
 
-from ..errors import ConfigError, message
 from .lines import Lines, close_lines, lines_of, open_lines
+from .messages import (
+    alone,
+    device_not_available,
+    groups_do_not_cross,
+    needs_two_groups,
+    no_smaller_groups,
+    not_a_mesh,
+    not_groups,
+    other_device_type,
+    other_dims,
+    outside_the_mesh,
+    takes_one_group,
+    unequal_nodes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,27 +181,11 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device | None = None) ->
         ensure_group()
         mesh = init_device_mesh(device_type_of(None), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}",
-            remedy='leave mesh= out for all ranks, or give init_device_mesh("cpu", (dist.get_world_size(),)), or of a '
-            'group DeviceMesh.from_group(group, "cpu"); "cuda" in place of "cpu" on GPUs',
-            code="C136",
-        )
+        raise not_a_mesh(type(mesh).__name__)
     if mesh.ndim not in (1, 2):
-        raise ConfigError(
-            f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), got {mesh.ndim} dims.",
-            expected="mesh.ndim in (1, 2)",
-            got=f"shape {tuple(mesh.shape)}",
-            remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
-            code="C137",
-        )
+        raise other_dims(tuple(mesh.shape), mesh.ndim)
     if mesh.get_coordinate() is None:
-        raise ConfigError(
-            "This process is not part of the mesh given to fully_shard.",
-            rank=dist.get_rank(),
-            got=str(mesh),
-            code="C138",
-        )
+        raise outside_the_mesh(dist.get_rank(), str(mesh))
     replicate = _axis(mesh, 0) if mesh.ndim == 2 else None
     where = _device(mesh.device_type, device)
     return _axes(mesh, where, _axis(mesh, mesh.ndim - 1), replicate)
@@ -212,16 +209,7 @@ def ensure_group() -> None:
     except ValueError as error:  # what torch raises where no launcher has set RANK, which it asks for first
         if dist.is_torchelastic_launched() or "RANK" not in str(error):
             raise
-    warnings.warn(
-        message(
-            "The model is sharded over this process alone: torch.distributed is not initialised, and torchrun did not "
-            "start the program.",
-            remedy="nothing is to be done in a notebook or on one device; to train on several, start the program with "
-            "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
-            code="W383",
-        ),
-        stacklevel=4,
-    )
+    warnings.warn(alone(), stacklevel=4)
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
 
 
@@ -235,14 +223,7 @@ def subdivide(axes: MeshAxes, size: int) -> Axis:
     """
     if size <= 1 or size >= axes.shard.size or axes.shard.size % size:
         fitting = [str(one) for one in range(2, axes.shard.size) if axes.shard.size % one == 0]
-        raise ConfigError(
-            f"reshard_after_forward={size} does not cut {axes.shard.size} ranks into smaller groups of equal size.",
-            expected=f"one of {', '.join(fitting)}" if fitting else "True or False: this number has no other divisor",
-            got=size,
-            remedy="give one of these (an int is the size of the groups in which parameters stay split from forward to "
-            "backward), or True (free what was gathered after forward), or False (keep it until backward)",
-            code="C139",
-        )
+        raise no_smaller_groups(size, axes.shard.size, fitting)
     by_size = _subdivided.setdefault(axes.shard.group, {})
     if size not in by_size or not _in_use(by_size[size].group):
         # Rows of [.., size] are consecutive ranks of the shard axis, whatever the mesh's own rank order.
@@ -260,12 +241,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> Axis:
 
 def _device(device_type: str, given: torch.device | None = None) -> torch.device:
     if given is not None and given.type != device_type:
-        raise ConfigError(
-            "The device to compute on is not of the mesh's device type.",
-            expected=device_type,
-            got=str(given),
-            code="C140",
-        )
+        raise other_device_type(device_type, given)
     if device_type == "cpu":
         return torch.device("cpu")
     if given is not None and given.index is not None:
@@ -273,13 +249,7 @@ def _device(device_type: str, given: torch.device | None = None) -> torch.device
     try:
         return torch.device(device_type, torch.get_device_module(device_type).current_device())
     except (RuntimeError, AssertionError) as error:  # what torch raises where it has no such device
-        raise ConfigError(
-            "The mesh's device type is not available to this process.",
-            expected=f"a usable {device_type} device",
-            got=str(error),
-            remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
-            code="C141",
-        ) from error
+        raise device_not_available(device_type, error) from error
 
 
 # From process groups, for the wrapper front-end: a group, a pair of groups, or node-local ones.
@@ -302,22 +272,12 @@ def axes_of_groups(groups: Any, hybrid: bool, device: torch.device | None = None
     ensure_group()
     pair = isinstance(groups, (tuple, list))
     if hybrid and groups is not None and not pair:
-        raise ConfigError(
-            "A hybrid strategy shards over one group and replicates over another.",
-            expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
-            got=repr(groups),
-            code="C143",
-        )
+        raise needs_two_groups(groups)
     if not hybrid and pair:
-        raise ConfigError("process_group is a pair only for hybrid strategies; give one group", code="C144")
+        raise takes_one_group()
     given = groups if pair else [] if groups is None else [groups]
     if not all(isinstance(group, dist.ProcessGroup) for group in given) or (pair and len(given) != 2):
-        raise ConfigError(
-            "process_group must be a process group, or two of them for hybrid strategies.",
-            got=repr(groups),
-            remedy="make groups with torch.distributed.new_group(ranks), on every rank",
-            code="C145",
-        )
+        raise not_groups(groups)
     kind = device.type if device is not None else device_type_of(groups[0] if pair else groups)
     where = _device(kind, device)
     if hybrid:
@@ -390,15 +350,7 @@ def _pair_mesh(groups: Any, kind: str) -> DeviceMesh:
     rows: list[Any] = [None] * dist.get_world_size(replicate)
     dist.all_gather_object(rows, mine, group=replicate)
     if len({rank for row in rows for rank in row}) < sum(map(len, rows)) or len(set(map(len, rows))) > 1:
-        raise ConfigError(
-            "The groups of process_group=(shard_group, replicate_group) do not cross in one rank.",
-            rank=dist.get_rank(),
-            expected="a replicate group that holds one rank of each shard group",
-            got=f"shard groups {', '.join(map(str, rows))} of ranks {dist.get_process_group_ranks(replicate)}",
-            remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or give "
-            "that as device_mesh",
-            code="C430",
-        )
+        raise groups_do_not_cross(dist.get_rank(), rows, dist.get_process_group_ranks(replicate))
     return DeviceMesh.from_group(
         [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )
@@ -412,11 +364,5 @@ def _node_mesh(kind: str) -> DeviceMesh:
     nodes = {host: [rank for rank in range(world) if hosts[rank] == host] for host in hosts}
     sizes = {host: len(ranks) for host, ranks in nodes.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            "Nodes do not hold the same number of ranks, so node-local groups cannot be made.",
-            expected="equal numbers",
-            got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
-            remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
-            code="C147",
-        )
+        raise unequal_nodes(sizes)
     return DeviceMesh(kind, list(nodes.values()), mesh_dim_names=("replicate", "shard"))

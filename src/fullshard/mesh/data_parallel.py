@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError
 from ..torch_private.root_mesh import joined
+from .messages import cannot_flatten, nothing_to_shard_on, unknown_dims, unnamed_dims
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,7 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         names = [*self.shard_names, *self.replicate_names]
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(
-                "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
-                expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
-                got=f"shard={self.shard!r}, replicate={self.replicate!r}",
-                code="C148",
-            )
+            raise unnamed_dims(self.shard, self.replicate)
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -62,20 +57,9 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
     if unknown:
-        raise ConfigError(
-            "dp_mesh_dims names a dim that the mesh does not have.",
-            expected=f"names among {names}",
-            got=", ".join(map(repr, unknown)),
-            code="C149",
-        )
+        raise unknown_dims(names, unknown)
     if not dims.shard_names:
-        raise ConfigError(
-            "dp_mesh_dims gives replicas and nothing to shard on.",
-            expected="shard=, the name of at least one dim",
-            got=f"replicate={dims.replicate!r} alone",
-            remedy="use DistributedDataParallel, or name one of these dims in shard=",
-            code="C150",
-        )
+        raise nothing_to_shard_on(dims.replicate)
     parts = [_flat(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
     return parts[0] if len(parts) == 1 else joined(parts[0], parts[1], "(dp_mesh_dims)")
 
@@ -85,9 +69,6 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
     if not hasattr(mesh, "_flatten"):
-        raise ConfigError(
-            f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place",
-            code="C151",
-        )
+        raise cannot_flatten(names)
     flat: DeviceMesh = mesh[names]._flatten("_".join(names))
     return flat

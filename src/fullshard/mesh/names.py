@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError
+from .messages import replicas_second, two_shard_dims
 
 _SHARD = frozenset({"fsdp", "shard", "shards", "sharded", "sharding"})
 _CONTEXT = frozenset({"cp", "context"})
@@ -55,23 +55,6 @@ def refuse_misread(mesh: Any) -> None:
     said = meaning(first), meaning(second)
     got = f"dims ({first!r}, {second!r}) of sizes {tuple(mesh.shape)}"
     if said[0] == "shard" and said[1] in ("shard", "context"):
-        raise ConfigError(
-            "Both dims of the mesh are named as dims to shard over, but a 2-D mesh is read as (replicate, shard): "
-            f"parameters would be repeated along {first!r}.",
-            expected="a 1-D mesh, or a first dim of replicas",
-            got=got,
-            remedy=f"to shard over both, make a 1-D mesh of all these ranks, or give fully_shard dp_mesh_dims="
-            f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, give "
-            f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant to be replicas, name it so",
-            code="C152",
-        )
+        raise two_shard_dims(first, second, got)
     if said[1] == "replicate":
-        raise ConfigError(
-            f"The second dim of the mesh is named {second!r}, but a 2-D mesh is read as (replicate, shard): "
-            "parameters would be split along it.",
-            expected="the dim of replicas first",
-            got=got,
-            remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
-            'mesh_dim_names=("replicate", "shard"))',
-            code="C153",
-        )
+        raise replicas_second(second, got)
