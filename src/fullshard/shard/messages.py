@@ -405,8 +405,13 @@ def other_counts_of_batches(rank: int, mine: int, everyone: int, world: int) -> 
     )
 
 
-def tokens_not_counted(what: str, got: str) -> UsageError:
-    """The error for a backward whose tokens were not counted."""
+def tokens_not_counted(backwards: int | None) -> UsageError:
+    """The error for a backward whose tokens were not counted; of how many the last count was, if there was one."""
+    if backwards is None:
+        what, got = 'A backward with reduction="tokens" began before its tokens were counted.', "no count"
+    else:
+        what = 'A backward with reduction="tokens" began after all that its tokens were counted for.'
+        got = f"one more than the {backwards} of the last count"
     return UsageError(
         what,
         expected="set_token_count(model, counts) once per step, with a count for each of its backwards",

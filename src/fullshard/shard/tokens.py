@@ -84,9 +84,4 @@ def no_tokens(tokens: TokenCount | None) -> UsageError:
     Args:
         tokens: the last count; None: there was none.
     """
-    if tokens is None:
-        what, got = 'A backward with reduction="tokens" began before its tokens were counted.', "no count"
-    else:
-        what = 'A backward with reduction="tokens" began after all that its tokens were counted for.'
-        got = f"one more than the {tokens.backwards} of the last count"
-    return tokens_not_counted(what, got)
+    return tokens_not_counted(None if tokens is None else tokens.backwards)
