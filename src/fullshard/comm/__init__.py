@@ -1,11 +1,11 @@
 """Communication: the protocol and its kinds."""
 
-from ..errors import ConfigError
 from .custom import AllGather, CustomComm, ReduceScatter, custom, separate_group
 from .group_memory import GroupMemory
 from .hook import HookComm
 from .lanes import ONE_STREAM, Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
 from .meeting import apart_of, can_open, new_name, own_lines
+from .messages import not_a_comm
 from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
 from .protocol import (
     Call,
@@ -35,9 +35,7 @@ def make_comm(kind: "str | Comm") -> Comm:
     if kind == "null":
         return NullComm()
     if isinstance(kind, str) or not hasattr(kind, "gather"):
-        raise ConfigError(
-            f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}', code="C084"
-        )
+        raise not_a_comm(kind)
     return kind
 
 

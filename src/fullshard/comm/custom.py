@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
 from ..mesh import Axis
+from .messages import another_buffer
 from .protocol import DONE, Comm, Costs, Pending
 
 
@@ -119,14 +119,7 @@ class CustomComm:
         expected = (tuple(like.shape), like.dtype, like.device)
         got = (tuple(buffer.shape), buffer.dtype, buffer.device) if isinstance(buffer, torch.Tensor) else buffer
         if got != expected:
-            raise ConfigError(
-                f"allocate() of the custom collective {type(collective).__name__} returned another tensor than "
-                "it was asked for.",
-                expected=f"{expected}",
-                got=f"{got}",
-                remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
-                code="C085",
-            )
+            raise another_buffer(type(collective).__name__, expected, got)
         return buffer
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
 from ..mesh import Axis
 from ..torch_private.collectives import all_gather, reduce_scatter
+from .messages import no_group_memory
 
 
 class GroupMemory:
@@ -34,13 +34,7 @@ class GroupMemory:
         if axis.backend != "fake" and hasattr(axis.group, "_get_backend"):
             backend = axis.group._get_backend(device)
         if backend is None or not getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
-            raise ConfigError(
-                f"The {axis.backend} backend allocates no memory of its own for communication.",
-                expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
-                got=f"{axis.backend} on {device}",
-                remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
-                code="C086",
-            )
+            raise no_group_memory(axis.backend, device)
         self.backend = backend
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import LayoutError, UnevenError
+from ..errors import LayoutError
+from .messages import no_such_dim, scalar_in_rows, uneven_dim
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
 _ROOM = 64
@@ -91,22 +92,11 @@ def _check(world: int, align: int) -> None:
 
 def _check_rows(spec: ParameterSpec, world: int) -> None:
     if not spec.shape:
-        raise LayoutError(
-            f"parameter {spec.name} is a scalar (0 dimensions) and cannot be split into rows.",
-            remedy='give it shape (1,), pass it in ignored_params, or use layout="flat"',
-            code="L002",
-        )
+        raise scalar_in_rows(spec.name)
     if not 0 <= spec.dim < len(spec.shape):
-        raise LayoutError(
-            f"parameter {spec.name} has shape {spec.shape}: there is no dim {spec.dim} to shard", code="L003"
-        )
+        raise no_such_dim(spec.name, spec.shape, spec.dim)
     if spec.dim != 0 and spec.shape[spec.dim] % world:
-        raise UnevenError(
-            f"parameter {spec.name} of shape {spec.shape} cannot be sharded evenly on dim {spec.dim} "
-            f"over {world} ranks.",
-            remedy=f"shard on dim 0, or on a dim whose size is a multiple of {world}",
-            code="L004",
-        )
+        raise uneven_dim(spec.name, spec.shape, spec.dim, world)
 
 
 def _has_columns(specs: Sequence[ParameterSpec], world: int, align: int) -> bool:

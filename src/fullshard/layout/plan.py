@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..errors import LayoutError
+from .messages import beyond_the_bucket, not_aligned
 
 ALIGN_BYTES = 16  # what vectorised kernels and NCCL's fast paths want of an address
 
@@ -187,14 +188,10 @@ class Layout:
             if start < stop:
                 raise LayoutError(f"parameters {first} and {second} overlap in the full bucket", code="L008")
         if spans and spans[-1][1] > self.full_numel:
-            raise LayoutError(
-                f"parameter {spans[-1][2]} ends at {spans[-1][1]}, full bucket at {self.full_numel}", code="L009"
-            )
+            raise beyond_the_bucket(spans[-1][2], spans[-1][1], self.full_numel)
         for slot in self.slots:
             if slot.full_offset % self.align:
-                raise LayoutError(
-                    f"parameter {slot.name} begins at {slot.full_offset}, not a multiple of {self.align}", code="L010"
-                )
+                raise not_aligned(slot.name, slot.full_offset, self.align)
 
     @property
     def name(self) -> str:

@@ -457,3 +457,17 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
         remedy="set grad_dtype before fully_shard, which gives each value a buffer of its own",
         code="C340",
     )
+
+
+# parking.py
+
+
+def parked_asked_to_compute(units: Iterable[str]) -> PhaseError:
+    """The error for a model that should compute while its shards are parked."""
+    return PhaseError(
+        "A model whose shards are parked in host memory was asked to compute.",
+        expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
+        got="parked units " + ", ".join(name or "(root)" for name in dict.fromkeys(units)),
+        remedy="call fullshard.resume(model, *optimizers) first, on every rank",
+        code="P051",
+    )

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import PhaseError
 from ..torch_private.local_tensor import follow_local, plain_access, plain_tensors, read_grad, view_base
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .gradients import Gradients
+from .messages import parked_asked_to_compute
 from .offload import Home, settle
 from .unit import Unit
 
@@ -49,7 +49,7 @@ class Parking(Home):
 
     def begin(self, unit: str) -> None:
         """Refused: also to a backward whose forward was before parking."""
-        raise _parked([unit])
+        raise parked_asked_to_compute([unit])
 
 
 class Mover:
@@ -119,22 +119,12 @@ def refuse_parked(units: Iterable[Unit]) -> None:
         return
     names = [unit.name for unit in units if is_parked(unit)]
     if names:
-        raise _parked(names)
+        raise parked_asked_to_compute(names)
 
 
 def is_parked(unit: Unit) -> bool:
     """Whether the unit's shards are parked."""
     return True in [type(bucket.home) is Parking for bucket in unit.buckets]
-
-
-def _parked(units: Iterable[str]) -> PhaseError:
-    return PhaseError(
-        "A model whose shards are parked in host memory was asked to compute.",
-        expected="save, load, state_dict and optimizer steps while it is parked, and no forward, backward or unshard()",
-        got="parked units " + ", ".join(name or "(root)" for name in dict.fromkeys(units)),
-        remedy="call fullshard.resume(model, *optimizers) first, on every rank",
-        code="P051",
-    )
 
 
 def park_unit(unit: Unit, mover: Mover) -> None:
