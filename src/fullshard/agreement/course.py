@@ -22,6 +22,11 @@ NOTHING = -1
 VERB = (1 << VERB_BITS) - 1
 """The bits of a token that hold its verb; those above hold the unit's index."""
 
+MOST_UNITS = 1 << 20
+"""More than a root has."""
+SIZES, MODEL = -1, -2
+"""Compared in the place of a verb: what units gather has changed; a model is used for the first time."""
+
 _MEMORY = 128  # passes
 _KINDS = 64  # of passes, whose tokens are known
 _CONTEXT = 16  # passes that a prediction looks back

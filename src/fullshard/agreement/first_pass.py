@@ -21,8 +21,10 @@ from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Unit
 from ..watcher import RANK
-from .messages import END, LEFT, different_orders
+from .messages import different_orders
 
+END = -1  # in place of a unit's index: the pass is over
+LEFT = -2  # less a unit's index: its forward is over
 _CHANGED, _LEADS_BACK = 1, 2  # flags: the unit's weights were changed; its outputs need a gradient
 
 
@@ -101,8 +103,12 @@ class FirstPass:
         other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
         if other is None:
             return reduce(or_, given)
-        names, ranks = [unit.name for unit in self.units], (axis.ranks[0], axis.ranks[other])
-        raise different_orders(names, ranks, (indices[0], indices[other]))
+        raise different_orders((axis.ranks[0], axis.ranks[other]), [self._place(indices[at]) for at in (0, other)])
+
+    def _place(self, index: int) -> tuple[str | None, bool]:
+        """The unit that a rank has come to, and whether to its end; None: to the end of the pass."""
+        ends = index <= LEFT
+        return (None if index == END else self.units[LEFT - index if ends else index].name), ends
 
 
 def is_frozen(unit: Unit) -> bool:

@@ -7,34 +7,29 @@ from typing import Any
 
 from ..errors import ConfigError, DivergenceError, UsageError, message
 from ..watcher import BACKWARD, FORWARD, KEEP, VERBS
+from .course import MODEL, MOST_UNITS, SIZES
 
 # first_pass.py
 
-END = -1
-"""In place of a unit's index: the pass is over."""
-LEFT = -2
-"""Less a unit's index: its forward is over."""
 
-
-def different_orders(names: Sequence[str], ranks: Sequence[int], indices: Sequence[int]) -> DivergenceError:
+def different_orders(ranks: Sequence[int], places: Sequence[tuple[str | None, bool]]) -> DivergenceError:
     """The error for two ranks that run different units in a first forward.
 
     Args:
-        names: of all units.
         ranks: two.
-        indices: what each of them runs: a unit, or `END`, or `LEFT` less a unit.
+        places: of each, the unit that it has come to, and whether to its end; None: to the end of its forward.
     """
 
-    def at(index: int) -> str:
-        if index == END:
+    def at(unit: str | None, ends: bool) -> str:
+        if unit is None:
             return "has come to the end of its forward"
-        name = names[LEFT - index if index <= LEFT else index] or "(root)"
-        return f"has come to the end of unit {name!r}" if index <= LEFT else f"runs unit {name!r}"
+        name = unit or "(root)"
+        return f"has come to the end of unit {name!r}" if ends else f"runs unit {name!r}"
 
     return DivergenceError(
         "ranks run their units in different orders (checked along the first forward).\n"
-        f"  rank {ranks[0]} {at(indices[0])}\n"
-        f"  rank {ranks[1]} {at(indices[1])}",
+        f"  rank {ranks[0]} {at(*places[0])}\n"
+        f"  rank {ranks[1]} {at(*places[1])}",
         remedy="let every rank run the same units in the same order: where a rank has nothing to compute in "
         "one, call it all the same and multiply its result by zero",
         code="D001",
@@ -82,16 +77,11 @@ def different_models(ranks: Sequence[int], lines: Sequence[str], at: int, count:
 
 # position.py
 
-MOST_UNITS = 1 << 20
-"""More than a root has."""
-SIZES, MODEL = -1, -2
-"""In the place of a verb: what units gather has changed; a model is used for the first time."""
-
 _ALIKE = (
     "let every rank run the same units in the same order, with the same number of forwards and backwards, and the same "
     "gradient sync in each"
 )
-_SAID = (
+_ALIKE_OR_EVERY = (
     'give the root check="every" beside unused="zeros" if a backward runs several units forward again (activation '
     f"checkpointing) that some ranks leave out, or runs them in any order; else {_ALIKE}"
 )
@@ -128,7 +118,7 @@ def goes_on_differently(
         f"ranks go on differently (step {step}).\n"
         f"  rank {ranks[0]}: {_about_to(rows[0], names)}\n"
         f"  rank {ranks[1]}: {_about_to(rows[1], names)}",
-        remedy=_SAID if zeros else _ALIKE,
+        remedy=_ALIKE_OR_EVERY if zeros else _ALIKE,
         code="D004",
     )
 

@@ -26,8 +26,8 @@ from ..policies import Check, Unused
 from ..shard import Unit
 from ..watcher import BACKWARD, COMPARE, END, FORWARD, GATHER, KEEP, RANK, TURN, VERB_BITS, step_word, word
 from .aside import rows_of_all
-from .course import NOTHING, VERB, Course
-from .messages import MODEL, MOST_UNITS, SIZES, goes_on_differently, other_forward_order, unknown_setting
+from .course import MODEL, MOST_UNITS, NOTHING, SIZES, VERB, Course
+from .messages import goes_on_differently, other_forward_order, unknown_setting
 
 _MOST_TURNS = (1 << 31) * TURN
 

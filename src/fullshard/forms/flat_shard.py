@@ -27,9 +27,9 @@ from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import changes_in_place, give_up_gradient, mark_view, note_change
-from .messages import not_computed_flat, pickled, several_rectangles
+from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
 from .norms import norms
-from .row_shard import assign_data, part_error
+from .row_shard import assign_data
 from .run import Run
 
 aten = torch.ops.aten
@@ -269,7 +269,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(target, FlatShard):
         target._local_tensor.copy_(_local(source, target._run, func))
         return target
-    raise part_error(source._run.name)
+    raise copied_into_whole(source._run.name)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

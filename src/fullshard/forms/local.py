@@ -22,8 +22,9 @@ from .changes import Untouched
 from .flat_shard import FlatShard
 from .full import Full, PlainFull
 from .member import NAME_KEY, PART_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
+from .messages import does_not_fit_local
 from .row_shard import full_of
-from .rows import refuse_tie, remedy_for
+from .rows import refuse_tie
 from .run import Run
 
 
@@ -129,15 +130,8 @@ class LocalForm:
 
     def not_fitting(self, member: Member, found: Any) -> ReplacementError:
         """The error for something in a sharded parameter's place that cannot be taken over."""
-        return ReplacementError(
-            "A sharded parameter was replaced by something that does not fit it.",
-            parameter=member.name,
-            rank=self.axes.global_rank,
-            expected=f"a Parameter of shape {member.slot.shape}, or this rank's part {tuple(member.local.shape)}",
-            got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-            remedy=remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
-            code="C091",
-        )
+        rank, part = self.axes.global_rank, member.local.shape
+        return does_not_fit_local(member.name, rank, member.slot.shape, part, found)
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
         for member in members:

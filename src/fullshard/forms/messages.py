@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, message
+import torch
+from torch import nn
+
+from ..errors import CheckpointError, ConfigError, DivergenceError, PhaseError, ReplacementError, message
 
 # flat.py
 
@@ -61,6 +64,24 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
         remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
         'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
         code="P026",
+    )
+
+
+# local.py
+
+
+def does_not_fit_local(
+    parameter: str, rank: int, shape: Sequence[int], part: Sequence[int], found: Any
+) -> ReplacementError:
+    """The error for something in the place of a local part that cannot be taken over."""
+    return ReplacementError(
+        "A sharded parameter was replaced by something that does not fit it.",
+        parameter=parameter,
+        rank=rank,
+        expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
+        got=_kind_and_shape(found),
+        remedy=_remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
+        code="C091",
     )
 
 
@@ -154,6 +175,37 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
         remedy="tie them first (module.weight = other.weight), then shard the model",
         code="C095",
     )
+
+
+def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, found: Any) -> ReplacementError:
+    """The error for something in a sharded parameter's place that cannot be taken over."""
+    return ReplacementError(
+        "A sharded parameter was replaced by something that is not its shard.",
+        parameter=parameter,
+        rank=rank,
+        expected=_kind_and_shape(expected),
+        got=_kind_and_shape(found),
+        remedy=_remedy_for(
+            found,
+            "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
+            "placements",
+        ),
+        code="C096",
+    )
+
+
+def _kind_and_shape(value: Any) -> str:
+    return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+
+
+def _remedy_for(found: Any, remedy: str) -> str:
+    """What to do about something in a sharded parameter's place: a plain tensor was put there for one call only."""
+    if isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
+        return (
+            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply "
+            f"it to an unsharded copy; else {remedy}"
+        )
+    return remedy
 
 
 # split.py

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ..comm import can_open, values_of_all
 from ..containers import call_apart
 from ..dtypes import KNOWN
-from ..errors import PhaseError
 from ..mesh import backend_of
 from ..torch_private.local_tensor import (
     become,
@@ -146,9 +145,9 @@ class RowShard(DTensor):
             if name_of(args) is None:
                 raise
             if func is torch.Tensor.copy_ and not isinstance(args[0], DTensor):
-                raise part_error(name_of(args)) from None
+                raise copied_into_whole(name_of(args)) from None
             if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
-                raise freed_error(args, func) from error
+                raise used_while_freed(getattr(func, "__name__", func), name_of(args) or "?") from error
             result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args[:1])
@@ -276,11 +275,6 @@ def name_of(args: tuple[Any, ...]) -> str | None:
     return next((name for a in args if (name := getattr(a, "__dict__", {}).get(NAME_KEY))), None)
 
 
-def part_error(name: str | None) -> PhaseError:
-    """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
-    return copied_into_whole(name)
-
-
 _warned: list[bool] = []
 
 
@@ -294,11 +288,6 @@ def _warn_of_file() -> None:
         return
     _warned.append(True)
     warnings.warn(saved_by_torch(), stacklevel=2)
-
-
-def freed_error(args: tuple[Any, ...], func: Callable[..., Any]) -> PhaseError:
-    """The error for computing with a sharded parameter as if it were the whole one."""
-    return used_while_freed(getattr(func, "__name__", func), name_of(args) or "?")
 
 
 def assign_data(parameter: Any, value: Any, same_split: bool) -> None:

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import ReplacementError
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
 from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
 from .changes import Untouched
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
-from .messages import tied_after_sharding
+from .messages import replaced_by_another, tied_after_sharding
 from .row_shard import DATA_DIMS_KEY, as_row_shard, full_of
 
 
@@ -123,7 +122,7 @@ class RowsForm:
         if isinstance(found, nn.Parameter) and isinstance(found, DTensor) and found.shape == expected.shape:
             if found.device_mesh == expected.device_mesh and found.placements == expected.placements:
                 return
-        raise not_its_shard(member, found, self.axes.global_rank)
+        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, found)
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:
         for member in members:
@@ -156,31 +155,3 @@ def refuse_tie(member: Member, found: Any, members: Sequence[Member], rank: int)
     other = next((one for one in members if one is not member and found is one.sharded), None)
     if other is not None:
         raise tied_after_sharding(member.name, rank, other.name)
-
-
-def not_its_shard(member: Member, found: Any, rank: int) -> ReplacementError:
-    """The error for something in a sharded parameter's place that cannot be taken over."""
-    expected: Any = member.sharded
-    return ReplacementError(
-        "A sharded parameter was replaced by something that is not its shard.",
-        parameter=member.name,
-        rank=rank,
-        expected=f"{type(expected).__name__} of shape {tuple(expected.shape)}",
-        got=f"{type(found).__name__} of shape {tuple(getattr(found, 'shape', ()))}",
-        remedy=remedy_for(
-            found,
-            "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
-            "placements",
-        ),
-        code="C096",
-    )
-
-
-def remedy_for(found: Any, remedy: str) -> str:
-    """What to do about something in a sharded parameter's place: a plain tensor was put there for one call only."""
-    if isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
-        return (
-            "torch.func.functional_call is not supported on a sharded model, whose own parameters are gathered: apply "
-            f"it to an unsharded copy; else {remedy}"
-        )
-    return remedy

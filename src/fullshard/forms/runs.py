@@ -11,7 +11,8 @@ from ..layout import Part, Slot
 from ..torch_private.local_tensor import local_part
 from .flat_shard import FlatShard
 from .member import NAME_KEY, Member
-from .rows import RowsForm, not_its_shard
+from .messages import replaced_by_another
+from .rows import RowsForm
 from .run import Run
 
 
@@ -46,4 +47,4 @@ class RunsForm(RowsForm):
         if isinstance(found, FlatShard) and isinstance(found, nn.Parameter) and found.shape == expected.shape:
             if found._run.same_as(expected._run):
                 return
-        raise not_its_shard(member, found, self.axes.global_rank)
+        raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, found)

@@ -37,10 +37,11 @@ from .messages import (
     freed_whole,
     made_another_shape,
     not_cut_into_chunks,
+    replaced_by_another,
     sends_uneven_rows,
     without_rows,
 )
-from .rows import RowsForm, not_its_shard
+from .rows import RowsForm
 from .scratch import Scratch
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -91,7 +92,7 @@ class SubclassForm(RowsForm):
                 member.sharded = found
         local = local_of(member.sharded)
         if type(local) is not type(member.local) or local.shape != member.local.shape:
-            raise not_its_shard(member, local, self.axes.global_rank)
+            raise replaced_by_another(member.name, self.axes.global_rank, member.sharded, local)
         return [local]
 
     def point(self, members: Sequence[Member], shard: torch.Tensor) -> None:

@@ -29,9 +29,9 @@ from ..shard import (
     TokenCount,
     Unit,
     has_gradients,
-    no_tokens,
     settle,
     shown_empty,
+    tokens_not_counted,
 )
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad
@@ -114,7 +114,7 @@ class Reducer:
         self._use.begin(self._unit_list)
         if rules.reduction == "tokens":
             if rules.tokens is None or not rules.tokens.left:
-                raise no_tokens(rules.tokens)
+                raise tokens_not_counted(None if rules.tokens is None else rules.tokens.backwards)
             self._tokens = rules.tokens
 
     def changed(self, one: Reducible) -> None:

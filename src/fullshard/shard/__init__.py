@@ -9,12 +9,13 @@ from .find import Found, Rehearsal, check_ties, find_parameters, find_shared, sh
 from .gradients import Gradients, GradState, has_gradient, has_gradients, refuse_unreduced
 from .hooks import sees_gradients, shown_empty
 from .lookup import all_ranks_hold, members_of, names_of, refuse_meta, units_of
+from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
 from .scaling import REDUCTIONS
 from .share import Share
-from .tokens import TokenCount, no_tokens
+from .tokens import TokenCount
 from .unit import State, Unit, follow_all, refresh_all
 from .views import add_views, follow_views, run_of
 
@@ -51,7 +52,6 @@ __all__ = [
     "is_parked",
     "members_of",
     "names_of",
-    "no_tokens",
     "park_unit",
     "place_clone",
     "plan_unit",
@@ -65,6 +65,7 @@ __all__ = [
     "settle",
     "show_shared",
     "shown_empty",
+    "tokens_not_counted",
     "units_of",
     "walk",
 ]

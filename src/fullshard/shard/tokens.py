@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..comm import Comm, Pending, turns_on
-from ..errors import UsageError
 from ..mesh import MeshAxes
 from ..watcher import RANK
-from .messages import other_counts_of_batches, tokens_not_counted
+from .messages import other_counts_of_batches
 
 
 class TokenCount:
@@ -76,12 +75,3 @@ class TokenCount:
             self._pending.wait()
         self._turns.take()
         self._turns.give()
-
-
-def no_tokens(tokens: TokenCount | None) -> UsageError:
-    """A backward that there is no count for.
-
-    Args:
-        tokens: the last count; None: there was none.
-    """
-    return tokens_not_counted(None if tokens is None else tokens.backwards)
