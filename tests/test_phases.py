@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fullshard import PhaseError
 from fullshard.runtime.phases import ACTS, REFUSED, Happening, Phase, row
-from fullshard.runtime.step import ROWS, Runner
+from fullshard.runtime.runner import ROWS, Runner
 from fullshard.runtime.trace import Period, Trace
 
 H = Happening

@@ -122,15 +122,15 @@ def test_holders_sees_views_and_python_references() -> None:
     flat = torch.zeros(8)
     parts = [flat[:4], flat[4:]]
     storage = flat.untyped_storage()
-    alone = holders(storage, parts)
+    alone = holders(storage._cdata, parts)
     kept = parts[0]
-    assert holders(storage, parts) != alone
+    assert holders(storage._cdata, parts) != alone
     del kept
-    assert holders(storage, parts) == alone
+    assert holders(storage._cdata, parts) == alone
     alias = parts[1].detach()
-    assert holders(storage, parts) != alone
+    assert holders(storage._cdata, parts) != alone
     del alias
-    assert holders(storage, parts) == alone
+    assert holders(storage._cdata, parts) == alone
 
 
 def begin_backward(in_the_middle: Callable[[list[BackwardEnd]], object]) -> tuple[torch.Tensor, list, list[str]]:

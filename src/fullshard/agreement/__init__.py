@@ -6,6 +6,7 @@ each backward, `stale.py` where a pass begins with gathered units. `meeting.py` 
 other.
 """
 
+from .course import NOTHING, VERB
 from .guide import Guide
 from .in_step import InStep
 from .meeting import arrive, meet
@@ -17,6 +18,8 @@ from .use import UseAgreement
 from .weights import check_same_weights
 
 __all__ = [
+    "NOTHING",
+    "VERB",
     "Every",
     "Guide",
     "InStep",

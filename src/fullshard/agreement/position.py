@@ -69,13 +69,13 @@ class Position:
         self._zeros = unused == "zeros" and check != "every"
         self.step = 0
         self.compares, self.reduced = True, False
-        self._course = Course()
+        self.course = Course()
         self._mixed = 0  # see `fingerprint`, as far as it was worked out
         self._axes = _compared([one.unit for one in units], comm)
         self._place = RANK.new_root(self, names, [one.unit.gathered_bytes for one in units])
         self._gathers = (0, self._gathered())  # after so many moves of storage, a checksum
         self._warned = False  # that an order changed
-        self._turns = self._count_turns()
+        self.turns = self._count_turns()
 
     def _count_turns(self) -> count[int]:
         """What is recorded next, but for its token."""
@@ -95,16 +95,16 @@ class Position:
         self.reduced = False
         RANK.record(step_word(self._place, self.step))
         if self._record(verb, index // 2 if verb == FORWARD else 0) > _MOST_TURNS:
-            self._turns = self._count_turns()
+            self.turns = self._count_turns()
         kind = verb, index
-        if self.check != "first" or not self._course.expects(kind):
+        if self.check != "first" or not self.course.expects(kind):
             self._compare(verb, index)  # first: where this raises, nothing has begun
-        self._course.begin(kind, state)
+        self.course.begin(kind, state)
 
     def turn(self, state: Hashable) -> None:
         """The pass goes on as one that began in this state."""
-        self._mixed = _mixed(self._course.running.untold(), self._mixed)
-        self._course.turn(state)
+        self._mixed = _mixed(self.course.running.untold(), self._mixed)
+        self.course.turn(state)
 
     def begin_model(self) -> None:
         """This model is used for the first time. Ranks that have met say so before anything else: others may gather.
@@ -143,18 +143,18 @@ class Position:
         """
         # The only thing here that runs with every collective, out of cold caches, where a call takes as long as ten
         # lines: `Course.next` is written out for what goes on as it did.
-        running, token = self._course.running, verb | index << VERB_BITS
+        running, token = self.course.running, verb | index << VERB_BITS
         if running.expected == token:
             running.expected = next(running.ahead, NOTHING)
-        elif self._course.next(token):  # outside of passes
+        elif self.course.next(token):  # outside of passes
             self._mixed = _mixed([token], self._mixed)
         else:
             self._leave_course(verb, index)
-        RANK.record(token + next(self._turns))
+        RANK.record(token + next(self.turns))
 
     def next_gather(self) -> int | None:
         """The unit whose gather a pass issues next if it goes on as it is known to; None if that is no gather."""
-        token = self._course.running.expected
+        token = self.course.running.expected
         return token >> VERB_BITS if token & VERB == GATHER else None
 
     def stray(self, expected: int, index: int) -> None:
@@ -163,19 +163,19 @@ class Position:
         Raises:
             DivergenceError: other ranks do not leave that one out; the watchers name it.
         """
-        self._course.running.strays(*[GATHER | unit << VERB_BITS for unit in (expected, index)])
+        self.course.running.strays(*[GATHER | unit << VERB_BITS for unit in (expected, index)])
         self._leave_course(GATHER, expected)
 
     def next_gathers(self, depth: int) -> Sequence[int]:
         """The units that are gathered next in the pass that runs now; see `Running.next_gathers`."""
-        return self._course.running.next_gathers(depth)
+        return self.course.running.next_gathers(depth)
 
     def take_fingerprint(self) -> int:
         """Of what was issued since the ranks last agreed, which they do now; below 2^32.
 
         A checksum of the tokens: worked out once a pass rather than with each, which costs a step less.
         """
-        found, self._mixed = _mixed(self._course.untold(), self._mixed), 0
+        found, self._mixed = _mixed(self.course.untold(), self._mixed), 0
         return found
 
     def tell(self, verb: int, index: int) -> None:
@@ -198,9 +198,9 @@ class Position:
     def end(self) -> None:
         """The pass is over."""
         self.compares = True
-        over = self._course.running
+        over = self.course.running
         self._mixed = _mixed(over.untold(), self._mixed)
-        self._course.end()
+        self.course.end()
         if over.left is not None and over.known and not self._warned:
             self._warn_of_another_order(over.kind[0], over.left)
         if self.reduced:
@@ -212,13 +212,13 @@ class Position:
     def lose(self) -> None:
         """After an exception, maybe on this rank alone: what was issued was issued by all."""
         self.compares = True
-        self._mixed = _mixed(self._course.untold(), self._mixed)
-        self._course.lose()
+        self._mixed = _mixed(self.course.untold(), self._mixed)
+        self.course.lose()
 
     def forget(self) -> None:
         """Each rank learned its own course: all begin anew."""
         self._mixed, self.compares = 0, True
-        self._course.forget()
+        self.course.forget()
 
     def _warn_of_another_order(self, kind: Any, left: tuple[int, int]) -> None:
         """Say once, under `TORCH_DISTRIBUTED_DEBUG=DETAIL`, that a forward left the order of the one before it.
@@ -240,7 +240,7 @@ class Position:
             self._compare(verb, index)
 
     def _record(self, verb: int, index: int) -> int:
-        turn = next(self._turns)
+        turn = next(self.turns)
         RANK.record(word(verb, index) + turn)
         return turn
 

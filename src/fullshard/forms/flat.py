@@ -97,9 +97,8 @@ class FlatParameterForm(LocalForm):
             objects.append((partial(holder._parameters.get, ATTRIBUTE), self.flat))
         return Untouched(objects, memory_of(self.flat, shard))
 
-    def version(self, members: Sequence[Member]) -> int:
-        version: int = self.flat._version
-        return version
+    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        return [self.flat]
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return self.flat.data_ptr() != shard.data_ptr()

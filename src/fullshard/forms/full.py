@@ -17,7 +17,7 @@ from ..layout import Layout, columns_of, copies_out
 from ..mesh import Axis
 from ..torch_private.foreach import columns_out, copies, same_form
 from ..torch_private.local_tensor import local_of, read_version, set_local
-from ..torch_private.versions import Versions
+from ..torch_private.versions import HAS_VERSIONS, Versions
 from .changes import OWNER_KEY
 from .member import WHOLE_KEY, Member, attributes_of
 from .scratch import Scratch
@@ -39,15 +39,21 @@ class GatherPlan:
         passing_bytes: from `begins` to `ends`.
         copied_bytes: from `fills` to `frees`.
         addresses: each tells where a piece of the gathered memory lies now.
-        intact: each tells whether nobody wrote to unsharded parameters; see `Full.intact`.
+        watched, numbers: unsharded parameters, and their versions as long as nobody writes to them.
+        pointers, bases, offsets: what tells where one lies, and its buffer; the difference as long as nobody gives it
+            another `.data`.
+        intact: each tells the same of what is not among these.
         varying: what is gathered whose bytes and addresses each gather tells anew.
         starts: `begins`, then what starts all of `gathers` and returns the one thing to wait for; see `seal`.
         completes: `fills`, then `ends`.
+        issued_bytes, live_bytes: what is alive while the gather is in flight, and once it is over.
+        counters: what counts changes in place of the shards that are gathered.
     """
 
     __slots__ = (
-        *("addresses", "begins", "comm", "completes", "copied_bytes", "ends", "fills", "frees", "gathers"),
-        *("intact", "passing_bytes", "starts", "varying", "whole_bytes"),
+        *("addresses", "bases", "begins", "comm", "completes", "copied_bytes", "counters", "ends", "fills"),
+        *("frees", "gathers", "intact", "issued_bytes", "live_bytes", "numbers", "offsets", "passing_bytes"),
+        *("pointers", "starts", "varying", "watched", "whole_bytes"),
     )
 
     def __init__(self, comm: Any = None) -> None:
@@ -58,16 +64,43 @@ class GatherPlan:
         self.ends: list[Callable[[], object]] = []
         self.frees: list[Callable[[], object]] = []
         self.whole_bytes = self.passing_bytes = self.copied_bytes = 0
-        self.addresses: list[Callable[[], int]] = []
+        self.addresses: list[_Address] = []
+        self.watched: list[torch.Tensor] = []
+        self.numbers: list[int] = []
+        self.pointers: list[_Address] = []
+        self.bases: list[_Address] = []
+        self.offsets: list[int] = []
         self.intact: list[Callable[[], bool]] = []
         self.varying: list[Varying] = []
         self.starts: list[Callable[[], Any]] = []
         self.completes: list[Callable[[], object]] = []
+        self.issued_bytes = self.live_bytes = 0
+        self.counters: list[torch.Tensor] = []
 
     def seal(self) -> None:
         """Everything was added: join what one moment calls, which a step then runs in C."""
         start = self.gathers[0] if len(self.gathers) == 1 else partial(Several, self.gathers)
         self.starts, self.completes = [*self.begins, start], [*self.fills, *self.ends]
+        self.issued_bytes = self.whole_bytes + self.passing_bytes
+        self.live_bytes = self.whole_bytes + self.copied_bytes
+
+    def tell_issued(self) -> None:
+        """The gather was started: of what varies, so many bytes are alive now."""
+        passing = sum([full.passing_bytes for full in self.varying])
+        self.issued_bytes = self.whole_bytes + self.passing_bytes + passing
+
+    def tell_copied(self) -> None:
+        """The gather is over: as `tell_issued`."""
+        copied = sum([full.copied_bytes for full in self.varying])
+        self.live_bytes = self.whole_bytes + self.copied_bytes + copied
+
+    def is_intact(self) -> bool:
+        """Whether nobody changed an unsharded parameter in place since the gather, or gave it another `.data`."""
+        return (
+            [*map(read_version, self.watched)] == self.numbers
+            and [*map(sub, map(call, self.pointers), map(call, self.bases))] == self.offsets
+            and all(map(call, self.intact))
+        )
 
     def spend(self) -> None:
         """It was for one gather, which is over: let go of what that sent."""
@@ -110,9 +143,6 @@ class Full(Protocol):
 
     def differs(self, source: torch.Tensor) -> torch.Tensor:
         """[members], bool: whether this rank's part of what is gathered is not what `source` holds now."""
-
-    def intact(self) -> bool:
-        """Whether nobody changed an unsharded parameter in place since the gather, or gave it another `.data`."""
 
     def written(self) -> list[Member]:
         """Members whose unsharded parameter somebody changed in place since the gather, or gave another `.data`.
@@ -268,9 +298,18 @@ class PlainFull:
             to.fills.append(copied.allocate if keeps else copied.take)
             to.copied_bytes += copied.nbytes
         to.fills += self._copies
-        to.intact.append(self.intact)
-        to.addresses += [whole.storage.data_ptr, copied.storage.data_ptr]
-        to.ends += [self._versions.restore, *[buffer.free for buffer in passing]]
+        versions = self._versions
+        if HAS_VERSIONS:
+            to.watched += versions.tensors
+            to.numbers += versions.numbers
+        else:  # the right ones are noted at each gather
+            to.intact.append(versions.are_right)
+        for base, addresses, offsets in self._addresses:
+            to.pointers += addresses
+            to.bases += [base] * len(addresses)
+            to.offsets += offsets
+        to.addresses += [buffer.storage.data_ptr for buffer in (whole, copied) if buffer.nbytes]
+        to.ends += [versions.restore, *[buffer.free for buffer in passing]]
 
     def frees(self, keep: bool = False) -> list[Callable[[], object]]:
         buffers = [self.staging, self._sent, *(() if keep else (self.whole, self.copied))]
@@ -291,15 +330,6 @@ class PlainFull:
                 held = buffer.as_strided(shape, strides, offset + at)
             found[index] = (as_bits(held) != as_bits(mine)).any()
         return found
-
-    def intact(self) -> bool:
-        versions = self._versions
-        if tuple(map(read_version, versions.tensors)) != versions.numbers:
-            return False
-        for base, addresses, offsets in self._addresses:
-            if [*map(sub, map(call, addresses), repeat(base()))] != offsets:
-                return False
-        return True
 
     def written(self) -> list[Member]:
         written = [self._watched[index] for index in self._versions.moved()]

@@ -98,8 +98,8 @@ class LocalForm:
         places = [(place.reader, member.sharded) for member in members for place in member.places]
         return Untouched(places, [fact for member in members for fact in memory_of(member.sharded, member.local)])
 
-    def version(self, members: Sequence[Member]) -> int:
-        return sum(map(_VERSION, members))
+    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        return [member.sharded for member in members]
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return any(map(ne, map(_ADDRESS, map(_SHARDED, members)), map(_ADDRESS, map(_LOCAL, members))))
@@ -159,7 +159,7 @@ class LocalForm:
         return type(self)(self.layout, self.axes, self.apart)
 
 
-_SHARDED, _LOCAL, _VERSION = attrgetter("sharded"), attrgetter("local"), attrgetter("sharded._version")
+_SHARDED, _LOCAL = attrgetter("sharded"), attrgetter("local")
 _ADDRESS = methodcaller("data_ptr")
 
 

@@ -58,8 +58,8 @@ class Form(Protocol):
     def untouched(self, members: Sequence[Member], shard: torch.Tensor) -> Untouched:
         """That the sharded parameters, their storage and dtype are those that were made here."""
 
-    def version(self, members: Sequence[Member]) -> int:
-        """Grows with changes in place that torch counts, besides those that the shard's own counter tells."""
+    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        """What counts changes in place, besides the shard itself."""
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         """Whether sharded parameters lie elsewhere than in `shard`. Asked where the form `counts`."""

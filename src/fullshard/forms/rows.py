@@ -100,8 +100,8 @@ class RowsForm:
         inside = [(partial(local_of, member.sharded), member.local) for member in members]
         return Untouched([*inside, *[(place.reader, member.sharded) for member in members for place in member.places]])
 
-    def version(self, members: Sequence[Member]) -> int:
-        return 0
+    def counters(self, members: Sequence[Member]) -> Sequence[torch.Tensor]:
+        return ()
 
     def reassigned(self, members: Sequence[Member], shard: torch.Tensor) -> bool:
         return False  # they see it themselves

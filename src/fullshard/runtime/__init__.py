@@ -6,8 +6,9 @@ from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
+from .runner import Runner
 from .settings import PrefetchSettings, ReduceSettings, UnitSettings
-from .step import Runner, run, run_method
+from .step import run, run_method
 from .units import (
     RUNNER_KEY,
     find_root,

@@ -12,8 +12,8 @@ the end of backward: the result is the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,80 +22,11 @@ from ..shard import Unit
 from ..torch_private.dispatch_modes import view_of
 from ..torch_private.graph_nodes import next_node, number_of
 from ..torch_private.tensor_hooks import hooks_of, join, on_gradient, on_gradient_first, put_first
-from .outputs import PLAIN, tensors_behind
-from .trace import Period
+from .outputs import PLAIN, refuse_views, tensors_behind
+from .usual import UsualStep
 
 View = tuple[torch.Tensor, Any, int, Any, Any]
 """A watched input: our view of it, the view's node and version; what made the input, and hooks on its gradient."""
-
-
-class Watcher(Protocol):
-    """What is told of calls: a `Runner`."""
-
-    unit: Unit
-
-    def before_backward(self, call: Call) -> None:
-        """An output of a call got its gradient."""
-
-    def after_backward(self, period: Period) -> None:
-        """A watched input of a call got its gradient."""
-
-    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise if one of these tensors, which a forward gives away, will be no more when the unit is freed."""
-
-
-class Call:
-    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
-
-    Owns no tensor: hooks on the graph's tensors hold the call, and Python's collector does not see through those.
-
-    Attributes:
-        period: of the unit, in which it was called.
-        version: of what the unit had gathered when the call began.
-        hands_on: whether an output is no work of the call's: its gradient may tell of the backward's beginning, too.
-        forgets: each takes back a hook on a tensor that may outlive the graph.
-    """
-
-    __slots__ = ("__weakref__", "done", "forgets", "hands_on", "period", "runner", "version")
-
-    def __init__(self, runner: Watcher, period: Period) -> None:
-        self.runner, self.period = runner, period
-        self.done = self.hands_on = False
-        self.forgets: list[Callable[[], None]] | None = None
-        self.version = runner.unit.gathered_version
-        period.calls += 1
-
-    def __del__(self) -> None:
-        if not self.done:
-            self.period.calls -= 1
-        if self.forgets is not None:
-            for forget in self.forgets:
-                forget()
-
-    def before_backward(self, gradient: torch.Tensor) -> None:
-        """An output got its gradient."""
-        self.runner.before_backward(self)
-
-    def after_backward(self, gradient: torch.Tensor | None) -> None:
-        """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
-        if self.hands_on and not self.period.opened:
-            self.runner.before_backward(self)
-        if gradient is not None and gradient.requires_grad:
-            # create_graph: whoever differentiates this gradient needs the parameters first
-            on_gradient(gradient, self.before_backward)
-        self.finish()
-
-    def producer_runs(self, gradients: Any) -> None:
-        """What made an input is about to run: all that used the input has run."""
-        self.finish()
-
-    def finish(self) -> None:
-        """All parameters of the call have their gradients."""
-        period = self.period
-        if not self.done:
-            self.done = True
-            period.calls -= 1
-        self.runner.after_backward(period)
 
 
 class Forward:
@@ -107,35 +38,30 @@ class Forward:
         watches: whether an input tells when the call's backward is over.
         leads_back: whether an output needs a gradient, so that a backward may come.
         hides: whether an output may hold tensors where nobody sees them.
+        usual: how the unit was opened, if that was usual.
+        first_node: the number of autograd's first node of the call.
+        views: what is watched of inputs that no other unit watches.
     """
 
     borrowed: Borrowed | None = None
     call: Any = None  # a `Call`
+    usual: UsualStep | None = None
     watches = leads_back = hides = False
-    _views: Sequence[View] = ()
+    first_node = 0
+    views: Sequence[View] = ()
 
-    def watch_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Be told when an input gets its gradient: a view of it, in its place, unless another unit watches it already.
 
         Where all of them are in containers of the user's, one is watched as it is: its gradient comes later, when all
         that used it has run.
         """
-        self.call = call
-        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case, without walking
-            if args[0].requires_grad:
-                if join(args[0], call.after_backward):
-                    self.watches = True
-                else:
-                    args = (self._watch_apart(args[0]),)
-        else:
-            args = map_own(self._watch, args)
+        args = map_own(self._watch, args)
         if kwargs:
             kwargs = {name: map_own(self._watch, value) for name, value in kwargs.items()}
         if self.borrowed is not None and not self.watches:
             self._watch_in_place([tensor for value in self.borrowed.values for tensor in tensors_in(value)])
-        self._first_node = next_node()
+        self.first_node = next_node()
         return args, kwargs
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +79,7 @@ class Forward:
             return tensor
         view = view_of(tensor)
         self.watches = True
-        self._views = [*self._views, (view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor))]
+        self.views = [*self.views, (view, view.grad_fn, view._version, tensor.grad_fn, hooks_of(tensor))]
         on_gradient(view, self.call.after_backward)
         return view
 
@@ -173,9 +99,9 @@ class Forward:
         forget = on_gradient_first(max(made, key=lambda tensor: number_of(tensor.grad_fn)), after_backward)
         call.forgets = [*(call.forgets or ()), forget]
 
-    def watch_outputs(self, runner: Watcher, output: Any) -> None:
+    def watch_outputs(self, unit: Unit, output: Any) -> None:
         """Be told when an output gets its gradient, or what the call put into something that it was passed."""
-        if self._views:
+        if self.views:
             self._watch_producers()
         if type(output) is torch.Tensor:
             if output.requires_grad:
@@ -187,7 +113,7 @@ class Forward:
                         self._watch_output(leaf)
                 elif not isinstance(leaf, PLAIN):
                     tensors, closed = tensors_behind(leaf)
-                    runner.check_given(tensors)
+                    refuse_views(tensors, unit)
                     self.hides = self.hides or closed
                     self.watch(tensors)
         if self.borrowed is not None:
@@ -199,13 +125,13 @@ class Forward:
         """Be told when one of these gets its gradient, of which only some were made by this call."""
         for tensor in tensors:
             node = tensor.grad_fn
-            if node is not None and number_of(node) >= self._first_node:
+            if node is not None and number_of(node) >= self.first_node:
                 self._watch_output(tensor)
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self.leads_back = True
         node, call = tensor.grad_fn, self.call
-        if node is not None and number_of(node) >= self._first_node:
+        if node is not None and number_of(node) >= self.first_node:
             on_gradient(tensor, call.before_backward)
         else:
             call.hands_on = True
@@ -216,7 +142,7 @@ class Forward:
         What made the input is still there: when it is about to run, all that used the input has run. If that was a unit
         its hooks are there already, and ours goes before them: this call's backward ends before that unit's begins.
         """
-        for view, node, version, producer, hooks in self._views:
+        for view, node, version, producer, hooks in self.views:
             if view._version != version and view.grad_fn is not node and producer is not None:
                 if hooks is not None:
                     put_first(hooks, self.call.producer_runs)

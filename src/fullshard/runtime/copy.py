@@ -12,7 +12,8 @@ from ..errors import PhaseError
 from ..names import plain_class
 from ..shard import Unit, clone_unit, place_clone
 from .messages import copied_in_part, copied_while_it_runs, pickled
-from .step import FORWARD_METHODS_KEY, Runner, run_method
+from .runner import Runner
+from .step import FORWARD_METHODS_KEY, run_method
 from .units import RUNNER_KEY, runners_in, take_over_replaced
 
 _COPYING = "fullshard: units being copied"

@@ -11,34 +11,36 @@ rank used has a `.grad` on all, one that none used has none, and its optimizer s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
-from typing import Protocol
+from operator import attrgetter, call, is_, is_not, methodcaller
+from typing import Any, Protocol
 
 import torch
 
 from ..agreement import InStep, Position, UseAgreement
 from ..comm import Comm
 from ..containers import NONES, drain
-from ..events import stream
+from ..events import Ledger, stream
 from ..shard import (
     Bucket,
     GradState,
     TokenCount,
     Unit,
     has_gradients,
+    sees_gradients,
     settle,
     shown_empty,
     tokens_not_counted,
 )
 from ..torch_private.attached_optimizers import attached_to
-from ..torch_private.local_tensor import plain_access, read_grad
+from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
 from ..watcher import END, REDUCE
 from .attached import step_attached
 from .settings import ReduceSettings, UnitSettings
+from .usual import UsualReduction, plan_usual_reduction
 
 
 class Reducible(Protocol):
@@ -64,7 +66,7 @@ _STATE, _GRADIENTS, _UNSHARDED = attrgetter("state"), attrgetter("unit.gradients
 NONE, PENDING, REDUCING = GradState
 _FILLS = attrgetter("settings.reduce.fill_unused")
 _REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
-_BUCKETS = attrgetter("unit.buckets")
+_BUCKETS, _SHARDED = attrgetter("unit.buckets"), attrgetter("sharded")
 _HOME = attrgetter("home")
 _TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
 
@@ -81,9 +83,10 @@ class Reducer:
         self.comm = comm
         self.in_flight = InFlight() if in_flight is None else in_flight
         self._replicating: deque[Reducible] = deque()  # reduced over the replicate axis, oldest first; slices only
-        self._owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
+        self.owed: dict[int, Reducible] = {}  # by index: closed, and not reduced since
         self._tokens: TokenCount | None = None  # what the backward that runs now divides by
         self._kept_apart = False  # whether something may be reduced over the shard axis only
+        self.usual = False  # whether reductions start and end the usual way in the backward that runs now
 
     def serve(self, units: Sequence[Reducible], position: Position, in_step: InStep | None = None) -> None:
         """Reduce these units from now on. Between backwards.
@@ -100,7 +103,7 @@ class Reducer:
     @property
     def is_idle(self) -> bool:
         """Whether no unit waits to be reduced."""
-        return not (self._owed or self._kept_apart or self.in_flight or self._replicating)
+        return not (self.owed or self._kept_apart or self.in_flight or self._replicating)
 
     def begin(self, rules: ReduceSettings) -> None:
         """A backward begins.
@@ -112,6 +115,10 @@ class Reducer:
             UsageError: sums are to be divided by a count of tokens, and there is none for this backward.
         """
         self._use.begin(self._unit_list)
+        sharded = [*map(_SHARDED, self._buckets())]
+        with plain_access():  # an empty list: its parameters were not listed yet
+            hooked = [] in sharded or sees_gradients([*chain.from_iterable(sharded)])
+        self.usual = not hooked and self._in_step is None
         if rules.reduction == "tokens":
             if rules.tokens is None or not rules.tokens.left:
                 raise tokens_not_counted(None if rules.tokens is None else rules.tokens.backwards)
@@ -127,7 +134,8 @@ class Reducer:
         Args:
             comes_again: more gradients of it are expected.
         """
-        if True not in map(_TRAINS, one.unit.buckets) and not has_gradients(one.unit.gradients):
+        unit = one.unit
+        if True not in map(_TRAINS, unit.buckets) and not has_gradients(unit.gradients):
             return
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
@@ -135,19 +143,79 @@ class Reducer:
             return
         with plain_access():
             if not one.settings.reduce.sync:
-                self._owed[one.index] = one
+                self.owed[one.index] = one
                 self._set_aside(one)
             elif not comes_again and self._in_step is None:
                 self.take_part(one)
             else:  # once all ranks have all of its gradients
-                self._owed[one.index] = one
+                self.owed[one.index] = one
+
+    def reduce(self, one: Reducible, reduction: UsualReduction) -> None:
+        """Collect what a backward left of a unit's gradients, and start to reduce it, as last time.
+
+        Args:
+            one: the unit.
+            reduction: compared with what there is.
+        """
+        in_flight, position, ledger = self.in_flight, self.position, one.unit.ledger
+        gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
+        with plain_access():
+            while len(in_flight) >= reduction.most:
+                self._advance()
+            grads = [*map(read_grad, unsharded)]
+            drain(map(call, reduction.collects))
+            try:
+                everyone = reduction.buffer.fill(grads, True)
+            except BaseException:
+                reduction.buffer.free()
+                raise
+            drain(map(write_grad, unsharded, NONES))
+            delivery.got = delivery.everyone if everyone else [*map(is_not, grads, NONES)]
+            buffer_bytes, scratch_bytes = reduction.nbytes
+            gradients.state = PENDING
+            ledger.reducing += buffer_bytes
+            position.issue(REDUCE, one.index)
+            starts: Iterable[Any] = map(call, reduction.starts)
+            *_, gradients.pending = starts
+        ledger.reducing += scratch_bytes
+        if ledger.gathered + ledger.reducing > ledger.peak:
+            ledger.note()
+        gradients.state, gradients.running, gradients.usual = REDUCING, reduction.planned, reduction
+        delivery.hooked, position.reduced = False, True
+        in_flight.append((self, one))
+        self._use.reduced.add(one.index)
+
+    def _arrives(self, ledger: Ledger, reduction: UsualReduction) -> bool:
+        """Deliver what `reduce` started; False where gradients are to be added, or some have none."""
+        gradients, delivery = reduction.gradients, reduction.delivery
+        gradients.usual = None
+        if (
+            delivery.got is not delivery.everyone
+            or delivery.set is not reduction.set
+            or delivery.views
+            or stream.listeners
+            or not all(map(is_, map(read_grad, reduction.sharded), NONES))
+        ):
+            return False
+        if reduction.takes:
+            drain(map(call, reduction.takes))
+        pending: Any = gradients.pending
+        gradients.pending = gradients.running = None
+        pending.wait()
+        drain(map(call, reduction.ends))
+        ledger.reducing -= sum(reduction.nbytes)
+        drain(map(write_grad, reduction.receivers, reduction.received))
+        current: Any = reduction.set
+        current.shown, delivery.used, delivery.got = [*delivery.everyone], delivery.everyone, delivery.nobody
+        gradients.state = NONE
+        return True
 
     def take_part(self, one: Reducible) -> None:
         """Reduce a unit, with zeros where it has no gradients."""
         unit, settings, index, in_flight = one.unit, one.settings, one.index, self.in_flight
         every, ledger, rules = unit.gradients, unit.ledger, settings.reduce
-        if self._owed:
-            self._owed.pop(index, None)
+        if self.owed:
+            self.owed.pop(index, None)
         while len(in_flight) >= rules.max_in_flight:
             self._advance()
         if REDUCING in map(_STATE, every):
@@ -171,6 +239,7 @@ class Reducer:
             unit.emit("reduce", sum([gradients.buffer_bytes for gradients in every if gradients.state is REDUCING]))
         in_flight.append((self, one))
         self._use.reduced.add(index)
+        plan_usual_reduction(one)
 
     def _advance(self) -> None:
         """Finish the oldest reduction over the shard axis; those over the replicate axis go on beside what follows.
@@ -179,6 +248,9 @@ class Reducer:
         machines may take longer than the backward of a unit.
         """
         owner, one = self.in_flight.popleft()
+        reduction = one.unit.gradients[0].usual
+        if reduction is not None and owner._arrives(one.unit.ledger, reduction):
+            return
         if not any(map(_REPLICATE, one.unit.buckets)):
             owner._deliver(one)
             return
@@ -280,7 +352,7 @@ class Reducer:
         for one in self.units:
             if any([gradients.partial is not None for gradients in one.unit.gradients]):
                 if one.settings.reduce.all_reduce and one.index not in self._use.reduced:  # else it does already
-                    self._owed[one.index] = one
+                    self.owed[one.index] = one
                 self._kept_apart = True
 
     def reduce_rest(self) -> None:
@@ -290,7 +362,7 @@ class Reducer:
         with plain_access(), torch.no_grad():
             for one in self.units if self._some_left() else ():
                 rules, late = one.settings.reduce, has_gradients(one.unit.gradients)
-                due = late or one.index in self._owed
+                due = late or one.index in self.owed
                 if rules.fill_unused and one.index not in self._use.reduced:
                     due = due or True in map(_TRAINS, one.unit.buckets)
                 if due and rules.sync:
@@ -304,7 +376,7 @@ class Reducer:
 
     def _some_left(self) -> bool:
         """Whether any unit may have gradients left: asked of all of them at once, in C."""
-        if self._owed or True in map(_FILLS, self.units):
+        if self.owed or True in map(_FILLS, self.units):
             return True
         every = list(chain.from_iterable(map(_GRADIENTS, self.units)))
         unsharded = [*map(_UNSHARDED, every)]
@@ -350,7 +422,7 @@ class Reducer:
         for entry in [entry for entry in self.in_flight if entry[0] is self]:  # not those of roots that share it
             self.in_flight.remove(entry)
         self._replicating.clear()
-        self._owed.clear()
+        self.owed.clear()
         self._use.reset()
         self._tokens = None
         if self.in_flight.finalizing is self:

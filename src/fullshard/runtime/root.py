@@ -5,20 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import repeat, takewhile
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, call, is_, is_not
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Every, Guide, Position, Stale
+from ..agreement import NOTHING, Every, Guide, Position, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
 from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, refuse_parked
 from ..torch_private.autograd_task import BackwardEnd
-from ..torch_private.local_tensor import plain_access
-from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, REDUCE, REGATHER
+from ..torch_private.local_tensor import plain_access, read_version
+from ..torch_private.profiler import recording
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
@@ -102,6 +103,8 @@ class Root:
         ahead: units that were gathered ahead in the pass that runs now and not opened yet, by index: whether that was
             because they are known to come next.
         recomputed: the unit that was recomputed last; its backward comes next.
+        usual_forward, usual_backward: whether such a pass runs, in which no rank is asked and no range is recorded, so
+            that units may be opened and closed the usual way; see `step.py`.
         position: what is issued next, compared with other ranks.
         reducer: reductions of gradients.
     """
@@ -121,6 +124,7 @@ class Root:
         self.ahead: dict[int, bool] = {}
         self.recomputed: Runnable | None = None
         self.reducer = Reducer(comm, top.settings.in_flight)
+        self.usual_forward = self.usual_backward = False
         self._list_units()
         self._thread = get_ident()  # of the last forward
         self.finalizing: object = None  # the handle of the finalization in flight; see `reduce_kept.py`
@@ -134,7 +138,7 @@ class Root:
         """Make what goes by the list of units: nothing is known of how they run."""
         units, names, settings = self.units, [one.unit.name for one in self.units], self.top.settings
         check, unused = settings.check, settings.unused
-        every = check == "every"
+        every = self._every = check == "every"
         self._unit_list = [one.unit for one in units]
         self.position = (Every if every else Position)(units, names, self.comm, check, unused)
         over, part = _weakly(self.pass_over), _weakly(self.take_part)
@@ -151,7 +155,7 @@ class Root:
         if self.traces.are_none and self.reducer.is_idle:
             for one in [one for one in self.units if not one.modules]:
                 one.happens(Happening.RESHARD)
-                one.root = None
+                one.root = one.unit.usual = None
             self.units = [one for one in self.units if one.modules]
             for index, one in enumerate(self.units):
                 one.index = index
@@ -243,6 +247,7 @@ class Root:
         self.guide.begin(kind)
         if with_grad:
             self.traces.begin(weakref.ref(self))
+            self.usual_forward = not self.guide.active and not self._every and not recording()
 
     def pass_over(self, index: int, ends: bool) -> None:
         """Begin or end a unit that other ranks run, and this one does not: it takes part, and shows it to nobody."""
@@ -300,6 +305,7 @@ class Root:
         return not all(map(is_, map(_PHASE, self.units), _IDLE)) or not all(map(is_, map(_STATE, self.units), _SHARDED))
 
     def _settle(self) -> None:
+        self.usual_forward = False
         for one in self.units if self._some_open() else ():
             if one.phase is not Phase.IDLE or one.unit.state is not SHARDED:  # else nothing is done
                 one.happens(Happening.PASS_END)
@@ -336,6 +342,8 @@ class Root:
         self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
         self.ahead.clear()
         self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
+        self.usual_forward = False
+        self.usual_backward = self.guide.in_step is None and not self._every and not recording()
 
     def pass_back_over(self, steps: Iterable[Step]) -> None:
         """Go through what comes before a unit's backward begins, or ends, in the order that all ranks share."""
@@ -361,6 +369,7 @@ class Root:
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, wait for everything, free everything."""
+        self.usual_backward = False
         try:
             self.pass_back_over(self.traces.rest())
             for one in reversed(self.units) if self._some_open() else ():
@@ -388,7 +397,7 @@ class Root:
         """The root module is gone: let go of the units, which may live on by themselves."""
         for one in self.units:
             if one.root is self:
-                one.root, one.is_top = None, False
+                one.root, one.is_top, one.unit.usual = None, False, None
         self.units, self._unit_list = [], []
 
     # Prefetch and recovery.
@@ -410,6 +419,31 @@ class Root:
             position.issue(GATHER, index)
             unit.issue_gather(one.settings.comm)
             ahead[index] = True
+
+    def gather_ahead(self, token: int) -> None:
+        """Start the gather that the log says comes next, if its unit goes the usual way and is not gathered.
+
+        Args:
+            token: what is expected, a gather.
+        """
+        unit: Any = self._unit_list[token >> VERB_BITS]
+        usual, position = unit.usual, self.position
+        if usual is None or unit.state is not SHARDED:
+            return
+        log, gather, ledger = position.course.running, usual.gather, unit.ledger
+        log.expected = next(log.ahead, NOTHING)
+        RANK.record(token + next(position.turns))
+        unit.gathered = gather
+        try:
+            *_, unit.pending = map(call, gather.starts)
+        except BaseException:
+            unit.free(failed=True)
+            raise
+        unit.state = State.GATHERING
+        unit.gathered_version = sum(map(read_version, usual.counters), unit.touched.changes)
+        ledger.gathered += gather.issued_bytes
+        if ledger.gathered + ledger.reducing > ledger.peak:
+            ledger.note()
 
     def prefetch_chosen(self, chosen: Iterable[int]) -> None:
         """Start gathering for a forward the units that a user chose, as far as they can be gathered now."""
@@ -480,6 +514,7 @@ class Root:
         Gradients of the broken step that were not reduced yet, and those accumulated without sync, are dropped.
         """
         self.backward = self.finalizing = None
+        self.usual_forward = self.usual_backward = False
         self.reducer.reset()
         self.traces.forget()
         self.position.lose()

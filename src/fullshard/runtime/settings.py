@@ -30,6 +30,7 @@ class ReduceSettings:
         max_in_flight: units whose reduction buffers may be alive at once.
         check_nonfinite: note which of this rank's own gradients are not finite, before they are reduced.
         tokens: the step's count, of a root whose units divide by it; None: none was given yet.
+        usual: whether a reduction starts and ends as most do, see `Reducer.close`.
     """
 
     sync: bool = True
@@ -42,6 +43,11 @@ class ReduceSettings:
     max_in_flight: int = 1
     check_nonfinite: bool = False
     tokens: TokenCount | None = None
+    usual: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        asks = self.hook is not None or self.fill_unused or self.check_nonfinite or self.reduction == "tokens"
+        object.__setattr__(self, "usual", self.sync and self.all_reduce and not asks)
 
     @property
     def fact(self) -> str:
@@ -85,6 +91,7 @@ class UnitSettings:
         unused: what becomes of units that only some ranks run; the root's counts. See `policies.Unused`.
         share: of this rank in the means of the batch that runs now, inside `join`; None: as all others'.
         in_flight: reductions of several roots that share one communication context, if this one is such a root.
+        usual: whether a unit is gathered, freed and reduced as most are: `step.py` then needs not ask for each.
         inputs_dtype, outputs_dtype: what inputs and outputs of a forward are cast to, by `policy`; None: nothing.
     """
 
@@ -103,11 +110,15 @@ class UnitSettings:
     unused: Unused = "error"
     share: Share | None = None
     in_flight: Any = None
+    usual: bool = field(init=False, default=False)
     inputs_dtype: torch.dtype | None = field(init=False, default=None)
     outputs_dtype: torch.dtype | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        policy = self.policy
+        policy, ahead = self.policy, self.prefetch
+        chosen = ahead.late or ahead.forward_units is not None or ahead.backward_units is not None
+        usual = self.reshard_after_forward is not False and self.reshard_after_backward and self.unshard_in_backward
+        object.__setattr__(self, "usual", usual and not chosen)
         object.__setattr__(self, "inputs_dtype", policy.param_dtype if policy.cast_forward_inputs else None)
         object.__setattr__(self, "outputs_dtype", policy.output_dtype)
 

@@ -1,39 +1,44 @@
-"""A unit's step: four moments, and what the table of phases (`phases.py`) has a unit do in them.
+"""A unit's step: four moments. What is usual stands here; `runner.py` and the table of phases do everything else.
 
-before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit
-after forward    show the sharded ones, free (unless kept), watch the outputs
-before backward  a watched output got its gradient: gather, show, prefetch the next unit of the backward
-after backward   a watched input got its gradient, so all parameters of this call have theirs: reduce, free
-end of backward  whatever was missed (no input needs a gradient, outputs unused) is reduced and freed
+before forward   gather (or find it prefetched), show the unsharded parameters, prefetch the next unit; watch the inputs
+after forward    watch the outputs; show the sharded parameters, free
+before backward  an output got its gradient: gather, show, prefetch the next unit of the backward
+after backward   a watched input got its gradient, so all parameters of this call have theirs: show, free, reduce
+end of backward  whatever was missed (no input needs a gradient, outputs unused) is reduced and freed (`Root`)
+
+A moment is usual if the pass is (`Root.usual_forward`), the unit is of the plain kind and nobody has touched it
+(`Unit.usual`), and its settings are plain (`UnitSettings.usual`). It leaves the state that the long way leaves, so that
+each moment may go either way.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
+from operator import call, is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..agreement import arrive
+from ..agreement import VERB
 from ..containers import borrowed_from, cast_floating
-from ..shard import State, Unit, refuse_meta, refuse_parked, settle
+from ..events import stream
 from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.graph_nodes import next_node, number_of
+from ..torch_private.local_tensor import read_version
+from ..torch_private.tensor_hooks import join, on_gradient
 from ..torch_private.transforms import current_transform
-from ..watcher import GATHER, RANK, REGATHER
-from .call import Call, Forward
+from ..watcher import GATHER, RANK, REGATHER, VERB_BITS
+from .call import Forward
 from .hints import add_hint
-from .messages import impossible, prefetches_another_model, refused_transform, root_is_gone
-from .outputs import FirstGradient, Leftovers, detached_from_unit, refuse_views
-from .phases import Happening, Phase, row
-from .root import Root
-from .settings import UnitSettings
+from .messages import refused_transform
+from .outputs import detached_from_unit
+from .phases import Happening, Phase
+from .runner import Runner
 from .trace import Period
+from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, GRADIENTS, REDUCES
 
-H = Happening
-SHARDED, GATHERING, GATHERED = State
+IDLE, FORWARD, BACKWARD = Phase.IDLE, Phase.FORWARD, Phase.BACKWARD
 
 FORWARD_METHODS_KEY = "_fullshard_forward_methods"
 """Where a module keeps its methods that count as forwards, by name."""
@@ -59,64 +64,84 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Gather, and watch the inputs; returns them, cast and watched."""
     if current_transform() is not None:
         raise refused_transform(runner.unit.name)
-    root = runner.root
-    if root is None:
-        root = runner.find_root(runner)
-    recomputing = root.backward is not None and root.in_backward
-    if not recomputing and root.pass_top is None:
-        root.begin_forward(runner)
-    forward = Forward()
-    runner.forwards.append(forward)
-    action, following = ROWS[runner.phase][H.REENTER if recomputing else H.ENTER]
-    if action is not None:
-        action(runner)
-    runner.phase = following
-    if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+    root: Any = runner.root
+    forward, unit, settings = Forward(), runner.unit, runner.settings
+    usual, trains = unit.usual, torch.is_grad_enabled()
+    if (
+        usual is not None
+        and BEFORE_FORWARD(runner) == usual.before_forward
+        and trains
+        and not stream.listeners
+        and sum(map(read_version, usual.counters), unit.touched.changes) == unit.gathered_version
+        and all(map(is_, map(call, usual.read), usual.sharded))
+    ):
+        index, forward.usual = runner.index, usual
+        runner.forwards.append(forward)
+        unit.open(usual)
+        trace, ahead, depth = root.traces.current, root.ahead, settings.prefetch.forward
+        runner.phase, runner.period = FORWARD, Period(index, trace)
+        trace.steps.append((runner.period, False))
+        trace.ahead[index] += 1
+        ahead.pop(index, None)
+        token = root.position.course.running.expected
+        if len(ahead) < depth and token & VERB == GATHER:
+            root.gather_ahead(token)
+            ahead[token >> VERB_BITS] = True
+    else:
+        runner.before_forward(forward)
+    plain = not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor
+    if not plain:
         forward.borrowed = borrowed_from(args, kwargs)
-    dtype = runner.settings.inputs_dtype
-    if dtype is not None:
-        args = cast_floating(dtype, args, forward.borrowed)
-        kwargs = cast_floating(dtype, kwargs, forward.borrowed)
-    if torch.is_grad_enabled():
-        args, kwargs = forward.watch_inputs(Call(runner, runner.period), args, kwargs)
-        if not forward.watches:
-            runner.watch_parameters()
+    if settings.inputs_dtype is not None:
+        args = cast_floating(settings.inputs_dtype, args, forward.borrowed)
+        kwargs = cast_floating(settings.inputs_dtype, kwargs, forward.borrowed)
+    if trains:
+        forward.call = Call(runner, runner.period, unit.gathered_version)
+        if plain and args[0].requires_grad and join(args[0], forward.call.after_backward):
+            forward.watches, forward.first_node = True, next_node()
+        else:
+            args, kwargs = forward.watch_inputs(args, kwargs)
+            if not forward.watches:
+                runner.watch_parameters()
     return args, kwargs
 
 
 def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
     """Watch the output, and free. Returns the output, cast."""
-    forwards = runner.forwards
+    forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
-    borrowed, call = forward.borrowed, forward.call
-    if borrowed is not None:
-        borrowed.give_back()
-        output = detached_from_unit(output, runner.unit, borrowed)
-    elif type(output) is not torch.Tensor or runner.unit.owns(output):
-        output = detached_from_unit(output, runner.unit, borrowed)
-    if call is not None:
-        forward.watch_outputs(runner, output)
-        leftovers = runner.leftovers
-        if leftovers is not None and (left := leftovers.tensors()):
-            forward.watch(left)
-        if forward.hides:
-            runner.keep_what_is_hidden(forward)
-        if forward.leads_back:
-            call.period.leads_back = True
-    dtype = runner.settings.outputs_dtype
-    if dtype is not None:
-        output = cast_floating(dtype, output, borrowed)
+    borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
+    plain = borrowed is None and type(output) is torch.Tensor
+    if not plain or unit.owns(output):
+        if borrowed is not None:
+            borrowed.give_back()
+        output = detached_from_unit(output, unit, borrowed)
+    if watching is not None:
+        node = output.grad_fn if plain and not forward.views else None
+        if node is not None and number_of(node) >= forward.first_node:
+            on_gradient(output, watching.before_backward)
+            watching.period.leads_back = True
+            if runner.leftovers is not None and (left := runner.leftovers.tensors()):
+                forward.watch(left)
+        else:
+            runner.watch_outputs(forward, output)
+    if settings.outputs_dtype is not None:
+        output = cast_floating(settings.outputs_dtype, output, borrowed)
     forwards.pop()
-    if not forwards:
-        root: Any = runner.root
-        top = root.pass_top is runner
-        event = H.LEAVE if runner.is_whole or top else runner.left_partly(module)
-        action, following = ROWS[runner.phase][event]
-        if action is not None:
-            action(runner)
-        runner.phase = following
-        if top and following is Phase.IDLE:
-            root.end_forward()
+    if (
+        usual is not None
+        and usual is unit.usual
+        and AFTER_FORWARD(runner) == usual.after_forward
+        and not stream.listeners
+        and usual.gather.is_intact()
+        and all(map(is_, map(call, usual.read), usual.unsharded))
+    ):
+        unit.close(usual)
+        period: Any = runner.period
+        period.trace.steps.append((period, True))
+        runner.phase, runner.kept = IDLE, False
+    elif not forwards:
+        runner.after_forward(module)
     return output
 
 
@@ -147,6 +172,102 @@ _GUARDED_AFTER = torch.compiler.disable(after_forward)
 _GUARDED_BREAK = torch.compiler.disable(break_off)
 
 
+class Call:
+    """One forward call whose backward is still to come. Held by the autograd graph alone: dies with it.
+
+    Owns no tensor: hooks on the graph's tensors hold the call, and Python's collector does not see through those.
+
+    Attributes:
+        period: of the unit, in which it was called.
+        version: of what the unit had gathered when the call began.
+        hands_on: whether an output is no work of the call's: its gradient may tell of the backward's beginning, too.
+        forgets: each takes back a hook on a tensor that may outlive the graph.
+    """
+
+    done = hands_on = False
+    forgets: Sequence[Callable[[], None]] = ()
+
+    def __init__(self, runner: Runner, period: Period, version: int) -> None:
+        self.runner, self.period, self.version = runner, period, version
+        period.calls += 1
+
+    def __del__(self) -> None:
+        if not self.done:
+            self.period.calls -= 1
+        for forget in self.forgets:
+            forget()
+
+    def before_backward(self, gradient: torch.Tensor) -> None:
+        """An output got its gradient."""
+        runner, period = self.runner, self.period
+        root: Any = runner.root
+        trace: Any = period.trace
+        unit = runner.unit
+        usual = unit.usual
+        if (
+            usual is not None
+            and BEFORE_BACKWARD(runner) == usual.before_backward
+            and trace is root.traces.reached
+            and trace.steps[-1:] == [(period, True)]
+            and sum(map(read_version, usual.counters), unit.touched.changes) == self.version
+            and [*map(call, usual.pointers)] == usual.places
+            and all(map(is_, map(call, usual.read), usual.sharded))
+            and root.backward.alive() is not None
+            and not stream.listeners
+        ):
+            steps, depth = trace.steps, runner.settings.prefetch.backward
+            steps.pop()
+            unit.open(usual)
+            runner.phase, period.opened = BACKWARD, True
+            token = root.position.course.running.expected
+            if depth == 1 and len(steps) > 1 and steps[-2][1] and token == REGATHER | steps[-2][0].unit << VERB_BITS:
+                root.gather_ahead(token)
+            else:
+                root.prefetch_back(depth)
+        else:
+            runner.before_backward(self)
+
+    def after_backward(self, gradient: torch.Tensor | None) -> None:
+        """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
+        runner, period = self.runner, self.period
+        root: Any = runner.root
+        trace: Any = period.trace
+        unit = runner.unit
+        usual = unit.usual
+        if (
+            usual is not None
+            and AFTER_BACKWARD(runner) == usual.after_backward
+            and trace is root.traces.reached
+            and trace.steps[-1:] == [(period, False)]
+            and not self.done
+            and not torch.is_grad_enabled()
+            and all(map(is_, map(call, usual.read), usual.unsharded))
+            and root.backward.alive() is not None
+            and not stream.listeners
+        ):
+            self.done, period.calls, period.hides = True, 0, False
+            trace.steps.pop()
+            trace.ahead[runner.index] -= 1
+            unit.close(usual)
+            runner.phase, runner.kept = IDLE, False
+            reduction = usual.reduction
+            if (
+                reduction is not None
+                and (REDUCES(runner), GRADIENTS(reduction.gradients)) == reduction.before
+                and not reduction.set.storage.nbytes()  # it was given back: nobody else holds it, and none is shown
+                and not trace.ahead[runner.index]
+            ):
+                root.reducer.reduce(runner, reduction)
+            else:
+                root.reducer.close(runner, trace.ahead[runner.index] > 0)
+        else:
+            runner.after_backward(self, gradient)
+
+    def producer_runs(self, gradients: object) -> None:
+        """What made an input is about to run: all that used the input has run."""
+        self.runner.finish_call(self)
+
+
 def run_method(module: nn.Module, runner: Runner, name: str) -> None:
     """Make a method of a unit's module count as a forward: the unit is gathered before it and freed after it."""
     method = getattr(module, name)
@@ -157,431 +278,3 @@ def run_method(module: nn.Module, runner: Runner, name: str) -> None:
     forward_method.__name__ = name
     object.__setattr__(module, name, forward_method)
     module.__dict__.setdefault(FORWARD_METHODS_KEY, {})[name] = method
-
-
-class Runner:
-    """Runs one unit. Owns no tensors.
-
-    Args:
-        unit: what is held.
-        modules: the modules whose forwards are this unit's; usually one. Held weakly.
-        settings: what the user set; replaced as a whole.
-        find_root: makes the root when this unit is run first.
-
-    Attributes:
-        phase: see `phases.py`.
-        root: the context of all units under one root; None until the first forward.
-        is_top: whether this is the root's own unit. Plain: Dynamo does not guard that two objects are not the same.
-        index: of this unit in the root.
-        kept: whether the user called `unshard()`, or asked not to reshard after backward.
-        is_whole: whether it is one module, not several whose forwards make one together.
-        held: how many `keep_gathered` blocks the unit is in now.
-        forwards: of this unit's modules and methods that run now, innermost last.
-        period: since the unit was opened for a forward last.
-        leftovers: what forwards leave on the unit's modules; None until there is a root.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        modules: Sequence[nn.Module],
-        settings: UnitSettings,
-        find_root: Callable[[Runner], Root],
-    ) -> None:
-        self.unit, self.settings, self.find_root = unit, settings, find_root
-        self._modules = [weakref.ref(module) for module in modules]
-        self.is_whole = len(self._modules) == 1
-        if unit.buckets:
-            arrive(unit.buckets[0].axes)
-        self.root: Root | None = None
-        self.is_top = False
-        self.index = -1
-        self.phase = Phase.IDLE
-        self.kept = False
-        self.held = 0
-        self.leftovers: Leftovers | None = None
-        self.post_optim_event: torch.Event | None = None  # the next pass waits for it, once
-        self.forwards: list[Forward] = []
-        self.period = Period(-1)
-        self._ran: set[int] = set()  # ids of modules of a unit of several that ran since it was opened
-        self._first_gradient: FirstGradient | None = None
-        self._late = False  # whether what comes next is prefetched once this unit is freed
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The unit's modules that are alive."""
-        return [module for ref in self._modules if (module := ref()) is not None]
-
-    def happens(self, event: Happening) -> None:
-        """Do what the table says, and go to the phase that follows."""
-        action, following = ROWS[self.phase][event]
-        if action is not None:
-            action(self)
-        self.phase = following
-
-    # The moments: forward.
-
-    def open_forward(self) -> None:
-        """Gather for a forward, and prefetch what follows."""
-        root, unit, index = self.root, self.unit, self.index
-        assert root is not None
-        if root.guide.active:
-            unit.moving |= root.guide.enter(index)
-        if root.ahead:
-            root.ahead.pop(index, None)
-        if unit.moving or (unit.state is not SHARDED and unit.version() != unit.gathered_version):
-            unit.moving = True  # by the model's own code, since the pass began
-            unit.reshard()
-            unit.refresh()
-        if unit.state is not GATHERED:
-            if unit.state is SHARDED:
-                if root.ahead:
-                    root.come_to(index)
-                root.position.issue(GATHER, index)
-                unit.issue_gather(self.settings.comm)
-            unit.finish_gather(root.pass_grad)
-        if (assigned := unit.showing.show_unsharded()) is not None:
-            raise unit.assigned_error(assigned)
-        trace = root.traces.current if torch.is_grad_enabled() else None
-        self.period = period = Period(index, trace)
-        if trace is not None:
-            trace.entered(period)
-        prefetch = self.settings.prefetch
-        if prefetch.forward_units is not None:
-            root.prefetch_chosen(self._chosen("forward_units", prefetch.forward_units))
-        else:
-            root.prefetch(prefetch.forward)
-
-    def close_forward(self) -> None:
-        """Show the sharded parameters, and free unless they are to stay."""
-        if self._ran:
-            self._ran.clear()
-        unit, root, period = self.unit, self.root, self.period
-        written = unit.written()
-        if root is not None and root.guide.active:
-            written += root.guide.written(self.index, period.leads_back)
-        if written:
-            self.kept = False
-            raise unit.written_error(written)
-        assigned = unit.showing.show_sharded()
-        if period.trace is not None:
-            if period.leads_back:
-                period.trace.steps.append((period, True))
-            else:
-                period.trace.left(period, root is not None and root.guide.goes_back(self.index))
-        if unit.state is GATHERED and (assigned or root is None or self.reshards(root.pass_grad)):
-            unit.free()
-            self.kept = False
-        if assigned is not None:
-            raise unit.assigned_error(assigned)
-
-    def break_forward(self) -> None:
-        """After an exception: as `close_forward`. What is to stay does: on other ranks nothing may have been raised."""
-        self._ran.clear()
-        self.forwards.clear()
-        self.unit.showing.show_sharded()
-        if self.unit.state is GATHERED and (self.root is None or self.reshards(self.root.pass_grad)):
-            self.unit.free()
-            self.kept = False
-
-    def settle(self) -> None:
-        """The pass is over: what was prefetched in vain, or is not to stay, is freed."""
-        unit, root = self.unit, self.root
-        if unit.state is SHARDED or self.kept or root is None:
-            return
-        if unit.state is GATHERING or self.reshards(root.pass_grad):
-            unit.reshard()
-
-    def reshards(self, with_grad: bool) -> bool:
-        """Whether the unit is freed after a forward. The root is not, unless no backward will come."""
-        if self.period.hides or self.held:
-            return False
-        if self.settings.reshard_after_forward is None:
-            return not self.is_top or not with_grad
-        return self.settings.reshard_after_forward
-
-    # Recomputation (activation checkpointing).
-
-    def open_recompute(self) -> None:
-        """Gather for a forward within a backward, and prefetch by the backward's order."""
-        root = self.root
-        assert root is not None
-        self.period = Period(self.index)
-        self._gather_and_show(GATHER)
-        root.prefetch_back(self.settings.prefetch.forward)
-
-    def close_recompute(self) -> None:
-        """The backward of the unit that was recomputed last comes next; one before it is not to stay.
-
-        A unit around this one may have been that one: it runs again now, and is not to be freed.
-        """
-        root = self.root
-        assert root is not None
-        previous, root.recomputed = root.recomputed, self
-        if previous is not None and previous is not self:
-            previous.happens(H.OVERTAKEN)
-
-    # Backward.
-
-    def before_backward(self, call: Call) -> None:
-        """An output of a call received its gradient."""
-        root, period = self.root, call.period
-        trace = period.trace
-        if trace is not None and trace.root() is not root:
-            root = trace.root()
-            root = root.reclaimed(self) if root is not None else None
-        if root is None:
-            raise root_is_gone([member.name for member in self.unit.members])
-        if root.backward is None or root.backward.alive() is None:
-            root.begin_backward()
-        if call.version != self.unit.version():
-            root.reducer.changed(self)
-        else:
-            for bucket in self.unit.counting:
-                if bucket.form.reassigned(bucket.members, bucket.shard):
-                    root.reducer.changed(self)
-        if period.opened and self.phase is Phase.BACKWARD:  # another output, or another call, of what runs already
-            return
-        period.opened = True
-        if passed := root.traces.back_to(period, True):
-            root.pass_back_over(passed)
-        action, following = ROWS[self.phase][H.OUTPUT_GRAD]
-        if action is not None:
-            action(self)
-        self.phase = following
-
-    def open_backward(self) -> None:
-        """Gather for the backward, and prefetch what follows."""
-        root = self.root
-        assert root is not None
-        settings = self.settings
-        prefetch = settings.prefetch
-        if settings.unshard_in_backward:
-            self._gather_and_show(REGATHER)
-        if prefetch.late:
-            self._late = True
-        elif prefetch.backward_units is None:
-            root.prefetch_back(prefetch.backward)
-        else:
-            self._prefetch_back()
-
-    def _prefetch_back(self) -> None:
-        root, prefetch = self.root, self.settings.prefetch
-        assert root is not None
-        if prefetch.backward_units is not None:
-            root.prefetch_back(0, self._chosen("backward_units", prefetch.backward_units))
-        else:
-            root.prefetch_back(prefetch.backward)
-
-    def _chosen(self, setting: str, chosen: tuple[Runner, ...]) -> tuple[int, ...]:
-        """Indices of the units that the user chose to prefetch; those of other models are left out, with a warning."""
-        own = tuple([runner for runner in chosen if runner.root is self.root])
-        if len(own) < len(chosen):
-            foreign = [runner.unit.name for runner in chosen if runner.root is not self.root]
-            self.set(**{f"prefetch_{setting}": own})
-            warnings.warn(prefetches_another_model(self.unit.name, foreign), stacklevel=2)
-        return tuple([runner.index for runner in own])
-
-    def _gather_and_show(self, wish: int) -> None:
-        """Gather, if it has to be; `wish` says what for, see `InStep`."""
-        unit, root = self.unit, self.root
-        if unit.state is not GATHERED:
-            in_step = None if root is None else root.guide.in_step
-            if unit.state is SHARDED:
-                if root is not None:
-                    if root.ahead:
-                        root.come_to(self.index)
-                    if in_step is not None:
-                        in_step.come_to(wish, self.index)
-                    root.position.issue(REGATHER, self.index)
-                unit.issue_gather(self.settings.comm)
-            unit.finish_gather()
-            if in_step is not None:
-                unit.drop_kept()  # as who takes part in passing: the next gather is among all ranks, or none
-        unit.showing.show_unsharded()
-
-    def take_part(self) -> None:
-        """Gather for other ranks; what is gathered stays so, and what is not does not."""
-        unit, root = self.unit, self.root
-        assert root is not None
-        stays = unit.state is not SHARDED
-        if stays:
-            unit.free()
-        root.position.issue(REGATHER, self.index)
-        unit.issue_gather(self.settings.comm)
-        unit.finish_gather()
-        unit.drop_kept()
-        if not stays and not self.held:
-            unit.free()
-
-    def after_backward(self, period: Period) -> None:
-        """All parameters of a call have their gradients."""
-        root = self.root
-        if period.calls > 0 or root is None or root.backward is None or root.backward.alive() is None:
-            return
-        if self.phase is Phase.BACKWARD and (passed := root.traces.back_to(period, False)):
-            root.pass_back_over(passed)
-        # With create_graph the parameters are needed again, by the second backward.
-        action, following = ROWS[self.phase][H.INPUT_GRAD_KEPT if torch.is_grad_enabled() else H.INPUT_GRAD]
-        if action is not None:
-            action(self)
-        self.phase = following
-
-    def close_backward(self) -> None:
-        """Free, and reduce or set aside the gradients, unless more calls of this unit will add to them."""
-        self.release()
-        root = self.root
-        assert root is not None
-        root.reducer.close(self, bool(root.traces.ahead.get(self.index)))
-
-    def release(self, prefetches: bool = True) -> None:
-        """Show the sharded parameters and free the unit, unless it is to stay; then prefetch what was put off."""
-        unit, root = self.unit, self.root
-        unit.showing.show_sharded()
-        self.period.hides = False
-        # A gather that nobody waited for was prefetched in vain, also where units stay gathered.
-        frees = unit.state is GATHERING
-        if not self.held and not frees:  # in step: what stays has to on all ranks
-            frees = self.settings.reshard_after_backward or (root is not None and root.guide.in_step is not None)
-        if frees:
-            if unit.kept_axis is not None:
-                unit.drop_kept()
-            self.kept = False
-            if unit.state is not SHARDED:
-                unit.free()
-        else:
-            self.kept = True
-        if self._late:
-            self._late = False
-            if prefetches and self.root is not None:
-                self._prefetch_back()
-
-    def finish(self) -> None:
-        """The backward is over: this unit's gradients are complete, whatever was seen of its calls."""
-        if self.unit.state is not SHARDED and (self.phase is not Phase.IDLE or not self._stays()):
-            self.release(prefetches=False)
-
-    def hide(self) -> None:
-        """Show the sharded parameters; the unit stays gathered for the next backward through the graph that is kept."""
-        self.unit.showing.show_sharded()
-
-    def _stays(self) -> bool:
-        """Whether a unit that this backward did not use is gathered on purpose."""
-        return self.kept and self.unit.state is GATHERED
-
-    # Calls without an input that needs a gradient (the first layer's), of which maybe no output is seen either.
-
-    def _gradient_arrived(self) -> None:
-        root = self.root
-        if root is not None and not root.in_backward:
-            root.begin_backward()
-
-    # What forwards leave, and when a unit of several modules is left.
-
-    def check_given(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `refuse_views`."""
-        refuse_views(tensors, self.unit)
-
-    def watch_parameters(self) -> None:
-        """Be told of a backward by the gradients of the unit's parameters, where no input or output tells."""
-        if self._first_gradient is None:
-            self._first_gradient = FirstGradient(self._gradient_arrived)
-        self._first_gradient.expect(self.unit)
-
-    def keep_what_is_hidden(self, forward: Forward) -> None:
-        """Keep the unit gathered, as what a forward returned may hide a graph."""
-        if (
-            not forward.leads_back
-            and forward.call is not None
-            and (forward.watches or any([bucket.trains for bucket in self.unit.buckets]))
-        ):
-            forward.call.period.hides = forward.leads_back = True
-            self.watch_parameters()
-
-    def left_partly(self, module: nn.Module) -> Happening:
-        """The outermost forward of a module is over, one of several: whether all have run."""
-        self._ran.add(id(module))
-        return H.LEAVE if len(self._ran) == len(self._modules) else H.LEAVE_PARTLY
-
-    # What users ask for.
-
-    def unshard(self) -> None:
-        """Start gathering (if it is sharded) on the user's behalf."""
-        self.happens(H.UNSHARD)
-
-    def gather_for_user(self) -> None:
-        """See `unshard`."""
-        unit = self.unit
-        if self.root is not None:
-            self.root.recover_if_broken()
-        if unit.state is not SHARDED and unit.changed_since_gather():
-            unit.reshard()
-        if unit.state is SHARDED:
-            unit.refresh()
-            refuse_meta([unit])
-            refuse_parked([unit])
-            root, alone = self.root, self.root is None or self.root.pass_top is None
-            if root is not None:
-                (root.position.tell if alone else root.position.issue)(GATHER, self.index)
-            unit.issue_gather(self.settings.comm, apart=alone)
-            unit.touched.seen = unit.touched.count
-        if self.root is not None:
-            self.root.ahead.pop(self.index, None)  # the user's from now on
-        self.kept = True
-
-    def wait_unshard(self) -> None:
-        """Finish what `unshard` started, and show the unsharded parameters."""
-        if self.unit.state is GATHERING:
-            self.unit.finish_gather()
-            settle([bucket.home for bucket in self.unit.buckets])
-        if self.unit.state is GATHERED:
-            self.unit.showing.show_unsharded()
-
-    def reshard(self) -> None:
-        """Free the unit and show the sharded parameters."""
-        self.happens(H.RESHARD)
-
-    def free_for_user(self) -> None:
-        """See `reshard`."""
-        self.kept = False
-        self._ran.clear()
-        written = self.unit.written()
-        self.unit.drop_kept()
-        self.unit.reshard()
-        settle([bucket.home for bucket in self.unit.buckets])
-        if written:
-            raise self.unit.written_error(written)
-
-    def before_pass(self) -> None:
-        """A pass begins at this unit."""
-        if self.post_optim_event is not None:
-            event, self.post_optim_event = self.post_optim_event, None
-            event.wait()
-
-    def set(self, **changes: Any) -> None:
-        """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
-        self.settings = self.settings.with_changes(changes)
-
-    def reset(self) -> None:
-        """After an exception: as at the beginning of a step."""
-        self.phase = Phase.IDLE  # whatever the unit raises
-        self.kept = self.period.leads_back = self.period.hides = False
-        self._ran.clear()
-        self.forwards.clear()
-        self._late = False
-        self.unit.reset()
-
-
-def _row(phase: Phase, event: Happening) -> tuple[Callable[[Runner], object] | None, Phase]:
-    found = row(phase, event)
-    if found is not None:
-        return (getattr(Runner, found[0]) if found[0] else None), found[1]
-
-    def refuse(runner: Runner) -> None:
-        raise impossible(phase.name, event.name, runner.unit.name, asked=event in (H.UNSHARD, H.RESHARD))
-
-    return refuse, phase
-
-
-ROWS = [[_row(phase, event) for event in Happening] for phase in Phase]
-"""`phases.row` by number, with `Runner`'s methods in place of their names; what is refused raises."""

@@ -19,7 +19,7 @@ from .additions import Additions
 from .messages import setting_below_the_root, several_reductions, tokens_of_fewer_ranks
 from .outputs import Leftovers
 from .root import Root, all_roots
-from .step import Runner
+from .runner import Runner
 
 RUNNER_KEY = "_fullshard_runner"
 """Where a unit's module keeps its runner, in its `__dict__`."""

@@ -13,13 +13,15 @@ from .messages import tokens_not_counted
 from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
-from .scaling import REDUCTIONS
+from .reduce_buffer import PlannedReduction
+from .scaling import MEAN, REDUCTIONS
 from .share import Share
 from .tokens import TokenCount
 from .unit import State, Unit, follow_all, refresh_all
 from .views import add_views, follow_views, run_of
 
 __all__ = [
+    "MEAN",
     "REDUCTIONS",
     "Bucket",
     "BuildSettings",
@@ -31,6 +33,7 @@ __all__ = [
     "Home",
     "Mover",
     "OptimizerView",
+    "PlannedReduction",
     "Rehearsal",
     "Share",
     "State",

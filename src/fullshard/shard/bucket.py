@@ -259,6 +259,10 @@ class Bucket:
         self.unsharded = found if len(found) == len(self.members) else []
         return self.unsharded
 
+    def counters(self) -> list[torch.Tensor]:
+        """What counts changes in place of the shard, as far as torch does."""
+        return [self.shard, *self.form.counters(self.members)]
+
     def drop_kept(self) -> None:
         """Release what a reshard to fewer ranks kept."""
         if self.kept is not None:

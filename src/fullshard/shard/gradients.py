@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from operator import is_, is_not, or_
+from itertools import repeat
+from operator import attrgetter, is_, is_not, or_
 from typing import Any
 
 import torch
 
-from ..comm import Comm, Pending
+from ..comm import ONE_STREAM, Comm, Pending
 from ..containers import NONES, drain
 from ..events import Ledger
 from ..forms import Member
@@ -28,6 +29,7 @@ from ..torch_private.local_tensor import read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .delivery import Delivery
+from .gradient_set import free_all
 from .hooks import sees_gradients
 from .messages import collected_while_reduced, not_reduced_yet
 from .reduce_buffer import PlannedReduction, ReduceBuffer
@@ -67,6 +69,7 @@ class Gradients:
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.running: Any = None  # `PlannedReduction`; None: nothing is being reduced
         self.pending: Pending | None = None  # its collective, then the all-reduce over the replicate axis
+        self.usual: Any = None  # the reduction in flight, where it was started the usual way; see `runtime/usual.py`
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
         self._version = -1  # of what is shown, when it was delivered last
 
@@ -180,7 +183,7 @@ class Gradients:
             if scaling.divides_buffer is not None:
                 buffer.tensor.div_(scaling.divides_buffer)
         self.pending = planned.start() if not recording() else in_range("reduce", unit, planned.start)
-        self.state, self.running = REDUCING, planned
+        self.state, self.running, self.usual = REDUCING, planned, None
 
     def _note_own(self, buffer: ReduceBuffer) -> None:
         """Note the magnitudes of this rank's own gradients in `own`: the larger ones where they add to others."""
@@ -304,7 +307,7 @@ class Gradients:
             self.delivery.undecided = []
             self.delivery.aside.clear()
             self.delivery.kept.clear()
-            self.partial = self.running = None
+            self.partial = self.running = self.usual = None
             self.bucket.turns.give()
             self.state = NONE
 
@@ -355,6 +358,23 @@ class Gradients:
         self.discard()
         self.buffer = self.own = None
         self.delivery.forget()
+
+
+_SETS, _STATES, _HOMES = attrgetter("delivery.set"), attrgetter("state"), attrgetter("bucket.home")
+_TURNS = attrgetter("bucket.turns")
+
+
+def release_all(every: Sequence[Gradients]) -> None:
+    """`release` of each. All `.grad` are None."""
+    sets: list[Any] = [*map(_SETS, every)]
+    alike = (
+        all(map(is_, map(_STATES, every), repeat(NONE)))
+        and all(map(is_, map(_HOMES, every), NONES))
+        and all(map(is_, map(_TURNS, every), repeat(ONE_STREAM)))
+    )
+    if None in sets or not sets or not alike or not free_all(sets):
+        for each in every:
+            each.release()
 
 
 def has_gradients(every: Sequence[Gradients]) -> bool:

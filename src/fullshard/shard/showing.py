@@ -22,6 +22,36 @@ _HOOK_KEY = "fullshard"
 """Of our hook among a module's forward pre-hooks: it comes and goes with every pass, at the price of an entry."""
 
 
+class ShowPlan:
+    """What shows the parameters of a unit's members, by place, and what is compared before. Holds no memory of its own.
+
+    Args:
+        members: of all buckets.
+
+    Attributes:
+        places: where a parameter is registered, and whose that is.
+        read: what is there now.
+        sharded, unsharded: what is to be there while the unit is sharded, and while it is gathered.
+        show, hide: what puts the unsharded parameters there, and the sharded ones; a call for each module.
+    """
+
+    __slots__ = ("hide", "places", "read", "sharded", "show", "unsharded")
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.places: list[tuple[Place, Member]] = [(place, member) for member in members for place in member.places]
+        self.read: list[Callable[[], Any]] = [place.reader for place, _ in self.places]
+        self.sharded: list[Any] = [m.sharded if m.stand_in is None else m.stand_in for _, m in self.places]
+        self.unsharded: list[Any] = [m.unsharded for _, m in self.places]
+        self.show: list[Callable[[], object]] = self._writes(self.unsharded)
+        self.hide: list[Callable[[], object]] = self._writes(self.sharded)
+
+    def _writes(self, shown: Sequence[Any]) -> list[Callable[[], object]]:
+        of_modules: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for (place, _), tensor in zip(self.places, shown, strict=True):
+            of_modules.setdefault(id(place.target), (place.target, {}))[1][place.name] = tensor
+        return [partial(target.update, tensors) for target, tensors in of_modules.values()]
+
+
 class Showing:
     """See the module's docstring. Owns no tensors.
 
@@ -34,11 +64,14 @@ class Showing:
         summoned: whether they show whole parameters that the user asked for: the unit takes nothing of it over.
         whole_here: whether it does so on this rank.
         generation: how often parameters, or where they are registered, have become others.
+        plan: what shows parameters; None: to be made.
+        is_planned: whether the plan serves the next time they are shown.
+        covered: of places where users had put something before unsharded ones were shown: number, and what it was.
     """
 
     __slots__ = (
-        *("_buckets", "_covered", "_guard", "_hide", "_places", "_read", "_sharded", "_show", "_unsharded"),
-        *("generation", "summoned", "takes", "unsharded", "whole_here"),
+        *("_buckets", "_guard", "covered", "generation", "is_planned", "plan", "summoned", "takes", "unsharded"),
+        "whole_here",
     )
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -46,34 +79,25 @@ class Showing:
         self.takes: list[Callable[[], object]] = []
         self.unsharded = self.summoned = self.whole_here = False
         self.generation = 0
-        self._places: list[tuple[Place, Member]] | None = None  # what follows is by place; None: to be made
-        self._read: list[Callable[[], Any]] = []  # what is there now
-        self._sharded: list[Any] = []  # what sharded units show there
-        self._unsharded: list[Any] = []
-        self._show: list[Callable[[], object]] = []  # each puts the unsharded parameters of a module there
-        self._hide: list[Callable[[], object]] = []
-        # Of places where users had put something before unsharded ones were shown: their number, and what it was.
-        self._covered: list[tuple[int, Any]] = []
+        self.plan: ShowPlan | None = None
+        self.is_planned = False
+        self.covered: list[tuple[int, Any]] = []
         self._guard: tuple[dict[Any, Any], Any] | None = None  # a module's forward pre-hooks, and ours
 
     def forget(self) -> None:
         """Parameters, or where they are registered, are others now."""
-        self._places = None
+        self.is_planned = False
         self.takes = [bucket.turns.take for bucket in self._buckets if bucket.turns is not ONE_STREAM]
         self.generation += 1
 
-    def _plan(self) -> None:
-        members = [member for bucket in self._buckets for member in bucket.members]
-        self._places = [(place, member) for member in members for place in member.places]
-        self._read = [place.reader for place, _ in self._places]
-        self._sharded = [m.sharded if m.stand_in is None else m.stand_in for _, m in self._places]
-        self._unsharded = [m.unsharded for _, m in self._places]
-        self._show, self._hide = [], []
-        for writes, shown in ((self._show, self._unsharded), (self._hide, self._sharded)):
-            of_modules: dict[int, tuple[Any, dict[str, Any]]] = {}
-            for (place, _), tensor in zip(self._places, shown, strict=True):
-                of_modules.setdefault(id(place.target), (place.target, {}))[1][place.name] = tensor
-            writes += [partial(target.update, tensors) for target, tensors in of_modules.values()]
+    def _made_plan(self) -> ShowPlan:
+        plan, self.is_planned = ShowPlan([member for bucket in self._buckets for member in bucket.members]), True
+        if self._guard is not None:
+            hooks, hook = self._guard
+            plan.show.append(partial(hooks.pop, _HOOK_KEY, None))
+            plan.hide.append(partial(hooks.update, {_HOOK_KEY: hook}))
+        self.plan = plan
+        return plan
 
     def summon(self, summoned: bool, here: bool = False) -> None:
         """Whole parameters that the user asked for are shown, on this rank if `here`; or no more."""
@@ -82,7 +106,7 @@ class Showing:
 
     def guard(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook` before each forward of `module` that begins while it shows sharded parameters."""
-        self._guard = module._forward_pre_hooks, hook
+        self._guard, self.is_planned = (module._forward_pre_hooks, hook), False
         self._hook(not self.unsharded)
 
     def _hook(self, there: bool) -> None:
@@ -104,24 +128,22 @@ class Showing:
             drain(map(call, self.takes))
         if self.unsharded:
             return None
-        if self._places is None:
-            self._plan()
+        plan = self.plan
+        if plan is None or not self.is_planned:
+            plan = self._made_plan()
         first = None
-        if not all(map(is_, map(call, self._read), self._sharded)):
-            first = self._cover()
-        drain(map(call, self._show))
+        if not all(map(is_, map(call, plan.read), plan.sharded)):
+            first = self._cover(plan)
+        drain(map(call, plan.show))
         self.unsharded = True
-        if self._guard is not None:
-            self._hook(False)
         return first
 
-    def _cover(self) -> Member:
+    def _cover(self, plan: ShowPlan) -> Member:
         """Note what users had put in the places of sharded parameters; returns the first such parameter."""
-        assert self._places is not None
-        for index, (place, _) in enumerate(self._places):
-            if self._read[index]() is not self._sharded[index]:
-                self._covered.append((index, place.registered()))
-        return self._places[self._covered[0][0]][1]
+        for index, (place, _) in enumerate(plan.places):
+            if plan.read[index]() is not plan.sharded[index]:
+                self.covered.append((index, place.registered()))
+        return plan.places[self.covered[0][0]][1]
 
     def show_sharded(self) -> Member | None:
         """Register the sharded parameters on the modules, and what users put in their places, if that is not so yet.
@@ -129,35 +151,32 @@ class Showing:
         Returns:
             The first parameter in whose place users had put something since unsharded ones were shown; it stays there.
         """
-        if not self.unsharded:
+        plan = self.plan
+        if not self.unsharded or plan is None:
             return None
-        first = None
-        if self._covered or not all(map(is_, map(call, self._read), self._unsharded)):
-            first = self._uncover()
-        else:
-            drain(map(call, self._hide))
         self.unsharded = False
-        if self._guard is not None:
-            self._hook(True)
-        return first
+        if self.covered or not all(map(is_, map(call, plan.read), plan.unsharded)):
+            return self._uncover(plan)
+        drain(map(call, plan.hide))
+        return None
 
-    def _uncover(self) -> Member | None:
+    def _uncover(self, plan: ShowPlan) -> Member | None:
         """As `show_sharded`, where users have put something."""
-        assert self._places is not None
         first = None
-        for index, (place, member) in enumerate(self._places):
-            if self._read[index]() is self._unsharded[index]:
-                place.show(self._sharded[index])
+        for index, (place, member) in enumerate(plan.places):
+            if plan.read[index]() is plan.unsharded[index]:
+                place.show(plan.sharded[index])
             else:
                 first = first or member
-        covered, self._covered = self._covered, []
+        covered, self.covered = self.covered, []
         for index, found in covered:
-            if self._read[index]() is self._sharded[index]:  # users have put nothing there since
-                self._places[index][0].register(found)
+            if plan.read[index]() is plan.sharded[index]:  # users have put nothing there since
+                plan.places[index][0].register(found)
+        self._hook(True)
         return first
 
     def disturbed(self) -> bool:
         """Whether unsharded parameters are shown, and users have put something else in the place of one."""
-        if not self.unsharded or self._places is None:
+        if not self.unsharded or self.plan is None or not self.is_planned:
             return False
-        return bool(self._covered) or not all(map(is_, map(call, self._read), self._unsharded))
+        return bool(self.covered) or not all(map(is_, map(call, self.plan.read), self.plan.unsharded))

@@ -8,7 +8,7 @@ Gradients have their own cycle, in `gradients.py`; when things happen is the aff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -24,11 +24,11 @@ from ..errors import PhaseError
 from ..events import Ledger, stream
 from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, all_hold, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.local_tensor import read_grad, read_requires_grad
+from ..torch_private.local_tensor import read_grad, read_requires_grad, read_version
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
-from .gradients import Gradients
+from .gradients import Gradients, release_all
 from .messages import (
     already_sharded,
     assigned_in_forward,
@@ -40,7 +40,6 @@ from .messages import (
 from .showing import Showing
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_SHARD_VERSION = attrgetter("shard._version")
 
 
 class State(Enum):
@@ -70,6 +69,9 @@ class Unit:
         touched: what users' code is known to have done to the shards; see `changes.py`.
         ledger: the root's account of transient bytes.
         plan: what its gathers to come call; None until the first, and where each is planned anew.
+        gathered: the plan of what is gathered now, or being so.
+        pending: the gather in flight.
+        usual: what `runtime` compares and calls in a step as long as nothing unusual happens; None: not known.
         gathered_version: `version()` of what is gathered, or was last.
         counting: the buckets whose forms count changes that their shards' own counters do not tell.
     """
@@ -86,9 +88,9 @@ class Unit:
         self.moving = False
         self.touched = Touched()
         self.plan: GatherPlan | None = None
-        self._gathered: Any = None  # the plan of what is gathered now, or being so
-        self._pending: Any = None  # a `Pending`: the gather in flight
-        self._bytes = 0  # that the ledger counts as gathered
+        self.gathered: Any = None  # a `GatherPlan`
+        self.pending: Any = None  # a `Pending`
+        self.usual: Any = None  # a `UsualStep`
         self._keeps_storage = False
         self._idle_bytes = 0  # that are kept while it is sharded; see `keep_storage`
         self.showing = Showing(self.buckets)
@@ -134,23 +136,21 @@ class Unit:
         try:
             if plan is None or plan.comm is not comm or apart:
                 plan = self._planned_gather(comm, apart)
-            self._gathered = plan
-            starts: Iterable[Any] = map(call, plan.starts)
-            *_, self._pending = starts if not recording() else in_range("gather", self.name, partial(list, starts))
+            self.gathered = plan
+            if recording():
+                *_, self.pending = in_range("gather", self.name, partial(list, map(call, plan.starts)))
+            else:
+                *_, self.pending = map(call, plan.starts)
         except BaseException:
             self.free(failed=True)
             raise
-        nbytes = plan.whole_bytes + plan.passing_bytes
+        self.state = GATHERING
+        self.gathered_version = sum(map(read_version, plan.counters), self.touched.changes)
         if plan.varying:
-            nbytes += sum([full.passing_bytes for full in plan.varying])
-        self.state, self._bytes = GATHERING, nbytes
-        if self.counting:
-            self.gathered_version = self.version()
-        else:
-            self.gathered_version = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
+            plan.tell_issued()
         ledger = self.ledger
-        ledger.gathered = gathered = ledger.gathered + nbytes
-        if gathered + ledger.reducing > ledger.peak:
+        ledger.gathered += plan.issued_bytes
+        if ledger.gathered + ledger.reducing > ledger.peak:
             ledger.note()
         if stream.listeners:
             self.emit("gather", self.gathered_bytes)
@@ -162,6 +162,7 @@ class Unit:
             bucket.turns.take()
             bucket.plan_gather(plan, comm, self.kept_axis, apart, self.name)
             bucket.list_unsharded()
+            plan.counters += bucket.counters()
         plan.frees = self._frees()
         plan.begins[:0], plan.fills[:0] = self.showing.takes, self.showing.takes
         plan.ends += [bucket.turns.give for bucket in self.buckets if bucket.turns is not ONE_STREAM]
@@ -196,9 +197,9 @@ class Unit:
         """
         if self.state is not GATHERING:
             raise no_gather(self.name, self.state.value)
-        plan, pending = self._gathered, self._pending
+        plan, pending = self.gathered, self.pending
         try:
-            self._pending = None
+            self.pending = None
             if recording():
                 in_range("wait for gather", self.name, pending.wait)
             else:
@@ -212,14 +213,12 @@ class Unit:
         except BaseException:
             self.free(failed=True)
             raise
-        copied, ledger = plan.copied_bytes, self.ledger
         if plan.varying:
-            copied += sum([full.copied_bytes for full in plan.varying])
-        ledger.gathered = gathered = ledger.gathered + copied
-        if gathered + ledger.reducing > ledger.peak:
-            ledger.note()
-        ledger.gathered = gathered + plan.whole_bytes - self._bytes
-        self.state, self._bytes = GATHERED, plan.whole_bytes + copied
+            plan.tell_copied()
+        self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
+        ledger.gathered += copied  # while what only the gather needs is still there
+        ledger.note()
+        ledger.gathered += plan.live_bytes - copied - plan.issued_bytes
         if stream.listeners:
             self.emit("gathered", self.gathered_bytes)
 
@@ -227,35 +226,69 @@ class Unit:
         """Keep this rank's slice of what the ranks of `axis` hold together, to gather it from them."""
         for bucket in self.buckets:
             if bucket.kept is None and bucket.full is not None:
-                bucket.kept, self.plan = bucket.full.cut(axis), None
+                bucket.kept = bucket.full.cut(axis)
+                self._forget_plan()
                 self.ledger.gathered += bucket.kept_bytes
 
     def free(self, failed: bool = False) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight. `failed`: it could not be."""
         if self.state is SHARDED and not failed:
             raise already_sharded(self.name)
-        plan, pending = self._gathered, self._pending
+        plan, pending = self.gathered, self.pending
         try:
             if pending is not None:
-                self._pending = None
+                self.pending = None
                 pending.wait()
         finally:
             if plan is not None:
                 drain(map(call, plan.frees))
-            self.ledger.gathered -= self._bytes
-            self._bytes, self.state, self._gathered = 0, SHARDED, None
+                if self.state is not SHARDED:
+                    self.ledger.gathered -= plan.live_bytes if self.state is GATHERED else plan.issued_bytes
+            self.state, self.gathered = SHARDED, None
             if self._keeps_storage:
                 self._note_idle()
         if stream.listeners and not failed:
             self.emit("free", self.gathered_bytes)
 
+    def is_plain(self) -> bool:
+        """Whether what a step compares and calls is known from its plans."""
+        plan, showing = self.plan, self.showing
+        if self._keeps_storage or self.kept_axis is not None or self.moving or showing.summoned:
+            return False
+        if plan is None or plan.intact or plan.varying or not showing.is_planned:
+            return False
+        return not any([bucket.form.reassigned(bucket.members, bucket.shard) for bucket in self.counting])
+
+    def open(self, usual: Any) -> None:
+        """As `finish_gather`, and show the unsharded parameters; where `usual` is what the unit was gathered by."""
+        pending, self.pending = self.pending, None
+        try:
+            pending.wait()
+            drain(map(call, usual.opens))
+        except BaseException:
+            self.free(failed=True)
+            raise
+        self.state, self.showing.unsharded = GATHERED, True
+        self.ledger.gathered += usual.settles
+
+    def close(self, usual: Any) -> None:
+        """Show the sharded parameters, and `free`; the unit was opened."""
+        drain(map(call, usual.closes))
+        self.ledger.gathered -= usual.gather.live_bytes
+        self.state, self.gathered, self.showing.unsharded = SHARDED, None, False
+
+    def _forget_plan(self) -> None:
+        """The next gather is planned anew."""
+        self.plan = self.usual = None
+
     def keep_storage(self, keep: bool) -> None:
         """Keep the memory of gathered parameters from now on while the unit is sharded, or give it back."""
-        self._keeps_storage, self.plan = keep, None
+        self._keeps_storage = keep
+        self._forget_plan()
         for bucket in self.buckets:
             bucket.keeps_storage = keep
-        if self._gathered is not None:
-            self._gathered.frees = self._frees()
+        if self.gathered is not None:
+            self.gathered.frees = self._frees()
         else:
             drain(map(call, self._frees()))
             self._note_idle()
@@ -276,7 +309,7 @@ class Unit:
         for bucket in self.buckets:
             if bucket.kept is not None:
                 self.ledger.gathered -= bucket.kept_bytes
-                self.plan = None
+                self._forget_plan()
                 bucket.drop_kept()
 
     def reshard(self) -> None:
@@ -287,19 +320,19 @@ class Unit:
 
     def drop_plans(self) -> None:
         """What they were made from has changed: shards, parameters, or where these are registered."""
-        self.plan = None
+        self._forget_plan()
         for bucket in self.buckets:
             bucket.drop_plans()
         self.showing.forget()
 
     def written(self) -> list[Member]:
         """Parameters that a forward wrote to: to what was gathered, which is about to be given back."""
-        if not self.showing.unsharded or all(map(call, self._gathered.intact)):
+        if not self.showing.unsharded or self.gathered.is_intact():
             return []
         fulls: list[Any] = [bucket.full for bucket in self.buckets]  # none is None while the parameters are shown
         written = [member for full in fulls for member in full.written()]
         if written:
-            self.plan = None
+            self._forget_plan()
         return written
 
     def written_error(self, members: Sequence[Member]) -> PhaseError:
@@ -312,10 +345,8 @@ class Unit:
 
     def version(self) -> int:
         """Differs between two times if users' code is known to have changed the shards in between."""
-        total = sum(map(_SHARD_VERSION, self.buckets), self.touched.changes)
-        for bucket in self.counting:
-            total += bucket.form.version(bucket.members)
-        return total
+        counters = chain.from_iterable([bucket.counters() for bucket in self.buckets])
+        return sum(map(read_version, counters), self.touched.changes)
 
     def note_gathered(self) -> None:
         """What is gathered is what the shards hold now."""
@@ -335,7 +366,7 @@ class Unit:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a plain one that lies in the gathered memory, which `free` gives back."""
-        plan = self._gathered
+        plan = self.gathered
         if plan is None or tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
             return False
         at = tensor.untyped_storage().data_ptr()
@@ -519,8 +550,7 @@ def refresh_all(units: Sequence[Unit]) -> None:
         for unit in units:
             unit.refresh()
     elif all(map(is_, map(read_grad, chain.from_iterable(map(_SHARDED, buckets))), NONES)):
-        for each in gradients:
-            each.release()
+        release_all(gradients)
     else:
         for each in gradients:
             if each.delivery.all_none():

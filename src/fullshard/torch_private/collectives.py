@@ -4,7 +4,8 @@ Private torch API, all methods of `ProcessGroup`: `allreduce` and `broadcast`, w
 `torch.distributed` does not know of; `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`; and for several at
 once `allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. The first two are called on the group's
 backend (`ProcessGroup._get_backend`) where no dispatch mode listens: the group would pass through torch's dispatcher, 3
-us more. The public alternatives are
+us more; and within `torch._C._AutoDispatchBelowADInplaceOrView`: gloo and the fake group cut their buffers into a slice
+for each rank, and autograd would keep books of every slice, 8 us more at 64 ranks. The public alternatives are
 `torch.distributed.all_reduce`, `broadcast`, `all_gather_single` and `reduce_scatter_single` (`all_gather_into_tensor`
 and `reduce_scatter_tensor` before torch 2.13) and `all_to_all_single`; they add 3 to 10 us of logging and argument
 checks to each call, three times per unit and step. They are what is used where a method is missing, and for groups
@@ -15,6 +16,7 @@ have. `tests/test_private_api.py` says when one goes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,9 @@ _OF_TORCH = {name: getattr(dist.ProcessGroup, name, None) for name in (_GATHER, 
 HAS_DIRECT = all(_OF_TORCH.values())
 """Whether the private methods are there."""
 HAS_BACKEND = hasattr(dist.ProcessGroup, "_get_backend")
+HAS_WITHOUT_VIEWS = hasattr(torch._C, "_AutoDispatchBelowADInplaceOrView")
+_without_views: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)
+"""Within it autograd does not notice views and changes in place; the engine's own buffers need no such notice."""
 
 
 def _async(options: Any, op: Any = None) -> Any:
@@ -76,7 +81,14 @@ def _called(group: dist.ProcessGroup, name: str, *given: Any) -> Call:
     if method is None:
         return dispatched
     direct = partial(method, *given)
-    return lambda: dispatched() if modes_active() else direct()
+
+    def started() -> Any:
+        if modes_active():
+            return dispatched()
+        with _without_views():
+            return direct()
+
+    return started
 
 
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Call:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import ne
 
 import torch
 
@@ -51,9 +52,11 @@ class Versions:
         """What they hold now is right."""
         self.numbers = tuple(map(read_version, self.tensors))
 
+    def are_right(self) -> bool:
+        """Whether none of the tensors was changed in place since they were right."""
+        return tuple(map(read_version, self.tensors)) == self.numbers
+
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since they were right."""
-        now = tuple(map(read_version, self.tensors))
-        if now == self.numbers:
-            return []
-        return [i for i, (version, right) in enumerate(zip(now, self.numbers, strict=True)) if version != right]
+        moved = map(ne, map(read_version, self.tensors), self.numbers)
+        return [i for i, each in enumerate(moved) if each]

@@ -1,0 +1,336 @@
+"""The usual way of a step (`runtime/step.py`, `runtime/usual.py`) leaves what the long way leaves, whatever users do.
+
+Both run one program on one rank of a group that moves no data: values mean nothing there, but are the same bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import (
+    Blocks,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from fullshard.runtime import runner, runner_of
+from fullshard.runtime.reducer import Reducer
+from fullshard.shard import Unit
+from fullshard.watcher import RANK, VERB_BITS
+from fullshard.watcher.log import ROOT
+
+BLOCKS, WIDE, STEPS = 4, 6, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDE), nn.Linear(WIDE, 5), nn.Linear(5, WIDE)
+
+    def forward(self, x: Tensor, scale: float = 1.0, seen: list[Tensor] | None = None) -> Tensor:
+        y = self.down(torch.relu(self.up(self.norm(x))))
+        if seen is not None:
+            seen.append(y.detach().sum())
+        return x + scale * y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.head = (
+            nn.Linear(WIDE, WIDE),
+            nn.ModuleList(Block() for _ in range(BLOCKS)),
+            nn.Linear(WIDE, 3),
+        )
+        self.order = list(range(BLOCKS))
+        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            x = self.run(self.blocks[index], x)
+        return self.head(x)
+
+
+def by_layout(**how: Any) -> Callable[[Net], nn.Module]:
+    def shard(net: Net) -> nn.Module:
+        for block in net.blocks:
+            fully_shard(block, **how)
+        return fully_shard(net, **how)
+
+    return shard
+
+
+def wrapped(**how: Any) -> Callable[[Net], nn.Module]:
+    return lambda net: FullyShardedDataParallel(net, auto_wrap_policy={Block}, **how)
+
+
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+WAYS: dict[str, Callable[[Net], nn.Module]] = {
+    "rows": by_layout(),
+    "flat": by_layout(layout="flat"),
+    "blocks": by_layout(layout=Blocks("row")),
+    "owner": by_layout(layout="owner"),
+    "two ahead": by_layout(prefetch=2),
+    "bf16": by_layout(mp_policy=MixedPrecisionPolicy(**LOW)),
+    "wrapper": wrapped(),
+    "originals": wrapped(use_orig_params=True),
+    "originals, bf16": wrapped(use_orig_params=True, mixed_precision=MixedPrecision(**LOW)),
+    "kept after forward": by_layout(reshard_after_forward=False),
+}
+
+
+class Program:
+    """A training whose steps users disturb in one way or another; what can be seen of it is noted in `seen`."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.model = WAYS[way](self.net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.seen: list[Any] = []
+
+    def step(self, number: int, loss: Callable[[Tensor], Tensor] = lambda y: y.float().pow(2).mean()) -> None:
+        torch.manual_seed(number)
+        value = loss(self.model(torch.randn(3, WIDE)))
+        value.backward()
+        self.note(value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def note(self, value: Tensor) -> None:
+        grads = [None if p.grad is None else inside(p.grad).clone() for p in self.model.parameters()]
+        self.seen.append((value.detach().clone(), grads, [inside(p.detach()).clone() for p in self.model.parameters()]))
+
+
+def inside(tensor: Tensor) -> Tensor:
+    return (
+        tensor.to_local()
+        if hasattr(tensor, "to_local")
+        else torch.Tensor.detach(getattr(tensor, "_local_tensor", tensor))
+    )
+
+
+PROGRAMS: dict[str, Callable[[Program, int], None]] = {}
+
+
+def program(act: Callable[[Program, int], None]) -> Callable[[Program, int], None]:
+    PROGRAMS[act.__name__.replace("_", " ")] = act
+    return act
+
+
+@program
+def undisturbed(run: Program, number: int) -> None:
+    run.step(number)
+
+
+@program
+def gradients_are_added_to(run: Program, number: int) -> None:
+    run.model(torch.ones(2, WIDE)).sum().backward()
+    run.step(number)
+
+
+@program
+def several_forwards_before_one_backward(run: Program, number: int) -> None:
+    x = torch.ones(2, WIDE)
+    (run.model(x).sum() + run.model(2 * x).sum()).backward()
+    run.step(number)
+
+
+@program
+def evaluation_between_steps(run: Program, number: int) -> None:
+    with torch.no_grad():
+        run.seen.append(run.model(torch.ones(2, WIDE)))
+    run.step(number)
+
+
+@program
+def a_forward_without_backward(run: Program, number: int) -> None:
+    run.model(torch.ones(2, WIDE))
+    run.step(number)
+
+
+@program
+def a_block_raises(run: Program, number: int) -> None:
+    if number == 4:
+        hook = run.net.blocks[2].register_forward_pre_hook(planted)
+        with contextlib.suppress(ZeroDivisionError):
+            run.model(torch.ones(2, WIDE))
+        hook.remove()
+    run.step(number)
+
+
+@program
+def a_backward_raises(run: Program, number: int) -> None:
+    if number == 4:
+        x = torch.ones(2, WIDE)
+        hook = run.net.blocks[1].register_forward_hook(lambda m, a, y: y.register_hook(planted) and None)
+        with contextlib.suppress(ZeroDivisionError):
+            run.model(x).sum().backward()
+        hook.remove()
+        run.optimizer.zero_grad()
+    run.step(number)
+
+
+def planted(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+@program
+def blocks_are_recomputed(run: Program, number: int) -> None:
+    if number == 3:
+        run.net.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    run.step(number)
+
+
+@program
+def another_order(run: Program, number: int) -> None:
+    run.net.order = [0, 1, 2, 3] if number != 4 else [0, 2, 1, 3]
+    run.step(number)
+
+
+@program
+def a_block_twice(run: Program, number: int) -> None:
+    run.net.order = [0, 1, 1, 2, 3] if number > 3 else [0, 1, 2, 3]
+    run.step(number)
+
+
+@program
+def other_arguments(run: Program, number: int) -> None:
+    found: list[Tensor] = []
+    if number > 3:
+        run.net.run = lambda block, x: block(x, scale=0.5, seen=found)
+    run.step(number)
+    run.seen.append(list(found))
+
+
+@program
+def frozen_and_not(run: Program, number: int) -> None:
+    run.net.blocks[1].requires_grad_(number not in (4, 5))
+    run.step(number)
+
+
+@program
+def a_gradient_is_held(run: Program, number: int) -> None:
+    run.step(number)
+    run.model(torch.ones(2, WIDE)).sum().backward()
+    run.seen.append([inside(p.grad) for p in run.model.parameters() if p.grad is not None])
+    run.optimizer.zero_grad()
+
+
+@program
+def a_hook_on_a_parameter(run: Program, number: int) -> None:
+    if number == 3:
+        for parameter in run.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: run.seen.append(inside(p.grad).clone()))
+    run.step(number)
+
+
+@program
+def detached_between_blocks(run: Program, number: int) -> None:
+    run.net.run = lambda block, x: block(x.detach()) if block is run.net.blocks[2] and number == 4 else block(x)
+    run.step(number)
+
+
+@program
+def the_loss_leaves_blocks_out(run: Program, number: int) -> None:
+    run.step(number, (lambda y: y.float().sum() * 0 + 1) if number == 4 else lambda y: y.float().pow(2).mean())
+
+
+@program
+def weights_change_between_steps(run: Program, number: int) -> None:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.99)
+    run.step(number)
+
+
+@program
+def events_are_recorded(run: Program, number: int) -> None:
+    from fullshard import record_events
+
+    with record_events() as events:
+        run.step(number)
+    run.seen.append([(event.verb, event.unit, event.nbytes, event.live) for event in events])
+
+
+def finished(way: str, act: Callable[[Program, int], None]) -> tuple[list[Any], list[int], list[int]]:
+    RANK.log.clear()
+    run = Program(way)
+    for number in range(STEPS):
+        act(run, number)
+    root: Any = root_of(run.model)
+    log = [word % (ROOT << VERB_BITS) for word in RANK.log]  # without turns, and the number of the root
+    return run.seen, [root.ledger.peak, root.ledger.gathered, root.ledger.reducing], log
+
+
+def root_of(model: nn.Module) -> Any:
+    found = runner_of(model)
+    assert found is not None
+    return found.root
+
+
+@pytest.fixture
+def long_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def forced() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "plan_usual_step", lambda one: None)
+            yield
+
+    return forced
+
+
+@pytest.mark.parametrize("act", PROGRAMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_both_ways_leave_the_same(fake_world: Any, long_way: Any, way: str, act: str) -> None:
+    fake_world(3)
+    with long_way():
+        expected = finished(way, PROGRAMS[act])
+    found = finished(way, PROGRAMS[act])
+    assert_equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "kept after forward"])
+def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Every block in every moment: else this file compares the long way with itself."""
+    fake_world(3)
+    counted: Counter[str] = Counter()
+    for owner, name in ((Unit, "open"), (Unit, "close"), (Reducer, "reduce")):
+        monkeypatch.setattr(owner, name, counting(getattr(owner, name), counted))
+    run = Program(way)
+    for number in range(3):
+        run.step(number)
+    counted.clear()
+    run.step(3)
+    assert counted["open"] == counted["close"] == 2 * BLOCKS
+    assert counted["reduce"] == (0 if way == "wrapper" else BLOCKS)  # a FlatParameter shares its gradient with a view
+
+
+def counting(method: Any, counted: Counter[str]) -> Any:
+    def called(*given: Any) -> Any:
+        counted[method.__name__] += 1
+        return method(*given)
+
+    return called
