@@ -207,6 +207,7 @@ class Call:
         if (
             usual is not None
             and BEFORE_BACKWARD(runner) == usual.before_backward
+            and trace is not None
             and trace is root.traces.reached
             and trace.steps[-1:] == [(period, True)]
             and sum(map(read_version, usual.counters), unit.touched.changes) == self.version
@@ -237,6 +238,7 @@ class Call:
         if (
             usual is not None
             and AFTER_BACKWARD(runner) == usual.after_backward
+            and trace is not None
             and trace is root.traces.reached
             and trace.steps[-1:] == [(period, False)]
             and not self.done
