@@ -90,6 +90,7 @@ def go_through(order: SharedOrder, tokens: list[int], gone: list[int] | None = N
     """A pass in which the rank runs these."""
     order.begin(0, False)
     for token in tokens:
+        assert order.active
         if token & VERB == ENTER:
             order.enter(token >> VERB_BITS)
         else:
@@ -199,16 +200,27 @@ def test_ranks_that_issue_the_same_have_one_fingerprint_and_others_have_not(pass
     assert nested or flat[0] == flat[1] or fingerprint(Log(), passes) != fingerprint(Log(), others)
 
 
-def test_a_fingerprint_is_of_what_came_since_the_last():
-    once, again = Log(), Log()
-    for token in (7, 8):
-        again.next(token)  # outside of passes
-    again.fingerprint()
-    for log in (once, again):
-        log.next(9)
-        log.begin(FORWARD)
-        log.next(3)
-    assert once.fingerprint() == again.fingerprint() != Log().fingerprint()
+def test_whatever_was_issued_since_the_last_fingerprint_is_in_the_next():
+    places = ["outside", "before the one within", "within, and over", "within"]
+
+    def fingerprints(at: str | None) -> list[int]:
+        log, found = Log(), []
+        for turn in range(2):
+            for place in places:
+                if place == "before the one within":
+                    log.begin(1)
+                elif place.startswith("within"):
+                    log.begin(2)
+                log.next(9 if turn == 0 and place == at else 8)
+                if "over" in place:
+                    log.end()
+            found.append(log.fingerprint())
+            log.lose()
+            log.fingerprint()
+        return found
+
+    first, second = zip(*map(fingerprints, [None, *places]), strict=True)
+    assert len(set(first)) == len(places) + 1 and len(set(second)) == 1
 
 
 def test_a_pass_that_was_broken_off_counts_as_it_does_where_nothing_was_raised():

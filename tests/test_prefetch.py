@@ -239,8 +239,8 @@ def test_few_kinds_of_passes_are_known():
 
 def test_the_next_gathers_of_a_backward_are_those_beyond_its_reductions():
     known = [token(REGATHER, 2), token(REDUCE, 2), token(GATHER, 1), token(REDUCE, 1), token(REGATHER, 0)]
-    follows, leaves, strays = Log(), Log(), Log()
-    for log in (follows, leaves, strays):
+    follows, leaves, differs, strays = Log(), Log(), Log(), Log()
+    for log in (follows, leaves, differs, strays):
         for _ in range(2):
             log.begin(BACKWARD)
             for each in known:
@@ -251,7 +251,8 @@ def test_the_next_gathers_of_a_backward_are_those_beyond_its_reductions():
     for each in (token(REGATHER, 2), token(REGATHER, 1)):  # ahead of a reduction
         leaves.next(each)
     assert leaves.next_gathers(3) == [0]
-    leaves.next(token(REGATHER, 5))
-    assert leaves.next_gathers(3) == []
+    for each in (token(REGATHER, 2), token(REGATHER, 0)):
+        differs.next(each)
+    assert differs.next_gathers(3) == []
     strays.stray(2, 1)
     assert strays.next_gathers(1) == []
