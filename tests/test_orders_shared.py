@@ -136,6 +136,28 @@ def test_an_order_is_completed_for_passes_that_follow_it(always, times):
     assert made.call_count == times
 
 
+def test_backwards_in_step_go_back_over_the_order_in_which_forwards_began():
+    along, others, took_part = of_one_rank([], always=True), [], []
+    along._take_part = lambda *token: took_part.append(token)
+
+    def come_to(verb: int, unit: int, *wishes: int) -> list[tuple[int, int]]:
+        """What this rank takes part in before its own, where another one wants these, one by one."""
+        took_part.clear()
+        others[:] = wishes
+        with mock.patch.object(along, "_wanted", lambda token: [token, others.pop(0)]):
+            along.come_to(verb, unit)
+        return [*took_part]
+
+    go_through(
+        along, [word(ENTER, 0), *[word(verb, unit) for unit in (2, 1) for verb in (ENTER, LEAVE)], word(LEAVE, 0)]
+    )
+    first_of_another, mine = word(REGATHER, 1), word(REGATHER, 2)  # unit 1 began after unit 2
+    assert come_to(REGATHER, 2, first_of_another, mine) == [(REGATHER, 1)]
+    assert along.in_step is along
+    along.forget()  # of units whose forwards nobody knows the last one by index is first
+    assert come_to(REGATHER, 2, first_of_another) == []
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 6))
 def test_what_repeats_is_foreseen(period, times):
     history = period * times
