@@ -1,4 +1,4 @@
-"""The pure parts of agreement between ranks: courses, orders that ranks share, and what a watcher concludes."""
+"""The pure parts of agreement between ranks: the log, orders that ranks share, and what a watcher concludes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard import fully_shard
-from fullshard.agreement import guide
-from fullshard.agreement.course import Course, following
-from fullshard.agreement.shared_order import Merging, Shared, Step, completed, parents_of
+from fullshard.agreement import SharedOrder, shared_order
+from fullshard.agreement.log import ENTER, LEAVE, VERB, Log, following
+from fullshard.agreement.shared_order import Merging, completed, parents_of
 from fullshard.errors import DivergenceError
-from fullshard.runtime import unit_of
-from fullshard.watcher.log import COMPARE, GATHER, LENGTH, ROOT, TURN, VERBS, Record, records_of, step_word, word
+from fullshard.watcher.log import (
+    COMPARE,
+    FORWARD,
+    GATHER,
+    LENGTH,
+    ROOT,
+    TURN,
+    VERB_BITS,
+    VERBS,
+    Record,
+    records_of,
+    step_word,
+    word,
+)
 from fullshard.watcher.rank import Rank
 from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
-PURE = ["agreement.course", "agreement.shared_order", "runtime.trace", "watcher.report"]
+PURE = ["agreement.log", "agreement.shared_order", "runtime.trace", "watcher.report"]
 NAMES = ["", "a", "a.x", "a.y", "b", "c", "c.z"]
 PARENTS = parents_of(NAMES)
 
@@ -33,40 +44,60 @@ def test_examples_in_docstrings(name):
     assert found.attempted and not found.failed
 
 
-def taken(draw: st.DrawFn) -> list[Step]:
+def taken(draw: st.DrawFn) -> list[int]:
     """What one rank runs: some units in module order, each inside its parent, each once."""
     runs = {0} | {unit for unit in range(1, len(NAMES)) if draw(st.booleans())}
     runs = {unit for unit in runs if PARENTS[unit] in runs or unit == 0}
 
-    def steps(unit: int) -> list[Step]:
-        inside = [step for child in sorted(runs) if PARENTS[child] == unit for step in steps(child)]
-        return [(unit, False), *inside, (unit, True)]
+    def tokens(unit: int) -> list[int]:
+        inside = [token for child in sorted(runs) if PARENTS[child] == unit for token in tokens(child)]
+        return [word(ENTER, unit), *inside, word(LEAVE, unit)]
 
-    return steps(0)
+    return tokens(0)
 
 
 @st.composite
-def ranks_that_run(draw: st.DrawFn) -> list[list[Step]]:
+def ranks_that_run(draw: st.DrawFn) -> list[list[int]]:
     return [taken(draw) for _ in range(draw(st.integers(1, 4)))]
 
 
-def merge(ranks: list[list[Step]]) -> list[Step]:
+def merge(ranks: list[list[int]]) -> list[int]:
     """As the ranks do it: each says what it wants until that is chosen."""
     merging, at = Merging(len(ranks)), [0] * len(ranks)
     while any(i < len(rank) for i, rank in zip(at, ranks, strict=True)):
         chosen = merging.chosen([rank[i] for i, rank in zip(at, ranks, strict=True)])
         at = [i + (rank[i] == chosen) for i, rank in zip(at, ranks, strict=True)]
-    return merging.steps
+    return merging.tokens
 
 
-def is_nested(steps: list[Step]) -> bool:
+def is_nested(tokens: list[int]) -> bool:
     stack: list[int] = []
-    for unit, ends in steps:
-        if not ends:
-            stack.append(unit)
-        elif not stack or stack.pop() != unit:
+    for token in tokens:
+        if token & VERB == ENTER:
+            stack.append(token >> VERB_BITS)
+        elif not stack or stack.pop() != token >> VERB_BITS:
             return False
     return not stack
+
+
+def of_one_rank(gone: list[int], always: bool = False) -> SharedOrder:
+    """Of a rank that talks to nobody: what it wants is what all want. What it passes over is added to `gone`."""
+    axes = mock.Mock(all=(), world=1, device=torch.device("cpu"))
+    return SharedOrder(axes, NAMES, mock.Mock(), always, lambda *token: gone.append(word(*token)), mock.Mock())
+
+
+def go_through(order: SharedOrder, tokens: list[int], gone: list[int] | None = None) -> None:
+    """A pass in which the rank runs these."""
+    order.begin(0, False)
+    for token in tokens:
+        assert order.active
+        if token & VERB == ENTER:
+            order.enter(token >> VERB_BITS)
+        else:
+            order.written(token >> VERB_BITS, False)
+        if gone is not None:
+            gone.append(token)
+    order.end()
 
 
 @given(ranks_that_run(), ranks_that_run())
@@ -75,39 +106,56 @@ def test_every_ranks_own_order_is_part_of_the_one_they_share(first, later):
     merged = merge(first)
     assert is_nested(merged)
     for rank in first:
-        assert [step for step in merged if step in rank] == rank
-    order = completed(merged, PARENTS)
-    assert is_nested(order) and {unit for unit, _ in order} == set(range(len(NAMES)))
-    for rank in later:  # whatever units a later pass runs: all go through the same steps
-        along, gone = Shared(order), []
-        for step in rank:
-            assert along.holds(step)
-            gone += [*along.until(step), step]
-        assert gone == order
+        assert [token for token in merged if token in rank] == rank
+    gone: list[int] = []
+    along = of_one_rank(gone)
+    go_through(along, merged)
+    known = completed(merged, PARENTS)
+    assert is_nested(known) and {token >> VERB_BITS for token in known} == set(range(len(NAMES)))
+    for rank in later:  # whatever units a later pass runs: all go through the same
+        gone.clear()
+        go_through(along, rank, gone)
+        assert gone == known
 
 
-def test_a_unit_in_another_order_is_not_ahead():
-    along = Shared(completed(merge([[(0, False), (1, False), (1, True), (0, True)]]), PARENTS))
-    list(along.until((0, False)))
-    list(along.until((4, False)))
-    assert not along.holds((1, False))
+def test_a_unit_in_another_order_has_no_place():
+    gone: list[int] = []
+    along = of_one_rank(gone)
+    go_through(along, [word(ENTER, 0), word(ENTER, 1), word(LEAVE, 1), word(LEAVE, 0)])
+    with pytest.raises(DivergenceError, match="'a' runs at another place"):
+        go_through(along, [word(ENTER, 0), word(ENTER, 4), word(LEAVE, 4), word(ENTER, 1)], gone)
+    assert not along.active and gone[-1] == word(LEAVE, 4)
 
 
 @pytest.mark.parametrize(("always", "times"), [(False, 1), (True, 0)])
-def test_an_order_is_completed_for_passes_that_follow_it(fake_world, always, times):
-    fake_world(2)
-    layer = fully_shard(torch.nn.Linear(2, 2))
-    told = mock.Mock(communicates=True)
-    with mock.patch.object(guide, "completed", wraps=completed) as made:
-        one = guide.Guide([unit_of(layer)], [""], told, "zeros", always, mock.Mock(), mock.Mock())
-        one.zeros = True  # the fake backend has no other ranks
+def test_an_order_is_completed_for_passes_that_follow_it(always, times):
+    along = of_one_rank([], always)
+    with mock.patch.object(shared_order, "completed", wraps=completed) as made:
         for _ in range(3):
-            one.begin("step")
-            if isinstance(one._along, Merging):
-                for step in ((0, False), (0, True)):
-                    one._along.chosen([step] * 2)
-            one.end()
+            go_through(along, [word(ENTER, 0), word(LEAVE, 0)])
     assert made.call_count == times
+
+
+def test_backwards_in_step_go_back_over_the_order_in_which_forwards_began():
+    along, others, took_part = of_one_rank([], always=True), [], []
+    along._take_part = lambda *token: took_part.append(token)
+
+    def come_to(verb: int, unit: int, *wishes: int) -> list[tuple[int, int]]:
+        """What this rank takes part in before its own, where another one wants these, one by one."""
+        took_part.clear()
+        others[:] = wishes
+        with mock.patch.object(along, "_wanted", lambda token: [token, others.pop(0)]):
+            along.come_to(verb, unit)
+        return [*took_part]
+
+    go_through(
+        along, [word(ENTER, 0), *[word(verb, unit) for unit in (2, 1) for verb in (ENTER, LEAVE)], word(LEAVE, 0)]
+    )
+    first_of_another, mine = word(REGATHER, 1), word(REGATHER, 2)  # unit 1 began after unit 2
+    assert come_to(REGATHER, 2, first_of_another, mine) == [(REGATHER, 1)]
+    assert along.in_step is along
+    along.forget()  # of units whose forwards nobody knows the last one by index is first
+    assert come_to(REGATHER, 2, first_of_another) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 6))
@@ -116,59 +164,119 @@ def test_what_repeats_is_foreseen(period, times):
     assert following(history) == period[0] or len(set(period)) < len(period)
 
 
-def test_a_course_that_is_left_is_new_until_it_was_taken_again():
-    course = Course()
+def test_what_is_left_is_new_until_it_was_taken_again():
+    log = Log()
     for _ in range(3):
-        course.begin("step")
-        known = [course.next(token) for token in (1, 2, 3)]
-        course.end()
+        log.begin(FORWARD)
+        known = [log.next(token) for token in (1, 2, 3)]
+        log.end()
     assert known == [True] * 3
-    course.begin("step")
-    assert [course.next(token) for token in (1, 3)] == [True, False]
-    course.forget()
-    assert course.next(9) and not course.expects("step")
+    log.begin(FORWARD)
+    assert [log.next(token) for token in (1, 3)] == [True, False]
+    log.forget()
+    assert log.next(9) and not log.expects(FORWARD) and not log.complete
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 2), max_size=4)), max_size=8), st.data())
-def test_passes_tell_all_that_they_went_on_with_once(passes, data):
-    """Whenever they are asked, also where a pass goes on otherwise than the one before it, or ends early."""
-    course, last = Course(), {}
+PASSES = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 2), max_size=4)), max_size=8)
+
+
+@given(PASSES)
+def test_passes_are_known_as_they_went_last(passes):
+    log, last = Log(), {}
     for kind, tokens in passes:
-        course.begin(kind)
-        told, known = [], []
+        log.begin(kind)
+        known, taken = [], []
         for token in tokens:
-            known.append(course.next(token))
-            told += course.untold() if data.draw(st.booleans()) else []
-        told += course.running.untold()
-        course.end()
-        assert told == tokens
-        alike = [a == b for a, b in zip(tokens, last.get(kind, []), strict=False)]
+            known.append(log.next(token))
+            taken.append([*log.taken()])
+        assert taken == [tokens[: at + 1] for at in range(len(tokens))]
+        before = last.get(kind, [])
+        alike = [a == b for a, b in zip(tokens, before, strict=False)]
         follows = alike.index(False) if False in alike else len(alike)
         assert known == [at < follows for at in range(len(tokens))]
+        pair = [each[follows] if follows < len(each) else -1 for each in (before, tokens)]
+        assert log.end() == ((kind, *pair) if before and before != tokens else None)
         last[kind] = tokens
+
+
+@given(PASSES, PASSES, st.booleans())
+def test_ranks_that_issue_the_same_have_one_fingerprint_and_others_have_not(passes, others, nested):
+    """Whatever a rank knows of earlier passes."""
+
+    def fingerprint(log: Log, passes: list[tuple[int, list[int]]]) -> int:
+        for kind, tokens in passes:
+            log.begin(kind)
+            for token in tokens:
+                log.next(token)
+            if not nested:
+                log.end()
+        found = log.fingerprint()
+        log.lose()
+        return found
+
+    new, knows = Log(), Log()
+    fingerprint(knows, passes)
+    knows.fingerprint()
+    assert fingerprint(knows, passes) == fingerprint(new, passes)
+    flat = [[token for _, tokens in each for token in tokens] for each in (passes, others)]
+    assert nested or flat[0] == flat[1] or fingerprint(Log(), passes) != fingerprint(Log(), others)
+
+
+def test_whatever_was_issued_since_the_last_fingerprint_is_in_the_next():
+    places = ["outside", "before the one within", "within, and over", "within"]
+
+    def fingerprints(at: str | None) -> list[int]:
+        log, found = Log(), []
+        for turn in range(2):
+            for place in places:
+                if place == "before the one within":
+                    log.begin(1)
+                elif place.startswith("within"):
+                    log.begin(2)
+                log.next(9 if turn == 0 and place == at else 8)
+                if "over" in place:
+                    log.end()
+            found.append(log.fingerprint())
+            log.lose()
+            log.fingerprint()
+        return found
+
+    first, second = zip(*map(fingerprints, [None, *places]), strict=True)
+    assert len(set(first)) == len(places) + 1 and len(set(second)) == 1
 
 
 def test_a_pass_that_was_broken_off_counts_as_it_does_where_nothing_was_raised():
     """A rank that raises after its last token, and one that does not, foresee the same."""
-    raises, ends = Course(), Course()
+    raises, ends = Log(), Log()
     foreseen = []
-    for course in (raises, ends):
+    for log in (raises, ends):
         found = []
         for step in range(8):
-            found.append(course.expects("forward"))
-            course.begin("forward")
-            found += [course.next(token) for token in ((1, 2, 3) if step % 3 else (4, 1, 2, 3))]
-            if course is raises and step in (2, 5):
-                course.lose()
+            found.append(log.expects(1))
+            log.begin(1)
+            found += [log.next(token) for token in ((1, 2, 3) if step % 3 else (4, 1, 2, 3))]
+            if log is raises and step in (2, 5):
+                log.lose()
             else:
-                course.end()
+                log.end()
             if step not in (2, 5):  # left out on all ranks
-                found.append(course.expects("backward"))
-                course.begin("backward")
-                course.end()
-        foreseen.append(found)
+                found.append(log.expects(2))
+                log.begin(2)
+                log.end()
+        foreseen.append([*found, log.fingerprint()])
     assert foreseen[0] == foreseen[1]
-    assert True in foreseen[0][-3:]
+    assert True in foreseen[0][-4:-1]
+
+
+def test_only_a_pass_that_came_to_its_end_is_complete():
+    log = Log()
+    log.begin(1)
+    log.begin(2)  # within it
+    log.end()
+    assert log.complete == {2} and log.kind == (1, None)
+    log.lose()
+    assert log.complete == {2} and log.kind is None
+    assert log.end() is None and log.complete == {2}
 
 
 def status(rank: int, **facts: Any) -> dict[str, Any]:

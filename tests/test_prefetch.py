@@ -1,4 +1,4 @@
-"""What is gathered ahead follows from the log of passes (`agreement/course.py`): which units, in which order."""
+"""What is gathered ahead follows from the log of passes (`agreement/log.py`): which units, in which order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.agreement.course import Course, Running
+from fullshard.agreement.log import Log
 from fullshard.runtime import runner_of
-from fullshard.watcher import GATHER, REDUCE, REGATHER, VERB_BITS
+from fullshard.watcher import BACKWARD, FORWARD, GATHER, REDUCE, REGATHER, VERB_BITS
 
 BLOCKS = 4
 
@@ -82,13 +82,13 @@ def token(verb: int, unit: int) -> int:
 def counted(model: Any, compared: list[int]) -> None:
     """Count what ranks compare before something new is issued."""
     position = runner_of(model).root.position
-    compare = position._compare_over
+    compare = position._compare
 
-    def counts(*args: Any) -> None:
-        compared.append(1)
-        compare(*args)
+    def counts(token: int) -> None:
+        compared.append(token)
+        compare(token)
 
-    position._compare_over = counts
+    position._compare = counts
 
 
 def alternating_passes(how: str) -> list[tuple[int, int, int]]:
@@ -178,52 +178,81 @@ def test_a_unit_that_the_program_gathers_itself_does_not_count_as_waiting(fake_w
 
 
 def test_what_strayed_is_not_how_passes_of_its_kind_go():
-    course = Course()
+    log = Log()
     for tokens in ((1, 2, 3), (1, 2, 3)):
-        course.begin("forward")
+        log.begin(FORWARD)
         for each in tokens:
-            course.next(each)
-        course.end()
-    course.begin("forward")
-    course.next(1)
-    course.running.strays(2, 3)
-    assert not course.next(3) and course.running.left == (2, 3) and course.running.taken() == [1, 3]
-    course.end()
-    course.begin("forward")
-    assert not course.running.known
+            log.next(each)
+        log.end()
+    log.begin(FORWARD)
+    log.next(1)
+    log.stray(2, 3)
+    assert not log.next(3) and log.left == (2, 3) and log.taken() == [1, 3]
+    assert log.end() == (FORWARD, 2, 3)
+    log.begin(FORWARD)
+    assert not log.known
+    for each in (1, 2):
+        log.next(each)
+    log.end()
+    log.begin(FORWARD)
+    for each in (1, 2):  # all was gathered ahead, and the one that comes is another
+        log.next(each)
+    log.stray(2, 3)
+    assert log.left == (2, 3) and log.taken() == [1, 2]
 
 
 def test_passes_in_other_states_are_each_known():
-    course = Course()
+    log = Log()
     for _ in range(2):
         for state in ("", "x"):
-            course.begin("forward", state)
-            found = [course.next(each) for each in ([1, 2] if state else [1, 2, 3])]
-            course.end()
+            log.begin(FORWARD, state)
+            found = [log.next(each) for each in ([1, 2] if state else [1, 2, 3])]
+            log.end()
     assert found == [True, True]
-    course.begin("forward")  # and no state is one of its own
-    assert not course.next(9)
-    course.turn("x")
-    assert course.running.expected == 1 and course.untold() == []
+    log.begin(FORWARD)  # and no state is one of its own
+    assert not log.next(9)
+    log.turn("x")
+    assert log.expected == 1 and log.taken() == [] and log.kind == (FORWARD, "x")
+
+
+def test_a_pass_goes_on_where_it_was_once_one_within_it_is_over():
+    log = Log()
+    for known in (False, True, True):
+        log.begin(1)
+        found = [log.next(4)]
+        log.begin(2)
+        found += [log.next(token) for token in (5, 6)]
+        log.end()
+        found.append(log.next(7))
+        log.end()
+        assert found == [known] * 4
 
 
 def test_few_kinds_of_passes_are_known():
-    course = Course()
+    log = Log()
     for state in [*range(200), 150]:
-        course.begin("forward", state)
-        course.next(state)
-        course.end()
-    assert 1 < len(course._known) < 100 and ("forward", 150) in course._known
+        log.begin(FORWARD, state)
+        log.next(state)
+        log.end()
+    assert 1 < len(log._tokens) < 100 and (FORWARD, 150) in log._tokens
 
 
 def test_the_next_gathers_of_a_backward_are_those_beyond_its_reductions():
     known = [token(REGATHER, 2), token(REDUCE, 2), token(GATHER, 1), token(REDUCE, 1), token(REGATHER, 0)]
-    follows, departs, strays = (Running(("backward", None), known) for _ in range(3))
+    follows, leaves, differs, strays = Log(), Log(), Log(), Log()
+    for log in (follows, leaves, differs, strays):
+        for _ in range(2):
+            log.begin(BACKWARD)
+            for each in known:
+                log.next(each)
+            log.end()
+        log.begin(BACKWARD)
     assert follows.next_gathers(2) == [2, 1] and follows.next_gathers(0) == follows.next_gathers(-1) == []
     for each in (token(REGATHER, 2), token(REGATHER, 1)):  # ahead of a reduction
-        departs.departs(each)
-    assert departs.next_gathers(3) == [0]
-    departs.departs(token(REGATHER, 5))
-    assert departs.next_gathers(3) == []
-    strays.strays(2, 1)
+        leaves.next(each)
+    assert leaves.next_gathers(3) == [0]
+    for each in (token(REGATHER, 2), token(REGATHER, 0)):
+        differs.next(each)
+    assert differs.next_gathers(3) == []
+    strays.stray(2, 1)
     assert strays.next_gathers(1) == []

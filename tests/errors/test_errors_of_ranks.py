@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.agreement.position import Position
+from fullshard.agreement.log import Log
 from fullshard.api import whole
 from quantised import GatheredInt8
 from raising import Programs, assert_raised, outcome, sharded, two_layers, wrapped
@@ -76,7 +76,7 @@ def a_forward_beside_a_backward(rank: int, folder: Path) -> None:
 @PROGRAMS.raise_("D005")
 def units_that_others_did_not_reduce(rank: int, folder: Path) -> None:
     model = sharded()
-    with mock.patch.object(Position, "take_fingerprint", lambda _: rank):  # as if this rank had issued something else
+    with mock.patch.object(Log, "fingerprint", lambda _: rank):  # as if this rank had issued something else
         model(ONE).sum().backward()
 
 

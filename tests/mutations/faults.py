@@ -158,16 +158,16 @@ FAULTS = (
     # runtime
     Fault(
         "the order of units is learned once and for all",
-        "agreement/course.py",
-        "known if over.left is None else over.taken()",
-        "known or over.taken()",
+        "agreement/log.py",
+        "tokens = self.known if self.left is None else self._seen",
+        "tokens = self.known or self._seen",
         test="tests/test_prefetch.py -k order",
     ),
     Fault(
         "passes that begin with other units gathered are taken for the same",
         "runtime/root.py",
-        "            self.position.turn(self._gathered())",
-        "            self.position.turn(None)",
+        "            self.position.log.turn(self._gathered())",
+        "            self.position.log.turn(None)",
         test="tests/test_prefetch.py -k begin",
     ),
     Fault(

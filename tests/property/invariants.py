@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.agreement.course import Course
+from fullshard.agreement.log import Log
 from fullshard.watcher import RANK
 from ways import whole_gradients, whole_parameters
 
@@ -98,7 +98,7 @@ def held_by_this_process() -> dict[str, int]:
     gc.collect()
     objects = gc.get_objects()
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "fullshard"]
-    bounded = {id(each._history) for each in objects if type(each) is Course}  # the kinds of the last 256 passes
+    bounded = {id(each._history) for each in objects if type(each) is Log}  # the kinds of the last 256 passes
     bounded |= {id(RANK.log)}  # what was issued last, 2,048 numbers
     theirs = [each for module in modules for each in vars(module).values() if hasattr(each, "__dict__")]
     holders = {id(each): each for each in (*modules, *theirs)}.values()  # once where several modules import it

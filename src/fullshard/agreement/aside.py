@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 
 from ..comm import Comm
-from ..mesh import Axis
+from ..errors import DivergenceError
+from ..mesh import Axis, MeshAxes
 from ..watcher import RANK
 
 _ROOM = 512  # bytes
@@ -32,6 +35,32 @@ def rows_of_all(
             comm.gather(aside, found, mine.view(-1)).wait()
             rows = found.view(-1, mine.shape[1]).tolist()
     return [list(row) for row in rows]
+
+
+def agree_on(
+    token: int,
+    flags: int,
+    axes: MeshAxes,
+    comm: Comm,
+    differ: Callable[[Sequence[int], Sequence[int]], DivergenceError],
+) -> int:
+    """Raise on all ranks of the mesh if any of them says another token. Collective over it.
+
+    Args:
+        flags: that are set on this rank.
+        differ: makes the error, of two ranks and the token of each.
+
+    Returns:
+        The flags that are set on any rank.
+    """
+    for axis in axes.all if comm.communicates else ():
+        rows = rows_of_all([(token, flags)], [axis], comm, axes.device)
+        other = next((i for i, (theirs, _) in enumerate(rows) if theirs != rows[0][0]), None)
+        if other is not None:
+            ranks = axis.ranks or range(axis.size)
+            raise differ((ranks[0], ranks[other]), (rows[0][0], rows[other][0]))
+        flags = reduce(or_, [theirs for _, theirs in rows])
+    return flags
 
 
 def texts_of_all(text: str, axis: Axis, comm: Comm, device: torch.device, room: int = _ROOM) -> list[str]:

@@ -11,41 +11,58 @@ be gathered again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 
 import torch
 
 from ..comm import Comm
+from ..errors import DivergenceError
 from ..forms import Member
-from ..mesh import Axis, MeshAxes
+from ..mesh import MeshAxes
 from ..shard import Unit
-from ..watcher import RANK
+from ..watcher import END, RANK, word
+from .aside import agree_on
+from .log import ENTER, LEAVE
 from .messages import different_orders
 
-END = -1  # in place of a unit's index: the pass is over
-LEFT = -2  # less a unit's index: its forward is over
 _CHANGED, _LEADS_BACK = 1, 2  # flags: the unit's weights were changed; its outputs need a gradient
 
 
 class FirstPass:
-    """See the module's docstring.
+    """See the module's docstring. One per root.
 
     Args:
-        units: all under the root, as they are when the pass begins.
+        units: all under the root.
         comm: collectives.
-        led_back: takes the indices of frozen units whose outputs need a gradient on any rank.
+
+    Attributes:
+        active: whether there is anything to do at a unit's beginning and end: the first pass of a kind runs.
+        in_step: see `SharedOrder`.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, led_back: set[int]) -> None:
-        self.units, self.comm, self.led_back = units, comm, led_back
-        self._marks = [(unit.version(), unit.checksum()) for unit in units]
+    in_step = None
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self.units, self.comm = units, comm
+        self.active = False
+        self._marks: list[tuple[int, int]] = []  # of each unit, what its weights were as the pass began
+        self._led_back: set[int] = set()  # frozen ones whose outputs needed a gradient in a first pass, on any rank
+
+    def begin(self, kind: int, first: bool) -> None:
+        """A pass begins.
+
+        Args:
+            kind: passes of one kind run units in one order.
+            first: whether none of the kind was complete so far.
+        """
+        self.active = first
+        if first:
+            self._marks = [(unit.version(), unit.checksum()) for unit in self.units]
 
     def enter(self, index: int) -> bool:
         """A unit is about to be gathered for its forward. Collective over its mesh.
 
         Returns:
-            Whether its weights were changed since the pass began, on any rank.
+            Whether the model's own code changed its weights since the pass began, on any rank.
 
         Raises:
             DivergenceError: another rank is about to run another one.
@@ -54,19 +71,10 @@ class FirstPass:
         if not unit.buckets:
             return False
         changed = unit.replaced() or self._marks[index] != (unit.version(), unit.checksum())
-        return bool(self._compare(index, changed, largest([unit])) & _CHANGED)
-
-    def end(self) -> None:
-        """The pass is over.
-
-        Raises:
-            DivergenceError: another rank is about to run a unit.
-        """
-        if any([unit.buckets for unit in self.units]):
-            self._compare(END, 0, largest(self.units))
+        return bool(self._compare(word(ENTER, index), changed, [unit]) & _CHANGED)
 
     def written(self, index: int, leads_back: bool) -> list[Member]:
-        """Parameters of a gathered unit that are not what their shards hold, on any rank. Collective over its mesh.
+        """Parameters of a gathered unit, whose forward is over, that are not what their shards hold, on any rank.
 
         Args:
             leads_back: whether its outputs need a gradient on this rank.
@@ -77,38 +85,53 @@ class FirstPass:
         unit = self.units[index]
         if not unit.buckets:
             return []
-        mine = _CHANGED * unit.changed_since_gather() + _LEADS_BACK * leads_back
-        flags = self._compare(LEFT - index, mine, largest([unit]))
+        flags = self._compare(
+            word(LEAVE, index), _CHANGED * unit.changed_since_gather() + _LEADS_BACK * leads_back, [unit]
+        )
         if flags & _LEADS_BACK and is_frozen(unit):
-            self.led_back.add(index)
+            self._led_back.add(index)
         if flags & _CHANGED:
             return []
         (found,) = differing([unit], self.comm)
         told = [id(member) for bucket in unit.buckets if bucket.form.plain for member in bucket.members]
         return [member for member in found if id(member) in told]  # what a subclass gathers cannot be compared
 
-    def _compare(self, index: int, flags: int, axes: MeshAxes) -> int:
+    def goes_back(self, index: int) -> bool:
+        """Whether backwards go through a unit, on every rank alike, even if nothing led back to it on this one.
+
+        What a rank's outputs need differs between ranks, so it is not asked. A unit that trains has to be reduced, if
+        need be with zeros. One that is frozen is gathered for nothing where no rank needs it: a frozen backbone.
+        """
+        return index in self._led_back or not is_frozen(self.units[index])
+
+    def end(self) -> None:
+        """The pass is over.
+
+        Raises:
+            DivergenceError: another rank is about to run a unit.
+        """
+        if self.active and any([unit.buckets for unit in self.units]):
+            self._compare(word(END, 0), 0, self.units)
+        self.stop()
+
+    def stop(self) -> None:
+        """The pass is over, or was broken off."""
+        self.active = False
+
+    def forget(self) -> None:
+        """Nothing that ranks learned together counts any more."""
+        self._led_back.clear()
+
+    def _compare(self, token: int, flags: int, units: Sequence[Unit]) -> int:
         """Returns the flags that any rank gave."""
-        for axis in axes.all:
-            if axis.size > 1 and self.comm.communicates:
-                flags = self._compare_over(axis, index, flags, axes.device)
+        self.active = False  # where this raises: all ranks do, and there is nothing left to compare
+        RANK.talks("the first pass")
+        flags = agree_on(token, flags, largest(units), self.comm, self._differ)
+        self.active = True
         return flags
 
-    def _compare_over(self, axis: Axis, index: int, flags: int, device: torch.device) -> int:
-        mine = torch.tensor([index, flags], dtype=torch.int64, device=device)
-        found = torch.empty(2 * axis.size, dtype=torch.int64, device=device)
-        RANK.talks("the first pass")
-        self.comm.gather(axis, found, mine).wait()
-        indices, given = found.view(axis.size, 2).T.tolist()
-        other = next((i for i, found in enumerate(indices) if found != indices[0]), None)
-        if other is None:
-            return reduce(or_, given)
-        raise different_orders((axis.ranks[0], axis.ranks[other]), [self._place(indices[at]) for at in (0, other)])
-
-    def _place(self, index: int) -> tuple[str | None, bool]:
-        """The unit that a rank has come to, and whether to its end; None: to the end of the pass."""
-        ends = index <= LEFT
-        return (None if index == END else self.units[LEFT - index if ends else index].name), ends
+    def _differ(self, ranks: Sequence[int], tokens: Sequence[int]) -> DivergenceError:
+        return different_orders(ranks, tokens, [unit.name for unit in self.units])
 
 
 def is_frozen(unit: Unit) -> bool:

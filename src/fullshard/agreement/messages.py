@@ -6,37 +6,31 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import ConfigError, DivergenceError, UsageError, message
-from ..watcher import BACKWARD, FORWARD, KEEP, VERBS
-from .course import MODEL, MOST_UNITS, SIZES
+from ..watcher import BACKWARD, END, FORWARD, KEEP, VERB_BITS, VERBS
+from .log import ENTER, LEAVE, MODEL, MOST_UNITS, SIZES, VERB
 
 # first_pass.py
 
 
-def different_orders(ranks: Sequence[int], places: Sequence[tuple[str | None, bool]]) -> DivergenceError:
+def different_orders(ranks: Sequence[int], tokens: Sequence[int], names: Sequence[str]) -> DivergenceError:
     """The error for two ranks that run different units in a first forward.
 
     Args:
         ranks: two.
-        places: of each, the unit that it has come to, and whether to its end; None: to the end of its forward.
+        tokens: of each, what it has come to.
+        names: of all units.
     """
-
-    def at(unit: str | None, ends: bool) -> str:
-        if unit is None:
-            return "has come to the end of its forward"
-        name = unit or "(root)"
-        return f"has come to the end of unit {name!r}" if ends else f"runs unit {name!r}"
-
     return DivergenceError(
         "ranks run their units in different orders (checked along the first forward).\n"
-        f"  rank {ranks[0]} {at(*places[0])}\n"
-        f"  rank {ranks[1]} {at(*places[1])}",
+        f"  rank {ranks[0]} {_about_to(tokens[0], names)}\n"
+        f"  rank {ranks[1]} {_about_to(tokens[1], names)}",
         remedy="let every rank run the same units in the same order: where a rank has nothing to compute in "
         "one, call it all the same and multiply its result by zero",
         code="D001",
     )
 
 
-# guide.py
+# shared_order.py
 
 
 def out_of_shared_order(unit: str) -> DivergenceError:
@@ -103,7 +97,7 @@ def other_forward_order(names: Sequence[str], rank: int, before: int | None, now
 
 
 def goes_on_differently(
-    step: int, names: Sequence[str], ranks: Sequence[int], rows: Sequence[Sequence[int]], zeros: bool
+    step: int, names: Sequence[str], ranks: Sequence[int], tokens: Sequence[int], zeros: bool
 ) -> DivergenceError:
     """The error for two ranks that are about to issue different collectives.
 
@@ -111,32 +105,32 @@ def goes_on_differently(
         step: backwards that reduced so far.
         names: of all units.
         ranks: two.
-        rows: a verb and an index of each; see `Position`.
+        tokens: of each, what it is about to do.
         zeros: whether ranks may leave units out, and do not say which before each.
     """
     return DivergenceError(
         f"ranks go on differently (step {step}).\n"
-        f"  rank {ranks[0]}: {_about_to(rows[0], names)}\n"
-        f"  rank {ranks[1]}: {_about_to(rows[1], names)}",
+        f"  rank {ranks[0]}: {_about_to(tokens[0], names)}\n"
+        f"  rank {ranks[1]}: {_about_to(tokens[1], names)}",
         remedy=_ALIKE_OR_EVERY if zeros else _ALIKE,
         code="D004",
     )
 
 
-def _about_to(row: Sequence[int], names: Sequence[str]) -> str:
-    verb, index = row
-    if verb == FORWARD:
-        grad = "with" if index % 2 else "without"
-        return f"begins a forward of {named(index // 2, names)} {grad} gradients"
-    if verb == BACKWARD:
-        return f"begins a backward {'with' if index else 'without'} gradient sync"
-    if verb == KEEP:
-        return f"begins keep_gathered of {index % MOST_UNITS} units from {named(index // MOST_UNITS, names)} on"
-    if verb == MODEL:
-        return "uses a model, or a part that was sharded since, for the first time"
-    if verb == SIZES:
-        return f"has replaced parameters by ones of another dtype (checksum of all sizes {index:08x})"
-    return f"{VERBS[verb]} of {named(index, names)}"
+def _about_to(token: int, names: Sequence[str]) -> str:
+    verb, index = token & VERB, token >> VERB_BITS
+    if verb < len(VERBS) and verb not in (FORWARD, BACKWARD, KEEP, END):
+        return f"{VERBS[verb]} of {named(index, names)}"
+    return {
+        FORWARD: f"begins a forward of {named(index // 2, names)} with{'' if index % 2 else 'out'} gradients",
+        BACKWARD: f"begins a backward with{'' if index else 'out'} gradient sync",
+        KEEP: f"begins keep_gathered of {index % MOST_UNITS} units from {named(index // MOST_UNITS, names)} on",
+        ENTER: f"runs {named(index, names)}",
+        LEAVE: f"has come to the end of {named(index, names)}",
+        END: "has come to the end of its forward",
+        MODEL: "uses a model, or a part that was sharded since, for the first time",
+        SIZES: f"has replaced parameters by ones of another dtype (checksum of all sizes {index:08x})",
+    }[verb]
 
 
 def named(index: int, names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ shape stays a difference: it could be either's mistake.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,6 +22,7 @@ import torch
 from ..comm import Comm
 from ..mesh import Axis
 from ..watcher import RANK
+from .aside import rows_of_all
 from .messages import different_models
 
 
@@ -58,32 +60,29 @@ def check_same_model(
     """
     if not comm.communicates:
         return
-    digest = hashlib.sha256("\n".join(map(str, lines)).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    digest = struct.unpack("4q", hashlib.sha256("\n".join(map(str, lines)).encode()).digest())
     for axis in axes:
         if axis.size == 1:
             continue
-        rows = _of_all(mine, axis, comm)
-        if bool((rows == rows[0]).all()):
+        rows = _of_all(digest, axis, comm, device)
+        if rows.count(rows[0]) == axis.size:
             continue
         first = _sent([*lines, *ignored], 0, axis, comm, device)
         at = _difference(first, [*lines, *ignored])
-        found = _of_all(torch.tensor([-1 if at is None else at], dtype=torch.int64, device=device), axis, comm)
-        other = next((i for i, (at,) in enumerate(found.tolist()) if at >= 0), None)
+        found = _of_all([-1 if at is None else at], axis, comm, device)
+        other = next((i for i, (at,) in enumerate(found) if at >= 0), None)
         if other is not None:
             second = _sent([*lines, *ignored], other, axis, comm, device)
-            at, counts = int(found[other]), [sum(line.facts is not None for line in each) for each in (first, second)]
+            (at,), counts = found[other], [sum(line.facts is not None for line in each) for each in (first, second)]
             pair = zip((first, second), counts, strict=True)
             texts = [str(each[at]) if at < count else "(nothing: it has no more parameters)" for each, count in pair]
             raise different_models((axis.ranks[0], axis.ranks[other]), texts, at, max(counts))
 
 
-def _of_all(mine: torch.Tensor, axis: Axis, comm: Comm) -> torch.Tensor:
-    """[n] of every rank as [ranks, n], on the host."""
-    found = mine.new_empty(axis.size * mine.numel())
+def _of_all(numbers: Sequence[int], axis: Axis, comm: Comm, device: torch.device) -> list[list[int]]:
+    """Those of every rank of the axis."""
     RANK.talks("the same model")
-    comm.gather(axis, found, mine).wait()
-    return found.view(axis.size, -1).cpu()
+    return rows_of_all([numbers], [axis], comm, device)
 
 
 def _sent(lines: Sequence[Line], source: int, axis: Axis, comm: Comm, device: torch.device) -> list[Line]:

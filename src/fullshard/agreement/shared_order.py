@@ -1,78 +1,250 @@
-"""The order of a pass in which ranks run different units: one that all of them go through. Pure.
+"""The order of a pass in which ranks run different units (`unused="zeros"`): one that all of them go through.
 
-A step is a unit's beginning or end. In the first pass of a kind ranks say before every step which one is next for them;
-one is chosen, and the ranks that want another one go through it in passing (`chosen`). The outcome is one order that
-every rank's own is a part of, completed by the units that no rank ran. Later passes follow it without a word: a rank
-that comes to a step goes through those before it first (`Shared.until`).
+A rank may leave units out: it gathers and frees them in step with the others all the same, and takes part in their
+reductions with zeros. In the first pass of a kind ranks say before a unit begins or ends which one that is; one is
+chosen, and the ranks that want another one go through it in passing (`Merging`). The outcome is one list of tokens that
+every rank's own is a part of, completed by the units that no rank ran. Later passes follow it with a cursor, without a
+word: a rank that comes to a token goes through those before it first.
+
+Ranks go back over this order, which they share (`runtime/trace.py`). That does not serve units that a backward runs
+forward once more (activation checkpointing around several of them): a rank gathers all of these before it reduces the
+first, of which ranks that left some out know nothing. So with `check="every"` nothing is foreseen, in backwards either:
+before every gather and reduction ranks say what they want next, and go on with the same one (`chosen_in_backward`). Who
+did not want it takes part in passing: in a gather for nothing, in a reduction with the gradients it has, or zeros.
+Units are reduced once a backward is over on all ranks, as these may come to them in different orders: until then whole
+gradients are held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-Step = tuple[int, bool]
-"""A unit's index in module order, and whether it is its end."""
+import torch
+
+from ..comm import Comm
+from ..forms import Member
+from ..mesh import MeshAxes
+from ..watcher import END, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
+from .aside import rows_of_all
+from .log import ENTER, LEAVE, VERB
+from .messages import out_of_shared_order
+
+
+class SharedOrder:
+    """See the module's docstring. One per root; what `FirstPass` is where all ranks run the same units.
+
+    Args:
+        axes: over which ranks talk.
+        names: of all units under the root.
+        comm: collectives.
+        always: whether ranks say what they run in every pass, and in backwards: with `check="every"`.
+        pass_over: begins or ends a unit that this rank does not run: takes `ENTER` or `LEAVE`, and its index.
+        take_part: does in a backward what other ranks want next: takes `GATHER`, to run its forward again, `REGATHER`
+            or `REDUCE`, and a unit's index.
+
+    Attributes:
+        active: whether there is anything to do at a unit's beginning and end.
+    """
+
+    def __init__(
+        self,
+        axes: MeshAxes,
+        names: Sequence[str],
+        comm: Comm,
+        always: bool,
+        pass_over: Callable[[int, int], None],
+        take_part: Callable[[int, int], None],
+    ) -> None:
+        self._axes, self._names, self._comm, self._always = axes, names, comm, always
+        self._pass_over, self._take_part = pass_over, take_part
+        self.active = False
+        self._kind = -1
+        self._orders: dict[int, list[int]] = {}  # tokens, by kind of pass
+        self._merging: Merging | None = None  # makes the order of the pass that runs now
+        self._at = 0  # the cursor, in an order that is known
+        self._begun: dict[int, int] = {}  # by unit, when its forward began, in the passes since the last backward
+
+    @property
+    def in_step(self) -> SharedOrder | None:
+        """This, if backwards ask before all they do; None if they go by the forward's order."""
+        return self if self._always else None
+
+    def begin(self, kind: int, first: bool) -> None:
+        """A pass begins; see `FirstPass`."""
+        self._kind, self._at = kind, 0
+        self._merging = None if kind in self._orders else Merging(self._axes.world)
+        self.active = True
+
+    def enter(self, index: int) -> bool:
+        """A unit is about to be gathered for its forward.
+
+        Returns:
+            False: nothing is known of its weights.
+
+        Raises:
+            DivergenceError: ranks know an order in which the unit does not come here.
+        """
+        self._come_to(word(ENTER, index))
+        return False
+
+    def written(self, index: int, leads_back: bool) -> list[Member]:
+        """A unit's forward is over; returns nothing: ranks do not compare what it wrote to.
+
+        Raises:
+            DivergenceError: ranks know an order in which the unit does not end here.
+        """
+        self._come_to(word(LEAVE, index))
+        return []
+
+    def goes_back(self, index: int) -> bool:
+        """Whether backwards go through a unit on every rank: all of them."""
+        return True
+
+    def end(self) -> None:
+        """The pass is over."""
+        if self._merging is not None:
+            tokens = self._merging.tokens
+            if not self._always:  # else nothing follows it
+                self._orders[self._kind] = completed(tokens, parents_of(self._names))
+            elif torch.is_grad_enabled():
+                for token in tokens:
+                    if token & VERB == ENTER:
+                        self._begun.setdefault(token >> VERB_BITS, len(self._begun))
+        self.stop()
+
+    def stop(self) -> None:
+        """The pass is over, or was broken off."""
+        self._merging, self.active = None, False
+
+    def forget(self) -> None:
+        """Nothing that ranks learned together counts any more."""
+        self._orders.clear()
+        self._begun.clear()
+
+    def come_to(self, verb: int, index: int) -> None:
+        """Take part in what other ranks do in a backward before this, until all that is left is to do it. Collective.
+
+        Args:
+            verb: `GATHER` (to run a unit's forward again), `REGATHER`, `REDUCE`, or `END`: nothing is left.
+
+        Raises:
+            DivergenceError: other ranks are gone.
+        """
+        self._agree_on(word(verb, index), partial(chosen_in_backward, begun=self._begun), self._take_part)
+
+    def _come_to(self, token: int) -> None:
+        """Go through what other ranks run before this one does."""
+        self.active = False  # units that are passed over ask nothing
+        if self._merging is not None:
+            self._agree_on(token, self._merging.chosen, self._pass_over)
+        else:
+            order, start = self._orders[self._kind], self._at
+            try:
+                at = order.index(token, start)
+            except ValueError:
+                raise out_of_shared_order(self._names[token >> VERB_BITS]) from None
+            self._at = at + 1
+            for passed in order[start:at]:
+                self._pass_over(passed & VERB, passed >> VERB_BITS)
+        self.active = True
+
+    def _agree_on(self, token: int, choose: Callable[[Sequence[int]], int], act: Callable[[int, int], None]) -> None:
+        """Do what is chosen of what all ranks want, until it is this. Collective, once for each."""
+        while (chosen := choose(self._wanted(token))) != token:
+            act(chosen & VERB, chosen >> VERB_BITS)
+
+    def _wanted(self, token: int) -> list[int]:
+        """What each rank is about to do. Collective."""
+        RANK.talks("shared order")
+        rows = rows_of_all([(token,)], self._axes.all, self._comm, self._axes.device)
+        return [each for (each,) in rows]
+
+
+def chosen_in_backward(wanted: Sequence[int], begun: dict[int, int]) -> int:
+    """What is done next.
+
+    Gathers first: ranks that want to reduce are done with their own backward. Of units that run again those that
+    began first in the forward, of others those that began last, as ranks that run them will want them in this order.
+    Reductions in the order in which every rank asks for them, by index.
+
+    Args:
+        wanted: by each rank.
+        begun: by unit, when its forward began.
+
+    >>> begun = {0: 0, 1: 1, 2: 2}
+    >>> chosen_in_backward([word(REDUCE, 2), word(GATHER, 2), word(GATHER, 1)], begun) == word(GATHER, 1)
+    True
+    >>> chosen_in_backward([word(REDUCE, 2), word(REDUCE, 1), word(END, 0)], begun) == word(REDUCE, 1)
+    True
+    """
+    for verb, sign in ((GATHER, -1), (REGATHER, 1)):
+        units = [token >> VERB_BITS for token in wanted if token & VERB == verb]
+        if units:
+            return word(verb, max(units, key=lambda index: (sign * begun.get(index, -1), index)))
+    return min([token for token in wanted if token & VERB == REDUCE], default=word(END, 0))
 
 
 class Merging:
-    """Makes the order, step by step, on every rank alike.
+    """Makes the order, token by token, on every rank alike.
 
-    >>> merging = Merging(1)
-    >>> merging.chosen([(0, False)])
-    (0, False)
+    >>> def chosen(*wanted):
+    ...     token = merging.chosen([word(verb, unit) for verb, unit in wanted])
+    ...     return "leave" if token & VERB == LEAVE else "enter", token >> VERB_BITS
     >>> merging = Merging(2)
-    >>> _ = merging.chosen([(0, False), (0, False)])
-    >>> merging.chosen([(1, False), (2, False)]), merging.chosen([(1, True), (2, False)])
-    ((1, False), (1, True))
-    >>> merging.chosen([(0, True), (2, False)])
-    (2, False)
+    >>> chosen((ENTER, 0), (ENTER, 0))
+    ('enter', 0)
+    >>> chosen((ENTER, 1), (ENTER, 2)), chosen((LEAVE, 1), (ENTER, 2))
+    (('enter', 1), ('leave', 1))
+    >>> chosen((LEAVE, 0), (ENTER, 2))
+    ('enter', 2)
     """
 
     def __init__(self, world: int) -> None:
-        self.steps: list[Step] = []
-        self._open: list[tuple[int, frozenset[int]]] = []  # units, and the ranks that really run them; innermost last
+        self.tokens: list[int] = []
+        self._open: list[frozenset[int]] = []  # of each unit, the ranks that really run it; innermost last
         self._everyone = frozenset(range(world))
 
-    def chosen(self, wanted: Sequence[Step]) -> Step:
-        """The next step, given what each rank wants: of the ranks inside the innermost unit, the first unit to begin.
+    def chosen(self, wanted: Sequence[int]) -> int:
+        """What comes next, given what each rank wants: of the ranks inside the innermost unit, the first to begin.
 
         Only when all of these want to end that unit it is ended.
         """
-        inside = self._open[-1][1] if self._open else self._everyone
-        begins = [step for rank, step in enumerate(wanted) if rank in inside and not step[1]]
-        step = min(begins) if begins else wanted[min(inside)]
-        self.steps.append(step)
-        if step[1]:
-            self._open.pop()
+        inside = self._open[-1] if self._open else self._everyone
+        begins = [token for rank, token in enumerate(wanted) if rank in inside and token & VERB == ENTER]
+        token = min(begins) if begins else wanted[min(inside)]
+        self.tokens.append(token)
+        if begins:
+            self._open.append(frozenset(rank for rank, each in enumerate(wanted) if each == token))
         else:
-            self._open.append((step[0], frozenset(rank for rank, one in enumerate(wanted) if one == step)))
-        return step
+            self._open.pop()
+        return token
 
 
-def completed(steps: Sequence[Step], parents: Sequence[int]) -> list[Step]:
+def completed(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """The order with the units that nobody ran, each inside its parent and before the next unit in module order.
 
     Args:
         parents: by index of a unit, the unit around it; -1 of the root. Units come after their parents.
 
-    >>> completed([(0, False), (2, False), (2, True), (0, True)], [-1, 0, 0, 0])
-    [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True), (0, True)]
+    >>> order = completed([word(ENTER, 0), word(ENTER, 2), word(LEAVE, 2), word(LEAVE, 0)], [-1, 0, 0, 0])
+    >>> [token >> VERB_BITS for token in order]
+    [0, 1, 1, 2, 2, 3, 3, 0]
     """
-    order = list(steps)
-    top = order[0][0]
-    under = {top}
-    for unit in range(top + 1, len(parents)):
+    order = list(tokens)
+    under = {order[0] >> VERB_BITS}
+    for unit in range(min(under) + 1, len(parents)):
         if parents[unit] not in under:
             continue
         under.add(unit)
-        if (unit, False) in order:
+        if word(ENTER, unit) in order:
             continue
-        begin = order.index((parents[unit], False))
-        end = order.index((parents[unit], True), begin)
-        later = [at for at in range(begin + 1, end) if not order[at][1] and order[at][0] > unit
-                 and parents[order[at][0]] == parents[unit]]  # fmt: skip
+        begin = order.index(word(ENTER, parents[unit]))
+        end = order.index(word(LEAVE, parents[unit]), begin)
+        later = [at for at in range(begin + 1, end) if order[at] & VERB == ENTER and order[at] > word(ENTER, unit)
+                 and parents[order[at] >> VERB_BITS] == parents[unit]]  # fmt: skip
         at = later[0] if later else end
-        order[at:at] = [(unit, False), (unit, True)]
+        order[at:at] = [word(ENTER, unit), word(LEAVE, unit)]
     return order
 
 
@@ -87,30 +259,3 @@ def parents_of(names: Sequence[str]) -> list[int]:
         above = [i for i in range(index) if not names[i] or name.startswith(f"{names[i]}.")]
         found.append(max(above, key=lambda i: len(names[i])) if above else -1)
     return found
-
-
-class Shared:
-    """One pass along a known order.
-
-    >>> along = Shared([(0, False), (1, False), (1, True), (2, False), (2, True), (0, True)])
-    >>> list(along.until((0, False))), list(along.until((2, False))), list(along.until((2, True)))
-    ([], [(1, False), (1, True)], [])
-    """
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps, self._at = steps, 0
-
-    def holds(self, step: Step) -> bool:
-        """Whether this step is still ahead."""
-        try:
-            self.steps.index(step, self._at)
-        except ValueError:
-            return False
-        return True
-
-    def until(self, step: Step) -> Iterator[Step]:
-        """The steps before this one, which then is done with too."""
-        while (next_ := self.steps[self._at]) != step:
-            self._at += 1
-            yield next_
-        self._at += 1

@@ -83,7 +83,7 @@ class UseAgreement:
             refuse_changed(units, changed)
             return []
         deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
-        fingerprint = self.position.take_fingerprint()
+        fingerprint = self.position.log.fingerprint()
         self.reduced.clear()
         given: list[torch.Tensor] = []
         for group in _by_groups(deliveries):

@@ -24,6 +24,7 @@ from ..dtypes import fingerprint
 from ..forms import Member
 from ..mesh import Axis, MeshAxes
 from ..shard import Bucket, Unit
+from .aside import rows_of_all
 from .messages import drawn_apart, loaded_apart
 
 
@@ -74,21 +75,19 @@ def _compare(
     """
     if axis.size == 1 or not comm.communicates or axis.backend == "fake":
         return
-    mine = torch.cat([values, counts, torch.zeros_like(values) if writes is None else writes])
-    found = mine.new_empty(axis.size * mine.numel())
-    comm.gather(axis, found, mine).wait()
-    rows = found.view(axis.size, 3, -1).cpu()
-    differs = (rows[:, 0] != rows[0, 0]) & (rows[:, 1].sum(0) == axis.size)
-    wrong = differs.any(0)
-    if not bool(wrong.any()):
+    mine = [values.tolist(), counts.tolist(), [0] * len(members) if writes is None else writes.tolist()]
+    rows = rows_of_all(mine, [axis], comm, values.device)
+    by_member = [zip(*rows[kind::3], strict=True) for kind in range(3)]  # what each rank says of it
+    facts = list(zip(*by_member, strict=True))
+    wrong = [at for at, (held, known, _) in enumerate(facts) if len(set(held)) > 1 and all(known)]
+    if not wrong:
         return
-    loaded = wrong & (rows[:, 2] != rows[0, 2]).any(0)
-    drawn = writes is not None and not bool(loaded.any())
-    first = int((wrong if drawn or writes is None else loaded).nonzero()[0])
-    other = int(differs[:, first].nonzero()[0])
-    more = int(wrong.sum()) - 1
-    name, ranks = members[first].name, (axis.ranks[0], axis.ranks[other])
-    if drawn:
+    loaded = [at for at in wrong if len(set(facts[at][2])) > 1]
+    first = (loaded or wrong)[0]
+    held = facts[first][0]
+    other = next(rank for rank, value in enumerate(held) if value != held[0])
+    name, ranks, more = members[first].name, (axis.ranks[0], axis.ranks[other]), len(wrong) - 1
+    if writes is not None and not loaded:
         warnings.warn(drawn_apart(name, ranks, more, len(members)), stacklevel=2)
         return
     raise loaded_apart(name, ranks, more, len(members), writes is not None)

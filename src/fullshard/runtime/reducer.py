@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import InStep, Position, UseAgreement
+from ..agreement import Position, SharedOrder, UseAgreement
 from ..comm import Comm
 from ..containers import NONES, drain
 from ..events import Ledger, stream
@@ -88,7 +88,7 @@ class Reducer:
         self._kept_apart = False  # whether something may be reduced over the shard axis only
         self.usual = False  # whether reductions start and end the usual way in the backward that runs now
 
-    def serve(self, units: Sequence[Reducible], position: Position, in_step: InStep | None = None) -> None:
+    def serve(self, units: Sequence[Reducible], position: Position, in_step: SharedOrder | None = None) -> None:
         """Reduce these units from now on. Between backwards.
 
         Args:

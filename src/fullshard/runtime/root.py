@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import NOTHING, Every, Guide, Position, Stale
+from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder, Stale
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
@@ -19,7 +19,7 @@ from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, r
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access, read_version
 from ..torch_private.profiler import recording
-from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS
+from ..watcher import BACKWARD, CHECK, FORWARD, GATHER, RANK, REDUCE, REGATHER, VERB_BITS, word
 from .additions import Additions
 from .attached import check_units as check_attached_units
 from .messages import backward_while_summoned, called_by_itself, not_waited_for, other_root_runs
@@ -70,13 +70,13 @@ class Runnable(Reducible, Protocol):
         """Whether the unit is freed after a forward."""
 
 
-def _weakly(method: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+def _weakly(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
     """`method`, which does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def called(first: int, second: Any) -> None:
+    def called(verb: int, index: int) -> None:
         if (found := reference()) is not None:
-            found(first, second)
+            found(verb, index)
 
     return called
 
@@ -140,9 +140,11 @@ class Root:
         check, unused = settings.check, settings.unused
         every = self._every = check == "every"
         self._unit_list = [one.unit for one in units]
-        self.position = (Every if every else Position)(units, names, self.comm, check, unused)
-        over, part = _weakly(self.pass_over), _weakly(self.take_part)
-        self.guide = Guide(self._unit_list, names, self.comm, unused, every, over, part)
+        self.position = (Every if every else Position)(self._unit_list, names, self.comm, check, unused)
+        self.guide: FirstPass | SharedOrder = FirstPass(self._unit_list, self.comm)
+        if unused == "zeros" and self.position.axes is not None:
+            over, part = _weakly(self.pass_over), _weakly(self.take_part)
+            self.guide = SharedOrder(self.position.axes, names, self.comm, every, over, part)
         self.stale = Stale(self._unit_list, self.comm)
         self.reducer.serve(units, self.position, self.guide.in_step)
 
@@ -230,7 +232,7 @@ class Root:
         self.additions.check()
         with_grad = torch.is_grad_enabled()
         kind = 2 * top.index + with_grad
-        first = self.guide.is_first(kind)
+        first = word(FORWARD, kind) not in self.position.log.complete
         if first and with_grad:
             check_attached_units(self._unit_list)
         gathered = self._gathered()
@@ -240,18 +242,18 @@ class Root:
             unit.drop_kept()
         if gathered:
             self._drop_stale()
-            self.position.turn(self._gathered())
+            self.position.log.turn(self._gathered())
         self.stale.begin(self._unit_list)
         self.position.compares = not first
         self.ahead.clear()
-        self.guide.begin(kind)
+        self.guide.begin(kind, first)
         if with_grad:
             self.traces.begin(weakref.ref(self))
             self.usual_forward = not self.guide.active and not self._every and not recording()
 
-    def pass_over(self, index: int, ends: bool) -> None:
+    def pass_over(self, verb: int, index: int) -> None:
         """Begin or end a unit that other ranks run, and this one does not: it takes part, and shows it to nobody."""
-        self.units[index].happens(Happening.LEAVE if ends else Happening.ENTER)
+        self.units[index].happens(Happening.LEAVE if verb == LEAVE else Happening.ENTER)
 
     def _gathered(self) -> bytes:
         """Of each unit, whether it is gathered, wholly or not yet; empty if none is."""
@@ -352,7 +354,7 @@ class Root:
                 self._pass(period, begins)
 
     def take_part(self, verb: int, index: int) -> None:
-        """Do in a backward what other ranks want next, and this one does not, or not yet; see `InStep`."""
+        """Do in a backward what other ranks want next, and this one does not, or not yet; see `SharedOrder`."""
         with plain_access(), torch.no_grad():
             if verb == REDUCE:
                 self.reducer.take_part(self.units[index])
@@ -411,7 +413,7 @@ class Root:
             depth: how many units are gathered ahead.
         """
         ahead, position, units = self.ahead, self.position, self.units
-        while len(ahead) < depth and (index := position.next_gather()) is not None:
+        while len(ahead) < depth and (index := position.log.next_gather()) is not None:
             one = units[index]
             unit = one.unit
             if unit.state is not SHARDED or unit.moving:
@@ -430,7 +432,7 @@ class Root:
         usual, position = unit.usual, self.position
         if usual is None or unit.state is not SHARDED:
             return
-        log, gather, ledger = position.course.running, usual.gather, unit.ledger
+        log, gather, ledger = position.log, usual.gather, unit.ledger
         log.expected = next(log.ahead, NOTHING)
         RANK.record(token + next(position.turns))
         unit.gathered = gather
@@ -475,7 +477,7 @@ class Root:
     def _known_back(self, depth: int) -> Iterable[int]:
         """What backwards of this kind gather next: those of passes without a trace, and what they recompute."""
         self.ahead = dict.fromkeys(self._awaited(), True)
-        expected = self.position.next_gathers(depth - len(self.ahead))
+        expected = self.position.log.next_gathers(depth - len(self.ahead))
         found = list(takewhile(lambda index: self.units[index].unit.state is SHARDED, expected))
         self.ahead.update(dict.fromkeys(found, True))
         return found

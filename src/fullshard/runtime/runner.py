@@ -287,7 +287,7 @@ class Runner:
         return tuple([runner.index for runner in own])
 
     def _gather_and_show(self, wish: int) -> None:
-        """Gather, if it has to be; `wish` says what for, see `InStep`."""
+        """Gather, if it has to be; `wish` says what for, see `SharedOrder`."""
         unit, root = self.unit, self.root
         if unit.state is not GATHERED:
             in_step = None if root is None else root.guide.in_step

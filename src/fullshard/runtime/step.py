@@ -83,7 +83,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         trace.steps.append((runner.period, False))
         trace.ahead[index] += 1
         ahead.pop(index, None)
-        token = root.position.course.running.expected
+        token = root.position.log.expected
         if len(ahead) < depth and token & VERB == GATHER:
             root.gather_ahead(token)
             ahead[token >> VERB_BITS] = True
@@ -220,7 +220,7 @@ class Call:
             steps.pop()
             unit.open(usual)
             runner.phase, period.opened = BACKWARD, True
-            token = root.position.course.running.expected
+            token = root.position.log.expected
             if depth == 1 and len(steps) > 1 and steps[-2][1] and token == REGATHER | steps[-2][0].unit << VERB_BITS:
                 root.gather_ahead(token)
             else:

@@ -111,17 +111,11 @@ class Trace:
                     break
         return found
 
-    def leave(self) -> None:
-        """Share `ahead` with no other trace."""
+    def count_in(self, ahead: defaultdict[int, int]) -> None:
+        """Share this `ahead` from now on, and no more the one that it shared so far."""
         for period, begins in self.steps:
             if not begins:
                 self.ahead[period.unit] -= 1
-        self.ahead = defaultdict(int)
-
-    def share(self, ahead: defaultdict[int, int]) -> None:
-        """Share `ahead` with others from now on."""
-        for period, begins in self.steps:
-            if not begins:
                 ahead[period.unit] += 1
         self.ahead = ahead
 
@@ -159,7 +153,7 @@ class Traces:
         if len(self._recent) > _MOST_PASSES:
             oldest = self._recent.pop(0)
             if oldest not in self._reached:
-                oldest.leave()
+                oldest.count_in(defaultdict(int))
 
     def next_is(self, period: Period, begins: bool) -> bool:
         """Whether this step comes next, of the trace that was reached last."""
@@ -176,7 +170,7 @@ class Traces:
                 self._reached.append(trace)
                 self.reached = trace
             if trace.ahead is not self.ahead:
-                trace.share(self.ahead)
+                trace.count_in(self.ahead)
         steps = trace.steps
         if not steps or steps[-1] != (period, begins):
             return trace.back_to(period, begins)
