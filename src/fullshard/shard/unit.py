@@ -215,6 +215,7 @@ class Unit:
         copied, ledger = plan.copied_bytes, self.ledger
         if plan.varying:
             copied += sum([full.copied_bytes for full in plan.varying])
+            ledger.peak = max(ledger.peak, ledger.live + sum([full.received_bytes for full in plan.varying]))
         ledger.gathered = gathered = ledger.gathered + copied
         if gathered + ledger.reducing > ledger.peak:
             ledger.note()
@@ -401,7 +402,7 @@ class Unit:
         if self.replaced():
             self.refresh()
         owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
-        moved: dict[int, torch.Tensor] = {}
+        moved: dict[int, Any] = {}
         # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
         identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
@@ -411,7 +412,7 @@ class Unit:
                 return fn(tensor)
             bucket, member = found
             if id(bucket) not in moved:
-                moved[id(bucket)] = fn(bucket.shard)
+                moved[id(bucket)] = bucket.shard_after(fn)
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
 
         def finish() -> None:
