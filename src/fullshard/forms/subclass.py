@@ -156,16 +156,20 @@ def chunk_of(original: Any, slot: Slot, axes: MeshAxes) -> Any:
     Raises:
         ConfigError: no rows, or a class that cannot be cut, copied or moved.
     """
-    world, rank = axes.shard.size, axes.shard.rank
     if not slot.shape or slot.spec.dim != 0:
         raise without_rows(type(original).__name__, slot.name, slot.spec.dim, slot.shape)
     try:
         with torch.no_grad():
-            chunks = torch.chunk(original.detach(), world, 0)
-            chunk = (chunks[rank] if rank < len(chunks) else chunks[0][:0]).clone()
+            chunk = rows_on_rank(original.detach(), axes.shard).clone()
             return chunk if chunk.is_meta or chunk.device == axes.device else chunk.to(axes.device)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise not_cut_into_chunks(type(original).__name__, slot.name, error) from error
+
+
+def rows_on_rank(tensor: Any, axis: Axis) -> Any:
+    """This rank's chunk of `torch.chunk` on dim 0, maybe empty; shares memory."""
+    chunks = torch.chunk(tensor, axis.size, 0)
+    return chunks[axis.rank] if axis.rank < len(chunks) else chunks[0][:0]
 
 
 class SubclassFull:
