@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import threading
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +25,11 @@ from fullshard.insight import live_bytes, memory_use
 from fullshard.shard import units_of
 from quantised import GatheredInt8, dequantise, quantise
 from test_kernels import Kernels
+from test_parking import moving
 from training import LAYOUTS
 from ways import on_ranks
 
+SUBCLASS = importlib.import_module("fullshard.forms.subclass")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -158,6 +163,42 @@ def test_a_unit_takes_no_more_kernels_than_fsdp2(fake_world):
     fake_world(8)
     ours, theirs = ([seen.count for seen in steps_of(library, Kernels)] for library in (fullshard, torch_fsdp))
     assert ours[1] - ours[0] <= theirs[1] - theirs[0], (ours, theirs)
+
+
+@on_ranks
+def test_large_weights_share_both_collectives_too() -> None:
+    """Of plain parameters of so many bytes gloo gathers and reduces each by itself: that saves a copy, here none."""
+    comm = fullshard.RecordingComm(fullshard.TorchComm())
+    model = fullshard.fully_shard(Block(Float8, (512, 512, 512, 512)), comm=comm, reshard_after_forward=True)
+    for _ in range(2):
+        comm.calls.clear()
+        model(torch.ones(1, 512, dtype=torch.float64)).sum().backward()
+    gathered = 3 * 512 * (512 + 4)
+    calls = [(call.verb, call.dtype, call.nbytes) for call in comm.calls if call.dtype != torch.int64]  # comparisons
+    assert calls == [
+        *[("gather", torch.uint8, gathered)] * 2,
+        ("reduce", torch.float64, 3 * 512 * 512 * 8),
+    ]
+
+
+@on_ranks
+def test_pieces_are_aligned() -> None:
+    """Those of a multiple of 16 bytes lie at such multiples, whatever is between, and a rank's bytes end at one."""
+    targets: list[Tensor] = []
+    real = SUBCLASS.copy_all
+
+    def noting(to: list[Tensor], come: list[Tensor]) -> None:
+        targets.extend(each for each in to if threading.get_ident() == mine)
+        real(to, come)
+
+    mine = threading.get_ident()
+    with mock.patch.object(SUBCLASS, "copy_all", noting):
+        fullshard.fully_shard(Block(Float8, (16, 6, 16, 16, 1, 32))).unshard()
+    spans = sorted((each.storage_offset(), each.numel()) for each in targets)
+    assert len(spans) == (10 if dist.get_rank() == 0 else 8), spans  # a rank has none of the weight of one row
+    assert all(start % 16 == 0 for start, length in spans if length % 16 == 0), spans
+    assert any(length % 16 for _, length in spans) and all(map(int.__le__, map(sum, spans), [s for s, _ in spans[1:]]))
+    assert targets[0].untyped_storage().nbytes() in (0, -(-sum(spans[-1]) // 16) * 16)
 
 
 # What comes of it.
@@ -309,6 +350,40 @@ def test_what_one_sends_changes_and_the_others_go_on() -> None:
 
 
 @on_ranks
+def test_a_first_gather_under_inference_mode() -> None:
+    """What is made then serves training later."""
+    model, reference = shard(network()), network(plain=True)
+    with torch.inference_mode():
+        x = torch.ones(2, 4, dtype=torch.float64)
+        torch.testing.assert_close(model(x), reference(x), rtol=1e-12, atol=0.0)
+    trains_as_one_process(model, reference)
+
+
+@on_ranks
+def test_the_one_that_sends_wrong_rows_is_named() -> None:
+    class Longer(GatheredInt8):
+        def fsdp_pre_all_gather(self, *args: Any) -> Any:
+            return (torch.ones(3 + dist.get_rank(), 4),), None
+
+    model = network((GatheredInt8,), sizes=(7, 7, 7, 7))[0]
+    model.layers[1].weight = nn.Parameter(Longer(model.layers[1].weight.values))
+    fullshard.fully_shard(model)
+    with pytest.raises(
+        fullshard.DivergenceError, match=r"parameter: layers\.1\.weight\n.*\n.*\[4, 3\]\n.*\[\[3, 4\]\]"
+    ):
+        model(torch.ones(1, 7, dtype=torch.float64))
+
+
+@on_ranks
+def test_one_in_the_place_of_another_is_refused() -> None:
+    model = network(sizes=(6, 6, 6))[0]
+    fullshard.fully_shard(model)
+    model.layers[1].weight = model.layers[0].weight
+    with pytest.raises(fullshard.ConfigError, match=r"layers\.1\.weight"):
+        model(torch.ones(1, 6, dtype=torch.float64))
+
+
+@on_ranks
 def test_replaced_and_changed_values_of_one_are_noticed() -> None:
     """By another parameter, other data, or a write in place."""
     model, reference = network(), network(plain=True)
@@ -383,11 +458,21 @@ def test_values_are_copied_parked_loaded_and_cast() -> None:
     torch.testing.assert_close(twin(x), want, rtol=1e-12, atol=0.0)
 
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    (twin(x) * 3).sum().backward()
     use = memory_use(twin, optimizer)
     chunks = [p._local_tensor for p in twin.parameters()]
-    assert use.parameters == sum(8 * chunk.numel() for chunk in chunks) == use.host
-    fullshard.park(twin, optimizer)
+    assert use.parameters == sum(8 * chunk.numel() for chunk in chunks) == use.host - use.gradients
+    before = [p._local_tensor.values.data_ptr() for p in twin[0].parameters() if p._local_tensor.numel()]
+    held = [p.grad._local_tensor.clone() for p in twin.parameters()]
+    with moving(True):
+        fullshard.park(twin, optimizer)
+    now = [p._local_tensor.values.data_ptr() for p in twin[0].parameters() if p._local_tensor.numel()]
+    assert before and not set(before) & set(now)
+    for one, other in zip(copy.deepcopy(twin)[0].parameters(), twin[0].parameters(), strict=True):
+        assert type(one._local_tensor) is type(other._local_tensor)
+        assert torch.equal(one._local_tensor.values, other._local_tensor.values)
     fullshard.resume(twin, optimizer)
+    assert all(map(torch.equal, [p.grad._local_tensor for p in twin.parameters()], held))
     torch.testing.assert_close(twin(x), want, rtol=1e-12, atol=0.0)
 
     whole = {name: parameter.detach() for name, parameter in network(plain=True).named_parameters()}
