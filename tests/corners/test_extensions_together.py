@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard
 from fullshard.insight import live_bytes, memory_use
 from fullshard.shard import units_of
+from fullshard.shard.offload import Home
 from quantised import GatheredInt8, dequantise, quantise
 from test_kernels import Kernels
 from test_parking import moving
@@ -186,6 +187,7 @@ def test_pieces_are_aligned() -> None:
     real = SUBCLASS.copy_all
 
     def noting(to: list[Tensor], come: list[Tensor]) -> None:
+        assert {each.dtype for each in (*to, *come)} == {torch.uint8}  # accelerators copy many of few dtypes at once
         targets.extend(each for each in to if threading.get_ident() == mine)
         real(to, come)
 
@@ -396,7 +398,7 @@ class Saved(torch.autograd.Function):
 
 
 class Keeps(GatheredInt8):
-    """Is computed with as itself, over what was gathered."""
+    """Is computed with as itself, over what was gathered, which it takes anew each time."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
@@ -407,6 +409,7 @@ class Keeps(GatheredInt8):
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         if out is not None:
+            out.values = outputs[0]
             return None
         return Keeps(outputs[0]), outputs
 
@@ -521,8 +524,6 @@ def test_values_are_copied_parked_loaded_and_cast() -> None:
     for one, other in zip(copy.deepcopy(twin)[0].parameters(), twin[0].parameters(), strict=True):
         assert type(one._local_tensor) is type(other._local_tensor)
         assert torch.equal(one._local_tensor.values, other._local_tensor.values)
-    for layer in twin[0].layers:  # other memory, while they are parked
-        layer.weight.data = layer.weight.detach().clone()
     fullshard.resume(twin, optimizer)
     assert all(map(torch.equal, [p.grad._local_tensor for p in twin.parameters()], held))
     torch.testing.assert_close(twin(x), want, rtol=1e-12, atol=0.0)
@@ -535,3 +536,19 @@ def test_values_are_copied_parked_loaded_and_cast() -> None:
     model[0].float(), model[2].float(), model[1].float()
     assert {p._local_tensor.dtype for p in model.parameters()} == {torch.float32}
     torch.testing.assert_close(model(x.float()), want.float(), rtol=1e-3, atol=1e-5)
+
+
+def test_other_memory_while_they_are_parked(fake_world):
+    """On the device, say, which is not where parked ones lie."""
+    fake_world(2)
+    model = network()[0]
+    fullshard.fully_shard(model)
+    fullshard.park(model)
+    chunks = [layer.weight.detach().clone() for layer in model.layers]
+    for layer, chunk in zip(model.layers, chunks, strict=True):
+        layer.weight.data = chunk
+    with mock.patch.object(Home, "holds", lambda home, tensor: False):
+        fullshard.resume(model)
+    for layer, chunk in zip(model.layers, chunks, strict=True):
+        assert type(layer.weight._local_tensor) is type(chunk._local_tensor)
+        assert torch.equal(layer.weight._local_tensor.values, chunk._local_tensor.values)
