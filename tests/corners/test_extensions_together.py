@@ -178,6 +178,8 @@ def test_large_weights_share_both_collectives_too() -> None:
         *[("gather", torch.uint8, gathered)] * 2,
         ("reduce", torch.float64, 3 * 512 * 512 * 8),
     ]
+    said = fullshard.describe(model, plans=True)
+    assert "gathers 774.0 KiB in 1 collective, holds" in said, said
 
 
 @on_ranks
