@@ -25,6 +25,7 @@ import fullshard
 from fullshard.insight import live_bytes, memory_use
 from fullshard.shard import units_of
 from fullshard.shard.offload import Home
+from happens_before import muted, watched
 from quantised import GatheredInt8, dequantise, quantise
 from test_kernels import Kernels
 from test_parking import moving
@@ -493,6 +494,19 @@ def test_the_ledger_counts_what_is_alive() -> None:
         assert len(events) > 20 and not wrong, wrong[:3]
         assert events[-1].live == 0
         assert len(alive) == 9 and memory_use(model).peak_transient >= max(alive), (memory_use(model), alive)
+
+
+def test_no_two_streams_race(fake_world):
+    """Buffers of the collective are given back once it was waited for."""
+    fake_world(2)
+    with watched() as world:
+        with muted(world):
+            model = shard(network(), fullshard)
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            model.zero_grad()
+    assert not world.races, "\n".join(world.races[:8])
+    assert world.kernels > 1000
 
 
 # Elsewhere.
