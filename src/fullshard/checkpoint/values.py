@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ..comm import Comm, object_from
 from ..dtypes import as_moved
 from ..errors import CheckpointError
-from ..forms import FlatShard, Member, full_of
+from ..forms import FlatShard, Member, full_of, rows_on_rank
 from ..mesh import MeshAxes
 from ..shard import Bucket, Unit
 from ..torch_private.sharded_tensor import (
@@ -74,8 +74,9 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     """
     if tuple(whole.shape) != member.shape:
         raise shape_error(member.name, member.shape, whole.shape)
-    if not bucket.form.plain:  # of a tensor subclass, split evenly
-        return whole.chunk(bucket.axes.shard.size)[bucket.axes.shard.rank].clone()
+    if not bucket.form.plain:
+        chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
+        return chunk
     found = member.part
     made = torch.empty_strided(found.shape, found.stride, dtype=whole.dtype, device=bucket.shard_device)
     if found.numel and not whole.is_meta:

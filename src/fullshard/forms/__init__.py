@@ -30,7 +30,7 @@ from .runs import RunsForm
 from .scratch import Scratch
 from .split import SpmdMesh, TensorParallel
 from .stand_in import HiddenParameter, stand_in_for
-from .subclass import SubclassForm, chunk_of, is_extension
+from .subclass import Chunks, SubclassForm, chunk_of, is_extension, rows_on_rank
 
 __all__ = [
     "ATTRIBUTE",
@@ -39,6 +39,7 @@ __all__ = [
     "PART_KEY",
     "SUCCESSOR_KEY",
     "WHOLE_KEY",
+    "Chunks",
     "Draft",
     "FlatParamShardMetadata",
     "FlatParameter",
@@ -74,6 +75,7 @@ __all__ = [
     "note_change",
     "owner_of",
     "retire",
+    "rows_on_rank",
     "shard_metadata",
     "stand_in_for",
     "successor_of",

@@ -112,10 +112,12 @@ class Varying(Protocol):
 
     Attributes:
         passing_bytes, copied_bytes: of the last one; see `GatherPlan`.
+        received_bytes: of it, from `fills` to `ends`, with what of it is among `copied_bytes`.
     """
 
     passing_bytes: int
     copied_bytes: int
+    received_bytes: int
 
     def addresses(self) -> list[int]:
         """Where it lies now."""

@@ -67,7 +67,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     units = units_of(model)
     plain = [p for p in model.parameters() if owner_of(p) is None]
     plain_bytes = sum(_nbytes(p) for p in plain)
-    shard_bytes = sum(_nbytes(bucket.shard) for unit in units for bucket in unit.buckets)
+    shard_bytes = sum(_nbytes(tensor) for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors)
     gradients = sum(g.held_bytes for unit in units for g in unit.gradients)
     gradients += sum(_nbytes(p.grad) for p in plain if p.grad is not None)
     whole = sum(m.slot.numel * b.storage_dtype.itemsize for b, _, m in members_of(model)) + plain_bytes
@@ -89,7 +89,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 def _host_bytes(units: list[Unit], plain: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> int:
     """Of what is held between steps, the bytes in host memory."""
-    held = [bucket.shard for unit in units for bucket in unit.buckets]
+    held = [tensor for unit in units for bucket in unit.buckets for tensor in bucket.shard_tensors]
     held += [g.delivery.set.flat for unit in units for g in unit.gradients if g.delivery.set is not None]
     held += [tensor for p in plain for tensor in (p, p.grad) if tensor is not None]
     states = optimizer.state.values() if optimizer is not None else ()

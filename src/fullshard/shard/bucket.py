@@ -23,6 +23,7 @@ from ..comm import Comm, Gathers, apart_of, turns_on
 from ..dtypes import fingerprint
 from ..forms import (
     OWNER_KEY,
+    Chunks,
     Draft,
     Form,
     Full,
@@ -55,7 +56,7 @@ class Bucket:
         compute_dtype: dtype of `full`; None for the storage dtype.
         replan: makes the layout of any of these parameters, and the form of such a bucket.
         home: memory of the shard and its gradients, if that is not the mesh's device.
-        shard: the shard with its values, if it is not plain; None: one is made, and values copied in.
+        chunks: the shard with its values, if it is not plain; None: one is made, and values copied in.
 
     Attributes:
         compute_dtype: of gathered parameters.
@@ -76,7 +77,7 @@ class Bucket:
         compute_dtype: torch.dtype | None,
         replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]],
         home: Home | None = None,
-        shard: Any = None,
+        chunks: Chunks | None = None,
     ) -> None:
         first = drafts[0].original
         self.layout, self.axes, self.form, self.replan, self.home = layout, axes, form, replan, home
@@ -85,8 +86,8 @@ class Bucket:
         self.own_compute_dtype = compute_dtype
         self.compute_dtype = compute_dtype or first.dtype
         device = first.device if first.is_meta else axes.device
-        # [layout.shard_numel], storage dtype; padding is zero and stays out of every result.
-        self.shard: Any = self._new_shard(first.dtype, device) if shard is None else shard
+        # [layout.shard_numel], storage dtype; padding is zero and stays out of every result. Of extensions: `Chunks`.
+        self.shard: Any = self._new_shard(first.dtype, device) if chunks is None else chunks
         self.members = [self._admit(draft, i) for i, draft in enumerate(drafts)]
         self.trains = any([member.sharded.requires_grad for member in self.members])
         self.full: Full | None = None  # from the first gather on
@@ -107,7 +108,7 @@ class Bucket:
         """Copy this rank's part of the original in, and make the sharded parameter."""
         slot, original = self.layout.slots[index], draft.original
         part = self.layout.part(slot, self.axes.shard.rank)
-        local = _view(self.shard, part) if self.form.plain else self.shard
+        local = _view(self.shard, part) if self.form.plain else self.shard.of(slot)
         if self.form.plain and not original.is_meta and part.numel:
             with torch.no_grad():
                 self.form.take(slot, part, original, local)
@@ -122,9 +123,9 @@ class Bucket:
 
     # Values of members, in any buffer laid out as the shard. A "local" is this rank's part; see `Form`.
 
-    def part(self, buffer: torch.Tensor, member: Member) -> torch.Tensor:
+    def part(self, buffer: torch.Tensor | Chunks, member: Member) -> torch.Tensor:
         """This rank's part of a member in a buffer laid out as the shard [shard_numel]; a view."""
-        return buffer if not self.form.plain and type(buffer) is not torch.Tensor else _view(buffer, member.part)
+        return buffer.of(member.slot) if isinstance(buffer, Chunks) else _view(buffer, member.part)
 
     def shown(self, local: torch.Tensor, member: Member) -> torch.Tensor:
         """A local in the form that users see (DTensor, FlatShard, plain 1-D); shares memory."""
@@ -170,6 +171,15 @@ class Bucket:
         """Where it is gathered: the mesh's device; meta until it is materialised."""
         here: torch.device = self.shard.device
         return here if self.home is None or here.type == "meta" else self.axes.device
+
+    @property
+    def shard_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the shard consists of: one, or a chunk of each extension."""
+        return self.shard.tensors if isinstance(self.shard, Chunks) else [self.shard]
+
+    def shard_after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """What becomes of the shard if `fn` is applied to its tensors."""
+        return self.shard.replaced(map(fn, self.shard.tensors)) if isinstance(self.shard, Chunks) else fn(self.shard)
 
     @property
     def shard_device(self) -> torch.device:
@@ -234,9 +244,9 @@ class Bucket:
                 to.passing_bytes += source.numel() * source.element_size()
             self.full.plan(to, gathers, apart_of(axis, comm) if apart else axis, source, self.keeps_storage)
 
-    def _source(self) -> torch.Tensor:
+    def _source(self) -> Any:
         """The shard as it is gathered: on the compute device, in the compute dtype."""
-        shard: torch.Tensor = self.shard
+        shard: Any = self.shard
         if not self.form.plain:
             return shard
         if self.home is not None:
@@ -327,7 +337,7 @@ class Bucket:
             raise several_dtypes([*zip([m.name for m in self.members], dtypes, strict=True)], self.axes.global_rank)
         alike = False
         if not self.form.plain:
-            self.rehome(found[0])
+            self.rehome(self.shard.replaced(found))
         else:
             shard = self._new_shard(found[0].dtype, found[0].device)
             for member, local in zip(self.members, found, strict=True):
@@ -352,7 +362,7 @@ class Bucket:
         """Make `shard` (same length, any dtype or device) this bucket's shard; the values are already in it."""
         self.storage_dtype = shard.dtype
         self.compute_dtype = self.own_compute_dtype or shard.dtype
-        if self.home is not None and not shard.is_meta and not self.home.holds(shard):
+        if self.home is not None and self.form.plain and not shard.is_meta and not self.home.holds(shard):
             shard = self.home.empty(shard.numel(), shard.dtype).copy_(shard)
         self.shard = shard
         self.forget_buffers()
@@ -362,7 +372,7 @@ class Bucket:
 
     def copy_of_shard(self) -> Any:
         """The shard's values in memory of the same kind."""
-        if self.home is None or self.shard.is_meta:
+        if self.home is None or self.shard.is_meta or not self.form.plain:
             return self.shard.clone()
         return self.home.empty(self.shard.numel(), self.shard.dtype).copy_(self.shard)
 

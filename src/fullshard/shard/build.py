@@ -17,6 +17,7 @@ from ..comm import Comm
 from ..forms import (
     OWNER_KEY,
     SUCCESSOR_KEY,
+    Chunks,
     Draft,
     Form,
     Owner,
@@ -90,7 +91,7 @@ class PlannedBucket:
 
     Attributes:
         replan: makes the layout and form of any of its parameters.
-        chunk: the shard with its values, of a tensor subclass; None for plain ones.
+        chunks: the shard with its values, of extensions; None for plain parameters.
     """
 
     items: list[Found]
@@ -98,7 +99,7 @@ class PlannedBucket:
     form: Form
     settings: BuildSettings
     replan: Callable[[Sequence[ParameterSpec]], tuple[Layout, Form]]
-    chunk: Any = None
+    chunks: Chunks | None = None
 
 
 def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBucket]:
@@ -113,12 +114,12 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
     for item in found:
         parameter = item.parameter
         item.placement, item.axes = choose_placement(item, settings)
-        alone = item.name if is_extension(parameter) else None  # a bucket of its own
         item.policy = policy_of(item, settings.policy)
         computed = item.policy.param_dtype
         gradients = explicit_grad_dtype(parameter)
         rows = parameter.shape[-1] if is_block_shard(item.placement) else None  # a layout of its own
-        key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, alone, computed, gradients, rows
+        extends = is_extension(parameter)
+        key = parameter.dtype, parameter.requires_grad, parameter.is_meta, item.axes, extends, computed, gradients, rows
         classes.setdefault(key, []).append(item)
     planned = []
     for items in classes.values():
@@ -129,13 +130,9 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
         if is_extension(first.parameter):
             if settings.home is not None:
                 raise offloaded_subclass(first.name, type(first.parameter).__name__)
-            policy, module = settings.policy, first.module
-
-            def of_subclass(layout: Layout, axes: MeshAxes, apart: bool, policy: Any = policy, module: Any = module):  # type: ignore[no-untyped-def]
-                return SubclassForm(layout, axes, policy, module)
-
-            own = replace(own, layout="rows", form=of_subclass)
-        replan = partial(_plan, dtype=first.parameter.dtype, settings=own)
+            replan = partial(_plan_extensions, dtype=first.parameter.dtype, settings=own, policy=settings.policy)
+        else:
+            replan = partial(_plan, dtype=first.parameter.dtype, settings=own)
         layout, form = replan([_spec(item, own) for item in items])
         bucket = PlannedBucket(items, layout, form, own, replan)
         for item in items:
@@ -143,8 +140,8 @@ def plan_unit(found: Sequence[Found], settings: BuildSettings) -> list[PlannedBu
             if item.split is not None and settings.home is not None:
                 raise offloaded_tensor_parallel(item.name)
         if not form.plain:
-            (slot,) = layout.slots
-            bucket.chunk = chunk_of(first.parameter, slot, layout.part(slot, own.axes.shard.rank), own.axes)
+            chunks = [chunk_of(item.parameter, slot, own.axes) for item, slot in zip(items, layout.slots, strict=True)]
+            bucket.chunks = Chunks(layout.slots, chunks)
         planned.append(bucket)
     return planned
 
@@ -169,7 +166,7 @@ def build_unit(found: Sequence[Found], settings: BuildSettings) -> Unit:
         drafts = [_draft(item, keeps) for item in plan.items]
         compute_dtype = _compute_dtype(plan.items[0].parameter.dtype, own.policy)
         buckets.append(
-            Bucket(drafts, plan.layout, own.axes, plan.form, compute_dtype, plan.replan, own.home, plan.chunk)
+            Bucket(drafts, plan.layout, own.axes, plan.form, compute_dtype, plan.replan, own.home, plan.chunks)
         )
     dtypes = GradientDtypes(settings.policy.reduce_dtype, settings.reduces_as_computed, settings.keeps_compute_dtype)
     unit = Unit(buckets, dtypes)
@@ -243,11 +240,29 @@ def _plan(specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: Build
     return layout, form(layout, settings.axes, apart)
 
 
-def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildSettings) -> Layout:
+def _plan_extensions(
+    specs: Sequence[ParameterSpec], *, dtype: torch.dtype, settings: BuildSettings, policy: MixedPrecisionPolicy
+) -> tuple[Layout, Form]:
+    """As `_plan`, of extensions: only gradients are laid out so, in one segment, which takes no copy more than several.
+
+    Args:
+        policy: the unit's, which extensions are told of.
+    """
+    numel = sum(math.prod(spec.shape) for spec in specs)
+    layout = plan_rows(specs, settings.axes.shard.size, _align(dtype, settings), 1 + numel)
+    return layout, SubclassForm(layout, settings.axes, policy)
+
+
+def _align(dtype: torch.dtype, settings: BuildSettings) -> int:
+    """Elements per `ALIGN_BYTES`, of parameters of `dtype` and their gradients."""
     compute = _compute_dtype(dtype, settings.policy) or dtype
     reduce = settings.policy.reduce_dtype or compute
-    narrowest = min(dtype.itemsize, compute.itemsize, reduce.itemsize)
-    align, world = max(1, ALIGN_BYTES // narrowest), settings.axes.shard.size
+    return max(1, ALIGN_BYTES // min(dtype.itemsize, compute.itemsize, reduce.itemsize))
+
+
+def _layout(specs: Sequence[ParameterSpec], dtype: torch.dtype, settings: BuildSettings) -> Layout:
+    compute = _compute_dtype(dtype, settings.policy) or dtype
+    align, world = _align(dtype, settings), settings.axes.shard.size
     kind = settings.layout
     if kind == "flat":
         return plan_flat(specs, world, align)

@@ -35,7 +35,6 @@ class Found:
     placement: Any = None  # a `Shard` or `BlockShard` that `shard_placement_fn` chose
     axes: MeshAxes | None = None
     policy: MixedPrecisionPolicy | None = None
-    module: nn.Module | None = None  # the first that has it
     split: TensorParallel | None = None  # how it is split already
     planned: bool = False
 
@@ -102,7 +101,7 @@ def _sort(
                     continue
                 parameter = successor_of(registered)
                 name = f"{path}.{key}" if path else key
-                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter), module=owner))
+                item = found.setdefault(id(parameter), Found(name, parameter, owner=owner_of(parameter)))
                 users.setdefault(id(parameter), set()).add(id(unit) if unit is not None else 0)
                 if unit is None and not again and type(registered) is not HiddenParameter:
                     item.places.append(Place(owner, key))

@@ -172,7 +172,8 @@ def _move_bucket(unit: Unit, bucket: Bucket, gradients: Gradients, mover: Mover)
     bucket.turns.take()
     with plain_access(), torch.no_grad():
         if not bucket.form.plain:
-            mover.move_inside(bucket.shard)
+            for chunk in bucket.shard_tensors:
+                mover.move_inside(chunk)
         elif (shard := mover.move(bucket.shard)) is not bucket.shard:
             bucket.shard = shard
             bucket.form.point(bucket.members, shard)

@@ -215,6 +215,8 @@ class Unit:
             raise
         if plan.varying:
             plan.tell_copied()
+            received = sum([full.received_bytes for full in plan.varying])
+            self.ledger.peak = max(self.ledger.peak, self.ledger.live + received)
         self.state, ledger, copied = GATHERED, self.ledger, plan.live_bytes - plan.whole_bytes
         ledger.gathered += copied  # while what only the gather needs is still there
         ledger.note()
@@ -432,7 +434,7 @@ class Unit:
         if self.replaced():
             self.refresh()
         owner = {id(m.sharded): (b, m) for b in self.buckets for m in b.members}
-        moved: dict[int, torch.Tensor] = {}
+        moved: dict[int, Any] = {}
         # `_apply` swaps each parameter with a new tensor, attributes included: keep them to give them back.
         identities = {id(m.sharded): identity_of(m.sharded) for m in self.members}
 
@@ -442,7 +444,7 @@ class Unit:
                 return fn(tensor)
             bucket, member = found
             if id(bucket) not in moved:
-                moved[id(bucket)] = fn(bucket.shard)
+                moved[id(bucket)] = bucket.shard_after(fn)
             return bucket.shown(bucket.part(moved[id(bucket)], member), member)
 
         def finish() -> None:
