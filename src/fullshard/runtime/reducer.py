@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..agreement import Position, SharedOrder, UseAgreement
+from ..agreement import NOTHING, Position, SharedOrder, UseAgreement
 from ..comm import Comm
 from ..containers import NONES, drain
 from ..events import Ledger, stream
@@ -37,7 +37,7 @@ from ..shard import (
 from ..torch_private.attached_optimizers import attached_to
 from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
-from ..watcher import END, REDUCE
+from ..watcher import END, RANK, REDUCE, VERB_BITS
 from .attached import step_attached
 from .settings import ReduceSettings, UnitSettings
 from .usual import UsualReduction, plan_usual_reduction
@@ -157,7 +157,7 @@ class Reducer:
             one: the unit.
             reduction: compared with what there is.
         """
-        in_flight, position, ledger = self.in_flight, self.position, one.unit.ledger
+        in_flight, log, ledger = self.in_flight, self.position.log, one.unit.ledger
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
             while len(in_flight) >= reduction.most:
@@ -174,14 +174,18 @@ class Reducer:
             buffer_bytes, scratch_bytes = reduction.nbytes
             gradients.state = PENDING
             ledger.reducing += buffer_bytes
-            position.issue(REDUCE, one.index)
+            if log.expected == REDUCE | one.index << VERB_BITS:  # as `Position.issue`
+                RANK.record(log.expected + next(self.position.turns))
+                log.expected = next(log.ahead, NOTHING)
+            else:
+                self.position.issue(REDUCE, one.index)
             starts: Iterable[Any] = map(call, reduction.starts)
             *_, gradients.pending = starts
         ledger.reducing += scratch_bytes
         if ledger.gathered + ledger.reducing > ledger.peak:
             ledger.note()
         gradients.state, gradients.running, gradients.usual = REDUCING, reduction.planned, reduction
-        delivery.hooked, position.reduced = False, True
+        delivery.hooked, self.position.reduced = False, True
         in_flight.append((self, one))
         self._use.reduced.add(one.index)
 

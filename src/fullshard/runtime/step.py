@@ -14,7 +14,7 @@ each moment may go either way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import call, is_
+from operator import call, is_, sub
 from typing import Any
 
 import torch
@@ -112,7 +112,11 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
     forward = forwards[-1]
     borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
     plain = borrowed is None and type(output) is torch.Tensor
-    if not plain or unit.owns(output):
+    if usual is not None and plain and output.layout is torch.strided:
+        owned = output.untyped_storage().data_ptr() in map(call, usual.addresses)
+    else:
+        owned = not plain or unit.owns(output)
+    if owned:
         if borrowed is not None:
             borrowed.give_back()
         output = detached_from_unit(output, unit, borrowed)
@@ -133,7 +137,8 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         and usual is unit.usual
         and AFTER_FORWARD(runner) == usual.after_forward
         and not stream.listeners
-        and usual.gather.is_intact()
+        and [*map(read_version, usual.watched)] == usual.numbers
+        and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
         unit.close(usual)

@@ -46,15 +46,16 @@ class UsualStep:
         closes: what shows the sharded parameters, then frees.
         settles: bytes that are alive once the gather is over, less those while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
-        counters: see `GatherPlan`.
+        addresses, counters, watched, numbers, addresses_of, bases, offsets: see `GatherPlan`, there `pointers`.
         pointers, places: what tells where sharded parameters lie whose form does not notice itself, and where that is.
         before_forward, after_forward, before_backward, after_backward: what the questions above find as usual.
         reduction: how gradients are reduced; None: not known, or not the usual way.
     """
 
     __slots__ = (
-        *("after_backward", "after_forward", "before_backward", "before_forward", "closes", "counters", "gather"),
-        *("opens", "places", "pointers", "read", "reduction", "settles", "sharded", "unsharded"),
+        *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
+        *("before_forward", "closes", "counters", "gather", "numbers", "offsets", "opens", "places", "pointers"),
+        *("read", "reduction", "settles", "sharded", "unsharded", "watched"),
     )
 
     def __init__(self, runner: Any) -> None:
@@ -65,7 +66,9 @@ class UsualStep:
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
         self.settles = gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
-        self.counters = gather.counters
+        self.counters, self.addresses = gather.counters, gather.addresses
+        self.watched, self.numbers = gather.watched, gather.numbers
+        self.addresses_of, self.bases, self.offsets = gather.pointers, gather.bases, gather.offsets
         counted = [tensor for bucket in unit.counting for tensor in bucket.form.counters(bucket.members)]
         self.pointers: list[Callable[[], int]] = [tensor.data_ptr for tensor in counted]
         self.places = [pointer() for pointer in self.pointers]
