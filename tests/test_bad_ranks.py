@@ -109,3 +109,24 @@ def run_in_order(orders: list[list[int]]) -> str:
     with pytest.raises(fullshard.DivergenceError) as caught:
         model(torch.ones(1, 4))
     return str(caught.value)
+
+
+def test_a_rank_that_begins_anew_while_others_are_in_their_first_pass(run_ranks):
+    """All comparisons are of tokens at one place, so that each rank reads what the other one is about to do."""
+    for rank, text in enumerate(run_ranks(begin_anew, timeout=30)):
+        assert "unit 'layers.1'" in text and "rank 1" in text, (rank, text)
+        assert "begins a forward of unit '(root)' with gradients" in text, (rank, text)
+        assert "D001" in text or "D004" in text
+
+
+def begin_anew() -> str:
+    model = Chooses([[0, 1, 2], [0, 9]])
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(fullshard.DivergenceError) as caught:
+        try:
+            model(torch.ones(1, 4))
+        except IndexError:
+            model(torch.ones(1, 4))
+    return str(caught.value)

@@ -21,6 +21,7 @@ from fullshard.watcher.log import (
     FORWARD,
     GATHER,
     LENGTH,
+    REGATHER,
     ROOT,
     TURN,
     VERB_BITS,

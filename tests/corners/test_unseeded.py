@@ -45,6 +45,18 @@ def test_what_every_rank_drew_is_trained_with_a_warning() -> None:
             alike(BATCH).sum().backward()
 
 
+@on_ranks
+def test_what_was_written_since_it_was_sharded_is_not_compared() -> None:
+    """A checkpoint was loaded, on one rank before the other's: what each had drawn is gone."""
+    model = shard(drawn(), "functional")  # every rank holds rows of each parameter
+    with torch.no_grad():
+        for parameter in model.parameters() if dist.get_rank() == 0 else ():
+            parameter.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(BATCH)
+
+
 def synced(way: str) -> nn.Module:
     """Made alike, though it was drawn."""
     if way == "wrapper":
