@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 PAGE = "project/glossary"
 PLAIN = {
     "world", "draft", "place", "form", "slot", "part", "piece", "run", "local", "shown", "full",
-    "free", "reduce", "home", "held", "pass", "trace", "period", "call", "course", "lines",
+    "free", "reduce", "home", "held", "pass", "trace", "period", "call", "lines",
     "guide", "folder", "record", "source", "sink", "event", "member", "happening", "checkpoint",
     "segment", "delivery", "phase",
 }  # fmt: skip

@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "of tied modules only the first shows the gathered parameter",
         "shard/showing.py",
-        "self._places = [(place, member) for member in members for place in member.places]",
-        "self._places = [(place, member) for member in members for place in member.places[:1]]",
+        "[(place, member) for member in members for place in member.places]",
+        "[(place, member) for member in members for place in member.places[:1]]",
     ),
     Fault(
         "parked memory is read from the beginning of its storage",
@@ -191,7 +191,7 @@ FAULTS = (
     ),
     Fault(
         "the root stays gathered after a forward without gradients",
-        "runtime/step.py",
+        "runtime/runner.py",
         "            return not self.is_top or not with_grad",
         "            return not self.is_top",
     ),
@@ -217,10 +217,73 @@ FAULTS = (
     ),
     Fault(
         "weights that change between a forward and its backward are not noticed",
-        "runtime/step.py",
+        "runtime/runner.py",
         "        if call.version != self.unit.version():",
         "        if call.version > self.unit.version():",
         besides="tests/corners/test_steps_in_between.py",
+    ),
+    # the usual way of a step: that a rule of the long way is asked there, too
+    Fault(
+        "usual: a gather is not waited for",
+        "shard/unit.py",
+        "            pending.wait()\n            drain(map(call, usual.opens))",
+        "            drain(map(call, usual.opens))",
+    ),
+    Fault(
+        "usual: bytes are not counted as given back",
+        "shard/unit.py",
+        "        self.ledger.gathered -= usual.gather.live_bytes\n",
+        "",
+        test="tests/test_usual_step.py -k rows",
+    ),
+    Fault(
+        "usual: weights that change between a forward and its backward are not noticed",
+        "runtime/step.py",
+        "            and sum(map(read_version, usual.counters), unit.touched.changes) == self.version\n",
+        "",
+        test="tests/corners/test_steps_in_between.py tests/corners/test_changed_weights.py",
+    ),
+    Fault(
+        "usual: weights that a forward writes to are not noticed",
+        "runtime/step.py",
+        "        and [*map(read_version, usual.watched)] == usual.numbers\n",
+        "",
+        test="tests/test_usual_step.py tests/corners/test_forwards_that_write.py",
+    ),
+    Fault(
+        "usual: an output that is the unit's own memory is given away",
+        "runtime/step.py",
+        "        owned = output.untyped_storage().data_ptr() in map(call, usual.addresses)",
+        "        owned = False",
+        test="tests/test_usual_step.py tests/corners/test_outputs.py",
+    ),
+    Fault(
+        "usual: hooks on parameters do not see gradients",
+        "runtime/reducer.py",
+        "        self.usual = not hooked and self._in_step is None",
+        "        self.usual = self._in_step is None",
+        test="tests/test_usual_step.py -k hook",
+    ),
+    Fault(
+        "usual: a gradient that is missing shows as zeros",
+        "runtime/reducer.py",
+        "            delivery.got is not delivery.everyone\n            or delivery.set is not reduction.set",
+        "            delivery.set is not reduction.set",
+        test="tests/test_usual_step.py",
+    ),
+    Fault(
+        "usual: gradients that are there already are overwritten",
+        "runtime/reducer.py",
+        "            or not all(map(is_, map(read_grad, reduction.sharded), NONES))\n",
+        "",
+        test="tests/test_usual_step.py",
+    ),
+    Fault(
+        "usual: memory of gradients that users hold is written again",
+        "runtime/step.py",
+        "                and not reduction.set.storage.nbytes()  # it was given back: nobody else holds it, and none is shown\n",  # noqa: E501
+        "",
+        test="tests/test_usual_step.py",
     ),
     Fault(
         "a list that a user passes is copied",
@@ -368,7 +431,7 @@ FAULTS = (
     Fault(
         "a unit whose gradients an exception dropped is reduced in the next step",
         "runtime/reducer.py",
-        "        self._owed.clear()\n",
+        "        self.owed.clear()\n",
         "        pass\n",
         "tests/corners/test_after_exceptions.py -k dropped",
     ),
