@@ -27,7 +27,7 @@ from ..comm import Gathers, Pending
 from ..layout import ALIGN_BYTES, Layout, Slot
 from ..mesh import Axis, MeshAxes
 from ..torch_private.foreach import columns_out, copy_all
-from ..torch_private.local_tensor import local_of, read_version, set_local
+from ..torch_private.local_tensor import local_of, set_local
 from ..torch_private.versions import Versions
 from .changes import owner_of
 from .flat_shard import FlatShard
@@ -89,10 +89,6 @@ class Chunks:
     def clone(self) -> Chunks:
         """Equal ones in memory of their own."""
         return self.replaced([tensor.clone() for tensor in self.tensors])
-
-    @property
-    def _version(self) -> int:
-        return sum(map(read_version, self.tensors))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -271,7 +271,8 @@ class Bucket:
 
     def counters(self) -> list[torch.Tensor]:
         """What counts changes in place of the shard, as far as torch does."""
-        return [self.shard, *self.form.counters(self.members)]
+        shards = [self.shard] if self.form.plain else self.shard.tensors
+        return [*shards, *self.form.counters(self.members)]
 
     def drop_kept(self) -> None:
         """Release what a reshard to fewer ranks kept."""
