@@ -301,6 +301,10 @@ class SubclassFull:
     def written(self) -> list[Member]:
         return [self.member] if self._versions is not None and self._versions.moved() else []
 
+    def overlook(self, tensor: torch.Tensor) -> None:
+        if self._versions is not None:
+            self._versions.overlook(tensor)
+
     def _mesh(self) -> DeviceMesh:
         """The mesh of the shard axis alone."""
         axes = self.form.axes
