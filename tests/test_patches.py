@@ -40,7 +40,7 @@ for shard in (fullshard.fully_shard, fullshard.FullyShardedDataParallel):
 ours = fullshard.__file__.rpartition("/")[0]
 for name, value in sorted(functions().items()):  # torch replaces some of its own
     code = getattr(getattr(value, "fget", value), "__code__", None)
-    if before.get(name) is not value and code is not None and code.co_filename.startswith(ours):
+    if before.get(name) is not value and getattr(code, "co_filename", "").startswith(ours):
         print(name)
 """
 

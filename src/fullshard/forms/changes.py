@@ -28,7 +28,7 @@ _HOLDER_KEY = "_fullshard_holder"  # where a gradient keeps a weak reference to 
 
 
 VIEWED_KEY = "_fullshard_viewed"
-"""On a sharded parameter that optimizer views are, or were, over."""
+"""On a sharded parameter that optimizer views are, or were, over; False in its class. Dynamo reads no `__dict__`."""
 
 
 class Owner(weakref.ref):  # type: ignore[type-arg]
@@ -143,6 +143,7 @@ def give_up_gradient(parameter: Any) -> None:
         unit.give_up_gradients({id(parameter)})
 
 
+@torch.compiler.disable
 def kept_gradient(parameter: Any) -> torch.Tensor | None:
     """What the `.grad` of a sharded parameter shows where it would be None: see `shard/kept.py`."""
     unit = owner_of(parameter)
@@ -150,6 +151,7 @@ def kept_gradient(parameter: Any) -> torch.Tensor | None:
     return found
 
 
+@torch.compiler.disable
 def settle_gradient(parameter: Any) -> None:
     """The `.grad` of a sharded parameter under an optimizer view is read or set: the view's may be gone, and so its."""
     unit = owner_of(parameter)

@@ -27,7 +27,6 @@ from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
 from .changes import (
-    VIEWED_KEY,
     changes_in_place,
     give_up_gradient,
     kept_gradient,
@@ -54,6 +53,7 @@ class FlatShard(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _run: Run
+    _fullshard_viewed = False  # see `VIEWED_KEY`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -83,14 +83,14 @@ class FlatShard(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """As `Tensor.grad`; zeros for one that waits for its reduction, which setting it to None gives up."""
-        if VIEWED_KEY in self.__dict__:
+        if self._fullshard_viewed:
             settle_gradient(self)
         found = read_grad(self)
         return kept_gradient(self) if found is None else found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if VIEWED_KEY in self.__dict__:
+        if self._fullshard_viewed:
             settle_gradient(self)
         if value is None:
             give_up_gradient(self)

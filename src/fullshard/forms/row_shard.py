@@ -29,7 +29,6 @@ from ..torch_private.local_tensor import (
     write_grad,
 )
 from .changes import (
-    VIEWED_KEY,
     changes_in_place,
     give_up_gradient,
     kept_gradient,
@@ -58,6 +57,8 @@ class RowShard(DTensor):
     memory: pickled and copied they become plain DTensors in memory of their own.
     """  # no __slots__: what stages tensors for a checkpoint reads DTensor's
 
+    _fullshard_viewed = False  # see `VIEWED_KEY`
+
     @property
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. A DTensor that is assigned has the same shape and placements."""
@@ -79,7 +80,7 @@ class RowShard(DTensor):
 
         As `Tensor.grad`, without asking `__torch_function__`.
         """
-        if VIEWED_KEY in self.__dict__:
+        if self._fullshard_viewed:
             settle_gradient(self)
         with plain_access():
             found = read_grad(self)
@@ -87,7 +88,7 @@ class RowShard(DTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if VIEWED_KEY in self.__dict__:
+        if self._fullshard_viewed:
             settle_gradient(self)
         if value is None:
             give_up_gradient(self)
