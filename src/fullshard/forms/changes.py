@@ -143,7 +143,7 @@ def give_up_gradient(parameter: Any) -> None:
         unit.give_up_gradients({id(parameter)})
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def kept_gradient(parameter: Any) -> torch.Tensor | None:
     """What the `.grad` of a sharded parameter shows where it would be None: see `shard/kept.py`."""
     unit = owner_of(parameter)
@@ -151,7 +151,7 @@ def kept_gradient(parameter: Any) -> torch.Tensor | None:
     return found
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def settle_gradient(parameter: Any) -> None:
     """The `.grad` of a sharded parameter under an optimizer view is read or set: the view's may be gone, and so its."""
     unit = owner_of(parameter)
