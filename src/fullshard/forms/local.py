@@ -42,7 +42,7 @@ class LocalForm:
     counts = True
     follows = False
     gives_empty = False
-    shows_kept = True
+    owns_grad = False
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart

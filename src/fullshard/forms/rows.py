@@ -34,7 +34,7 @@ class RowsForm:
     counts = False
     follows = False
     gives_empty = True
-    shows_kept = False
+    owns_grad = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart

@@ -249,7 +249,7 @@ def copied_in_part(module: str) -> PhaseError:
     )
 
 
-# noticed.py
+# named_inputs.py
 
 
 def input_never_ran(parameter: str) -> PhaseError:

@@ -15,7 +15,7 @@ from ..agreement import LEAVE, NOTHING, Every, FirstPass, Position, SharedOrder,
 from ..comm import Comm, has_streams
 from ..errors import DivergenceError, PhaseError
 from ..events import Ledger
-from ..shard import State, follow_all, has_gradient, refresh_all, refuse_meta, refuse_parked
+from ..shard import State, When, ask, has_gradient
 from ..torch_private.autograd_task import BackwardEnd
 from ..torch_private.local_tensor import plain_access, read_version
 from ..torch_private.profiler import recording
@@ -222,11 +222,8 @@ class Root:
         if self._lent:
             self.take_units()
         top.before_pass()
-        with plain_access():
-            refresh_all(self._unit_list)
+        ask(When.REST, self._unit_list)
         self.position.compare_sizes()
-        refuse_parked(self._unit_list)
-        refuse_meta(self._unit_list)
         if self.additions.changed:
             self.top.find_root(self.top)
         self.additions.check()
@@ -337,11 +334,11 @@ class Root:
         self.reducer.begin(self.top.settings.reduce)
         if self._lent:
             self.take_units()
-        with plain_access():
-            follow_all(self._unit_list)  # `requires_grad` may have been off and on again since the forward
+        ask(When.BACKWARD, self._unit_list)  # `requires_grad` may have been off and on again since the forward
         self.position.compare_sizes()
         on_device = has_streams(self.top.settings.axes.device)  # where autograd calls hooks on a thread of its own
-        self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
+        caller = self._thread if on_device else get_ident()
+        self.backward = BackwardEnd(self.end_backward, self.recover_if_broken_here, caller)
         self.ahead.clear()
         self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
         self.usual_forward = False

@@ -1,5 +1,6 @@
 """What is held: shards, gathered buckets, gradients. Owns every long-lived tensor."""
 
+from .asked import CHECKS, When, ask
 from .bucket import Bucket
 from .build import BuildSettings, build_unit, plan_unit
 from .checks import check_parameters
@@ -17,10 +18,11 @@ from .reduce_buffer import PlannedReduction
 from .scaling import MEAN, REDUCTIONS
 from .share import Share
 from .tokens import TokenCount
-from .unit import State, Unit, follow_all, refresh_all
+from .unit import State, Unit
 from .views import add_views, follow_views, run_of
 
 __all__ = [
+    "CHECKS",
     "MEAN",
     "REDUCTIONS",
     "Bucket",
@@ -39,15 +41,16 @@ __all__ = [
     "State",
     "TokenCount",
     "Unit",
+    "When",
     "add_views",
     "all_ranks_hold",
+    "ask",
     "build_unit",
     "check_parameters",
     "check_ties",
     "clone_unit",
     "find_parameters",
     "find_shared",
-    "follow_all",
     "follow_views",
     "has_gradient",
     "has_gradients",
@@ -58,7 +61,6 @@ __all__ = [
     "park_unit",
     "place_clone",
     "plan_unit",
-    "refresh_all",
     "refuse_meta",
     "refuse_parked",
     "refuse_unreduced",

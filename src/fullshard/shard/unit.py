@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import attrgetter, call, is_
+from operator import call
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..comm import ONE_STREAM, Comm
-from ..containers import NONES, drain
+from ..containers import drain
 from ..errors import PhaseError
 from ..events import Ledger, stream
-from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, all_hold, hooks_onto, identity_of
+from ..forms import OWNER_KEY, GatherPlan, Member, Owner, Place, Touched, hooks_onto, identity_of
 from ..mesh import Axis
-from ..torch_private.local_tensor import read_grad, read_requires_grad, read_version
+from ..torch_private.local_tensor import read_version
 from ..torch_private.profiler import in_range, recording
 from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
-from .gradients import Gradients, release_all
+from .gradients import Gradients
 from .messages import (
     already_sharded,
     assigned_in_forward,
@@ -476,6 +476,22 @@ class Unit:
             if gradients.accumulates:
                 self.ledger.reducing -= gradients.give_up_parameters(parameters)
 
+    def kept_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Zeros that stand for what was accumulated without sync for a sharded parameter; see `kept.py`."""
+        for gradients in self.gradients:
+            delivery = gradients.delivery
+            if gradients.accumulates and (zeros := delivery.kept.show_when_read(parameter, delivery.got)) is not None:
+                return zeros
+        return None
+
+    def settle_gradient(self, parameter: torch.Tensor) -> None:
+        """Let the gradients of parameters go whose optimizer view lost its own; the view of `parameter` at least."""
+        for gradients in self.gradients:
+            views = gradients.delivery.views
+            gone = [t for v in views if not v.cleared and (t := v.tensor) is not None and t.grad is None]
+            if gone:
+                gradients.delivery.let_go({id(tensor) for tensor in gone})
+
     # Ties across units.
 
     def give_up(self, parameter: torch.Tensor) -> tuple[list[Place], torch.Tensor]:
@@ -524,52 +540,3 @@ class Unit:
                     bucket.take_requires_grad()
             self.drop_kept()
             self.reshard()
-
-
-_GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
-_UNTOUCHED, _FOLLOWED, _FOLLOWS = attrgetter("untouched"), attrgetter("followed"), attrgetter("form.follows")
-_SHARDED, _VIEWS = attrgetter("sharded"), attrgetter("delivery.views")
-_SHOWN, _SUMMONED = attrgetter("showing.unsharded"), attrgetter("showing.summoned")
-_ASSIGNED = attrgetter("touched.assigned")
-
-
-def refresh_all(units: Sequence[Unit]) -> None:
-    """`Unit.refresh` of each. Whether users touched any of them is asked once, in C.
-
-    Raises:
-        ConfigError: see there.
-    """
-    gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
-    buckets = [*map(_BUCKET, gradients)]
-    untouched = [*map(_UNTOUCHED, buckets)]
-    if (
-        None in untouched
-        or True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
-        or any(map(_VIEWS, gradients))
-        or not all_hold(untouched)
-        or not _all_followed(buckets)
-    ):
-        for unit in units:
-            unit.refresh()
-    elif all(map(is_, map(read_grad, chain.from_iterable(map(_SHARDED, buckets))), NONES)):
-        release_all(gradients)
-    else:
-        for each in gradients:
-            if each.delivery.all_none():
-                each.release()
-
-
-def follow_all(units: Sequence[Unit]) -> None:
-    """Let unsharded parameters follow the `requires_grad` of sharded ones."""
-    buckets = [*chain.from_iterable(map(_BUCKETS, units))]
-    if not _all_followed(buckets):
-        for bucket in buckets:
-            bucket.follow_requires_grad()
-
-
-def _all_followed(buckets: Sequence[Bucket]) -> bool:
-    followed = [*map(_FOLLOWED, buckets)]
-    if [] in followed or True in map(_FOLLOWS, buckets):
-        return False
-    now = map(read_requires_grad, chain.from_iterable(map(_SHARDED, buckets)))
-    return [*now] == [*chain.from_iterable(followed)]

@@ -1,0 +1,150 @@
+"""What users may touch, and when the engine looks: the checks, as data.
+
+A check compares what is there now with what the engine made, for all units at once, in C; only where something differs
+is each unit asked by itself. Those at rest and at a backward's beginning are run by `ask`. The others are part of a
+unit's own moments, in the files that the table names. `docs/architecture.md` shows the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from operator import attrgetter, is_
+
+from ..containers import NONES
+from ..forms import all_hold
+from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad
+from .bucket import Bucket
+from .gradients import release_all
+from .lookup import refuse_meta
+from .parking import refuse_parked
+from .unit import Unit
+
+
+class When(Enum):
+    """The moment at which something is compared."""
+
+    REST = "at rest, before a pass"
+    GATHER = "when a unit is opened or closed"
+    BACKWARD = "at a backward's beginning"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that users may touch.
+
+    Attributes:
+        name: what they do.
+        compares: what is compared.
+        when: at which moment.
+        does: what it raises, or takes over.
+        where: the file that compares it.
+        run: what looks at all units; None: it is part of a unit's own moment.
+    """
+
+    name: str
+    compares: str
+    when: When
+    does: str
+    where: str
+    run: Callable[[Sequence[Unit]], None] | None = None
+
+
+_GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
+_UNTOUCHED, _FOLLOWED, _FOLLOWS = attrgetter("untouched"), attrgetter("followed"), attrgetter("form.follows")
+_SHARDED, _VIEWS = attrgetter("sharded"), attrgetter("delivery.views")
+_SHOWN, _SUMMONED = attrgetter("showing.unsharded"), attrgetter("showing.summoned")
+_ASSIGNED = attrgetter("touched.assigned")
+
+
+def _refresh(units: Sequence[Unit]) -> None:
+    """`Unit.refresh` of each. Whether users touched any of them is asked once, in C."""
+    gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
+    buckets = [*map(_BUCKET, gradients)]
+    untouched = [*map(_UNTOUCHED, buckets)]
+    if (
+        None in untouched
+        or True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
+        or any(map(_VIEWS, gradients))
+        or not all_hold(untouched)
+        or not _all_followed(buckets)
+    ):
+        for unit in units:
+            unit.refresh()
+    elif all(map(is_, map(read_grad, chain.from_iterable(map(_SHARDED, buckets))), NONES)):
+        release_all(gradients)
+    else:
+        for each in gradients:
+            if each.delivery.all_none():
+                each.release()
+
+
+def _follow(units: Sequence[Unit]) -> None:
+    """Let unsharded parameters follow the `requires_grad` of sharded ones."""
+    buckets = [*chain.from_iterable(map(_BUCKETS, units))]
+    if not _all_followed(buckets):
+        for bucket in buckets:
+            bucket.follow_requires_grad()
+
+
+def _all_followed(buckets: Sequence[Bucket]) -> bool:
+    followed = [*map(_FOLLOWED, buckets)]
+    if [] in followed or True in map(_FOLLOWS, buckets):
+        return False
+    now = map(read_requires_grad, chain.from_iterable(map(_SHARDED, buckets)))
+    return [*now] == [*chain.from_iterable(followed)]
+
+
+REST, GATHER, BACKWARD = When
+CHECKS = (
+    Check(
+        "parameters, their storage, `requires_grad` or `.grad` were assigned",
+        "objects, addresses and dtypes (`Untouched`), `requires_grad`, `.grad` with None",
+        *(REST, "taken over, or `ConfigError`; memory of gradients that are None is given back", "shard/asked.py"),
+        _refresh,
+    ),
+    Check("the model was parked", "whether any is", REST, "`PhaseError`", "shard/parking.py", refuse_parked),
+    Check("shards are on meta", "`shard.is_meta`", REST, "`PhaseError`", "shard/lookup.py", refuse_meta),
+    Check(
+        "a parameter was added to a module",
+        *("torch's count of registrations", REST, "`PhaseError` if it trains", "runtime/additions.py"),
+    ),
+    Check(
+        "weights were changed while their unit stays gathered",
+        *("the values, or counts of changes", REST, "gathered again", "agreement/stale.py"),
+    ),
+    Check(
+        "a Parameter was assigned to a module in a forward",
+        *("what is registered with what was shown", GATHER, "`PhaseError`", "shard/showing.py"),
+    ),
+    Check(
+        "a forward wrote to its own parameters",
+        *("versions and addresses of unsharded parameters", GATHER, "`PhaseError`", "forms/full.py"),
+    ),
+    Check(
+        "`requires_grad` changed since the forward", "`requires_grad`", BACKWARD, "followed", "shard/asked.py", _follow
+    ),
+    Check(
+        "whole parameters are shown (`summon_full_params`)",
+        *("`showing.summoned`", BACKWARD, "`UsageError`", "runtime/root.py"),
+    ),
+    Check(
+        "weights were changed between a forward and its backward",
+        *("`Unit.version` with that of the call", BACKWARD, "`PhaseError` on all ranks", "runtime/step.py"),
+    ),
+)
+_RUNS = {when: [check.run for check in CHECKS if check.when is when and check.run is not None] for when in When}
+
+
+def ask(when: When, units: Sequence[Unit]) -> None:
+    """Run the checks of a moment that look at all units at once, in the table's order.
+
+    Raises:
+        ConfigError: a parameter was replaced by something that is not its shard.
+        PhaseError: units are parked, or hold no values.
+    """
+    with plain_access():
+        for run in _RUNS[when]:
+            run(units)
