@@ -16,7 +16,7 @@ from fullshard.comm import lanes
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
-    "agreement/late.py: send": "whether values go by page-locked memory; both ways: a backward's do, a kept unit's do not",
+    "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
     "api/parking.py: park": "whether memory is page-locked",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
     "api/wrapper/setup.py: warn_of_host": "a warning",
