@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..comm import Comm, Pending, turns_on
+from ..comm import Comm, Pending, has_streams, turns_on
 from ..mesh import MeshAxes
 from ..watcher import RANK
 from .messages import other_counts_of_batches
@@ -57,7 +57,7 @@ class TokenCount:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            if self._axes.device.type == "cpu" and self._compares:
+            if self._compares and not has_streams(self._axes.device):
                 self._compare()
         kind = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
         if kind not in self._by_dtype:

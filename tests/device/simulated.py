@@ -1,0 +1,300 @@
+"""An accelerator that a rank on a CPU believes it has: late copies, hooks on another thread, reads that are counted.
+
+    has_streams   true, in whichever module asks
+    backend       "nccl"; comparisons go over connections of the host's, whose tensors are the host's
+    copies        into page-locked memory arrive when the host waits for them and not before; until then it holds poison
+    hooks         run on what says it is another thread, as autograd's thread of a device does
+    reads         `item()`, `tolist()`, `bool()`, `cpu()`, ... of what is not known to be the host's: one line each
+    waits         for an event or stream, of what is less than two passes old: one line each
+
+Which stream waits for which is tested with `happens_before.py`; kernels run at once here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fullshard
+from fullshard.comm import lanes
+from fullshard.mesh import Axis, axes
+from fullshard.runtime import root
+from fullshard.runtime.root import Root
+from fullshard.shard.offload import Home
+from fullshard.torch_private import autograd_task
+
+CPU = torch.device("cpu")
+ENGINE = str(Path(fullshard.__file__).parent)
+API, WRAPPER = (
+    importlib.import_module("fullshard.api.functional.fully_shard"),
+    importlib.import_module("fullshard.api.wrapper.instances"),
+)
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+COMPARE = ("equal", "allclose", "is_nonzero")  # of torch's functions: those whose result is on the host
+LATE = 2  # passes of a kind after which the device is done with what it was given
+
+
+class ReadTooEarly(AssertionError):
+    """The host read page-locked memory that a copy is on its way to, and did not wait for its event."""
+
+
+class Device:
+    """What one rank's device was asked.
+
+    Attributes:
+        waits: a line for every time that the host waited for the device, or read a value of the device's.
+        streams: all that were made; the first is the compute stream.
+        asked: functions of the engine, "file: name", that asked whether the device has streams and went on as it has.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.streams: list[Stream] = []
+        self.asked: set[str] = set()
+        self.compute = self.current = Stream("compute", self)
+        self.passes = {"forward": 0, "backward": 0}
+        self._host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # the host's, by address
+        self._pinned: set[int] = set()  # those of them that copies arrive in late
+        self._coming: dict[int, Copy] = {}  # by storage: the last copy to it that nobody waited for
+
+    def now(self) -> tuple[str, int]:
+        kind = "backward" if autograd_task.inside_backward() else "forward"
+        return kind, self.passes[kind]
+
+    def is_old(self, moment: tuple[str, int]) -> bool:
+        kind, number = moment
+        return self.passes[kind] - number >= LATE
+
+    def wait(self, what: str, moment: tuple[str, int]) -> None:
+        """The host waits for what the device was given at that moment."""
+        if not self.is_old(moment):
+            self.note(what)
+
+    def note(self, what: str) -> None:
+        inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ENGINE)]
+        at = f"{Path(inside[-1].filename).name}: {inside[-1].name}" if inside else "the user"
+        self.waits.append(f"{what} by {at}")
+
+    def give_to_host(self, tensor: Tensor, pinned: bool = False) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._host[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if pinned:
+            self._pinned.add(key)
+        return tensor
+
+    def _forget(self, key: int) -> None:
+        self._host.pop(key, None)
+        self._pinned.discard(key)
+        self._coming.pop(key, None)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def read(self, tensor: Tensor, how: str) -> None:
+        """The host reads a value."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+            return  # of a subclass: what it does inside is what reads
+        key = tensor.untyped_storage()._cdata
+        if key in self._coming:
+            raise ReadTooEarly(f"{how} of {tensor.dtype} {tuple(tensor.shape)}")
+        if key not in self._host:
+            self.note(f"{how} of {tensor.dtype} {tuple(tensor.shape)}")
+
+    def queue(self, target: Tensor, values: Tensor) -> None:
+        """A copy to page-locked memory begins."""
+        with torch.no_grad():
+            copy = Copy(target.detach(), values.detach().clone())
+            copy.target.fill_(float("nan") if target.is_floating_point() else -7)
+        self.current.coming.append(copy)
+        self._coming[target.untyped_storage()._cdata] = copy
+
+    def arrive(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            key = copy.target.untyped_storage()._cdata
+            with torch.no_grad():
+                copy.target.copy_(copy.values)
+            if self._coming.get(key) is copy:
+                del self._coming[key]
+
+
+class Copy:
+    """On its way to page-locked memory."""
+
+    def __init__(self, target: Tensor, values: Tensor) -> None:
+        self.target, self.values = target, values
+
+
+class Stream:
+    """As much of `torch.Stream` as is used."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self.name, self.device, self.coming = name, device, []
+        self.before: list[Stream] = []
+        device.streams.append(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """On the device."""
+
+    def wait_event(self, event: Event) -> None:
+        """On the device."""
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        Event(self).synchronize()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Stream:
+        self.before.append(self.device.current)
+        self.device.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.device.current = self.before.pop()
+
+
+class Event:
+    """As much of `torch.Event` as is used; recorded when it is made."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.copies, self.moment = stream, list(stream.coming), stream.device.now()
+
+    def synchronize(self) -> None:
+        device = self.stream.device
+        device.wait(f"wait for {self.stream.name}", self.moment)
+        device.arrive(self.copies)
+        self.stream.coming = [copy for copy in self.stream.coming if copy not in self.copies]
+
+    def query(self) -> bool:
+        raise AssertionError("an event was polled: what follows depends on timing, and no graph can be captured")
+
+
+class PinnedHome(Home):
+    """A home in what counts as page-locked memory, with lanes."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(CPU, CPU, pinned=True)
+        self.simulated = device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.simulated.give_to_host(torch.empty(numel, dtype=dtype), pinned=True)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.simulated.is_pinned(tensor)
+
+
+def patched_everywhere(name: str, original: Any, value: Any) -> list[Any]:
+    """Patches of a function of the engine in every module that has it under its name."""
+    return [
+        mock.patch.object(module, name, value)
+        for key, module in list(sys.modules.items())
+        if key.startswith("fullshard") and vars(module).get(name) is original
+    ]
+
+
+@contextlib.contextmanager
+def simulated(offload: bool = False) -> Iterator[Device]:
+    """Models that are sharded and trained inside run on a device of their own. On each rank.
+
+    Args:
+        offload: whether shards and gradients live in the host's memory.
+    """
+    device = Device()
+    lane_names = iter(["inward", "outward"])
+    ident, copy_ = threading.get_ident, Tensor.copy_
+
+    def has_streams(where: torch.device) -> bool:
+        code = sys._getframe(1).f_code
+        if code.co_name.startswith("<"):  # a comprehension
+            code = sys._getframe(2).f_code
+        device.asked.add(f"{Path(code.co_filename).relative_to(ENGINE)}: {code.co_name}")
+        return True
+
+    def other_thread() -> int:
+        return ident() + autograd_task.inside_backward()
+
+    def copying(target: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking and device.is_pinned(target) and not device.is_pinned(values):
+            device.queue(target, values)
+            return target
+        return copy_(target, values, non_blocking)
+
+    def reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *given: Any, **named: Any) -> Any:
+            device.read(tensor, name)
+            return original(tensor, *given, **named)
+
+        return read
+
+    def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(owner: Root, *given: Any) -> Any:
+            device.passes[kind] += 1
+            return original(owner, *given)
+
+        return begin
+
+    def over_host(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(comm: Any, axis: Any, *given: Any) -> Any:
+            for tensor in given if axis.backend == "gloo" else ():
+                if isinstance(tensor, Tensor):
+                    device.give_to_host(tensor)
+            return original(comm, axis, *given)
+
+        return call
+
+    fakes: dict[str, Any] = {
+        "has_streams": has_streams,
+        "new_stream": lambda where: Stream(next(lane_names), device),
+        "current_stream": lambda where: device.current,
+        "host_buffer": lambda numel: device.give_to_host(torch.full((numel,), -7), pinned=True),
+    }
+    patches: list[Any] = [
+        patch for name, fake in fakes.items() for patch in patched_everywhere(name, getattr(lanes, name), fake)
+    ]
+    patches += [mock.patch.object(Tensor, name, reading(name, getattr(Tensor, name))) for name in READS]
+    patches += [mock.patch.object(torch, name, reading(name, getattr(torch, name))) for name in COMPARE]
+    patches += [mock.patch.object(Tensor, "copy_", copying), mock.patch.dict(lanes._LANES, clear=True)]
+    patches += [mock.patch.object(module, "get_ident", other_thread) for module in (root, autograd_task)]
+    patches += [
+        mock.patch.object(Root, f"begin_{kind}", counting(kind, getattr(Root, f"begin_{kind}")))
+        for kind in device.passes
+    ]
+    patches += [
+        mock.patch.object(fullshard.TorchComm, name, over_host(getattr(fullshard.TorchComm, name)))
+        for name in ("gather", "all_reduce")
+    ]
+    if offload:
+        patches += [mock.patch.object(each, "home_of", lambda *asked: PinnedHome(device)) for each in (API, WRAPPER)]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield device
+
+
+@contextlib.contextmanager
+def by_nccl() -> Iterator[None]:
+    """Meshes that are resolved inside have groups that call themselves NCCL's, and lines on the host."""
+
+    def over(axis: Axis, part: str) -> Axis:
+        if axis.backend == "gloo" or part != "side":
+            return axis
+        return hosts.setdefault(axis, Axis(axis.group, axis.size, axis.rank, "gloo", axis.ranks))
+
+    hosts: dict[Axis, Axis] = {}
+    with mock.patch.object(axes, "backend_of", lambda group, kind: "nccl"), mock.patch.object(Axis, "_over", over):
+        yield
