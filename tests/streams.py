@@ -332,8 +332,8 @@ def unheld_shards() -> AbstractContextManager[Any]:
 
     def mutated(self: Unit, *given: Any, **named: Any) -> None:
         issue(self, *given, **named)
-        if self._gathered.comm is None:
-            self._gathered.spend()
+        if self.gathered.comm is None:
+            self.gathered.spend()
 
     return mock.patch.object(Unit, "issue_gather", mutated)
 
