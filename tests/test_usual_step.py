@@ -20,6 +20,7 @@ from fullshard import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    PhaseError,
     fully_shard,
 )
 from fullshard.runtime import runner, runner_of
@@ -35,8 +36,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDE), nn.Linear(WIDE, 5), nn.Linear(5, WIDE)
+        self.writes = False
 
     def forward(self, x: Tensor, scale: float = 1.0, seen: list[Tensor] | None = None) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
         y = self.down(torch.relu(self.up(self.norm(x))))
         if seen is not None:
             seen.append(y.detach().sum())
@@ -95,6 +100,7 @@ class Program:
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
         self.net = Net()
+        self.blocks: list[Any] = list(self.net.blocks)
         self.model = WAYS[way](self.net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.seen: list[Any] = []
@@ -167,6 +173,17 @@ def a_block_raises(run: Program, number: int) -> None:
             run.model(torch.ones(2, WIDE))
         hook.remove()
     run.step(number)
+
+
+@program
+def a_forward_writes_to_its_weight(run: Program, number: int) -> None:
+    run.blocks[2].writes = number == 4
+    if number == 4:
+        with pytest.raises(PhaseError, match=r"up\.weight") as error:
+            run.model(torch.ones(2, WIDE))
+        run.seen.append(str(error.value))
+    else:
+        run.step(number)
 
 
 @program

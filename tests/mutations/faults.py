@@ -248,7 +248,7 @@ FAULTS = (
         "runtime/step.py",
         "        and [*map(read_version, usual.watched)] == usual.numbers\n",
         "",
-        test="tests/test_usual_step.py tests/corners/test_forwards_that_write.py",
+        test="tests/test_usual_step.py -k writes",
     ),
     Fault(
         "usual: an output that is the unit's own memory is given away",
@@ -262,7 +262,7 @@ FAULTS = (
         "runtime/reducer.py",
         "        self.usual = not hooked and self._in_step is None",
         "        self.usual = self._in_step is None",
-        test="tests/test_usual_step.py -k hook",
+        test="tests/test_usual_step.py",
     ),
     Fault(
         "usual: a gradient that is missing shows as zeros",
