@@ -21,9 +21,9 @@ from torch import nn
 
 from fullshard import Event, fully_shard, record_events
 from fullshard.reference import Package, find, package
-from fullshard.runtime import step
+from fullshard.runtime import runner
 from fullshard.runtime.phases import Happening, Phase, row
-from fullshard.runtime.step import Runner
+from fullshard.runtime.runner import Runner
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -164,14 +164,14 @@ def record() -> list[Row]:
 
         return acts if action is not None else None, following
 
-    table = [[drawn(event, *step.ROWS[phase][event]) for event in Happening] for phase in Phase]
+    table = [[drawn(event, *runner.ROWS[phase][event]) for event in Happening] for phase in Phase]
 
     def told(event: Event) -> None:
         rows.append((event.unit, event.verb, f"{event.verb} {event.nbytes:,} B", event.live))
 
     for _ in range(3):
         rows.clear()
-        with mock.patch.object(step, "ROWS", table), record_events(told):
+        with mock.patch.object(runner, "ROWS", table), record_events(told):
             model(torch.randn(8, 64)).square().mean().backward()
         model.zero_grad()
     return rows
