@@ -118,6 +118,11 @@ class Kept:
                 return zeros
         return None
 
+    def stands_for(self, bucket: Bucket, member: Member) -> bool:
+        """Whether zeros of the engine's stand in `.grad` for what was accumulated for this member of this bucket."""
+        shown = self.shown.get(id(bucket)) or self.shown.get(id(member))
+        return shown is not None and shown.ours
+
     # Giving up.
 
     def given_up(self) -> list[Member]:
