@@ -75,6 +75,15 @@ def by_layout(**how: Any) -> Callable[[Net], nn.Module]:
     return shard
 
 
+def one_is_different(net: Net) -> nn.Module:
+    """Units that go the usual way, and in their midst one that stays gathered, and one of two modules."""
+    first, second, third, last = net.blocks
+    fully_shard(net.first, reshard_after_forward=False)
+    for unit in (first, [second, third], last):
+        fully_shard(unit)
+    return fully_shard(net)
+
+
 def wrapped(**how: Any) -> Callable[[Net], nn.Module]:
     return lambda net: FullyShardedDataParallel(net, auto_wrap_policy={Block}, **how)
 
@@ -90,6 +99,7 @@ WAYS: dict[str, Callable[[Net], nn.Module]] = {
     "wrapper": wrapped(),
     "originals": wrapped(use_orig_params=True),
     "originals, bf16": wrapped(use_orig_params=True, mixed_precision=MixedPrecision(**LOW)),
+    "one is different": one_is_different,
     "kept after forward": by_layout(reshard_after_forward=False),
 }
 
@@ -329,7 +339,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "kept after forward"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("kept after forward", "one is different")])
 def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Every block in every moment: else this file compares the long way with itself."""
     fake_world(3)

@@ -419,16 +419,20 @@ class Root:
             unit.issue_gather(one.settings.comm)
             ahead[index] = True
 
-    def gather_ahead(self, token: int) -> None:
+    def gather_ahead(self, token: int) -> bool:
         """Start the gather that the log says comes next, if its unit goes the usual way and is not gathered.
 
         Args:
             token: what is expected, a gather.
+
+        Returns:
+            Whether it was started; if not, `prefetch` or `prefetch_back` may start another.
         """
-        unit: Any = self._unit_list[token >> VERB_BITS]
+        one = self.units[token >> VERB_BITS]
+        unit: Any = one.unit
         usual, position = unit.usual, self.position
-        if usual is None or unit.state is not SHARDED:
-            return
+        if usual is None or unit.state is not SHARDED or not one.settings.usual:
+            return False
         log, gather, ledger = position.log, usual.gather, unit.ledger
         log.expected = next(log.ahead, NOTHING)
         RANK.record(token + next(position.turns))
@@ -443,6 +447,7 @@ class Root:
         ledger.gathered += gather.issued_bytes
         if ledger.gathered + ledger.reducing > ledger.peak:
             ledger.note()
+        return True
 
     def prefetch_chosen(self, chosen: Iterable[int]) -> None:
         """Start gathering for a forward the units that a user chose, as far as they can be gathered now."""

@@ -84,9 +84,10 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         trace.ahead[index] += 1
         ahead.pop(index, None)
         token = root.position.log.expected
-        if len(ahead) < depth and token & VERB == GATHER:
-            root.gather_ahead(token)
+        if len(ahead) < depth and token & VERB == GATHER and root.gather_ahead(token):
             ahead[token >> VERB_BITS] = True
+        else:
+            root.prefetch(depth)
     else:
         runner.before_forward(forward)
     plain = not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor
@@ -226,9 +227,8 @@ class Call:
             unit.open(usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
-            if depth == 1 and len(steps) > 1 and steps[-2][1] and token == REGATHER | steps[-2][0].unit << VERB_BITS:
-                root.gather_ahead(token)
-            else:
+            known = depth == 1 and len(steps) > 1 and steps[-2][1]
+            if not known or token != REGATHER | steps[-2][0].unit << VERB_BITS or not root.gather_ahead(token):
                 root.prefetch_back(depth)
         else:
             runner.before_backward(self)

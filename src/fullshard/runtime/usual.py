@@ -133,6 +133,9 @@ def plan_usual_reduction(runner: Any) -> None:
         return
     (gradients,) = unit.gradients
     bucket, delivery, planned = gradients.bucket, gradients.delivery, gradients.running
+    known = unit.usual.reduction
+    if known is not None and known.planned is planned and known.set is delivery.set:
+        return
     if (
         planned is not None
         and planned.scaling is MEAN
