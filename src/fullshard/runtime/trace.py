@@ -155,11 +155,6 @@ class Traces:
             if oldest not in self._reached:
                 oldest.count_in(defaultdict(int))
 
-    def next_is(self, period: Period, begins: bool) -> bool:
-        """Whether this step comes next, of the trace that was reached last."""
-        trace = period.trace
-        return trace is self.reached and trace is not None and trace.steps[-1:] == [(period, begins)]
-
     def back_to(self, period: Period, begins: bool) -> Iterable[Step]:
         """Go back to a step of the trace that it is part of, if any; see `Trace.back_to`."""
         trace = period.trace
