@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.runtime import named_inputs, root
+from fullshard.runtime import noticed, root
 from fullshard.torch_private import autograd_task
 
 WIDTH = 6
@@ -125,7 +125,7 @@ def test_training_goes_on_after_a_backward_that_raised(fake_world):
         made = model()
         with (
             device_thread(stays),
-            mock.patch.object(named_inputs, "recover", named_inputs.recover if not unseen else lambda: None),
+            mock.patch.object(noticed, "recover", noticed.recover if not unseen else lambda: None),
         ):
             assert losses_of(made, following) == pytest.approx(expected), (stays, unseen, following.__name__)
 
@@ -137,21 +137,6 @@ def test_what_was_gathered_is_free_when_the_caller_sees_the_error(fake_world):
         with device_thread(stays):
             break_backward(made)
             assert fullshard.memory_use(made).gathered == 0
-
-
-@pytest.mark.parametrize("asks", ["backward", "grad"])
-def test_a_backward_that_raised_puts_units_back_by_itself(fake_world, asks):
-    """Without the wrapper around `torch.autograd.backward`, which other ways to run one do not pass through."""
-    fake_world(1)
-    made = model()
-    own = list(made.parameters())
-    made[1][0].register_full_backward_pre_hook(fail)
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    with mock.patch.object(named_inputs, "recover", lambda: None), pytest.raises(Failure):
-        loss = made(x).square().mean()
-        loss.backward() if asks == "backward" else torch.autograd.grad(loss, x)
-    assert fullshard.memory_use(made).gathered == 0
-    assert all(shown is mine for shown, mine in zip(made.parameters(), own, strict=True))
 
 
 def test_a_backward_that_is_dropped_on_another_thread_leaves_a_forward_alone(fake_world):

@@ -62,7 +62,7 @@ def test_clipping_is_by_the_norm_of_all_ranks(run_ranks):
 
 
 def given_up() -> list[bool]:
-    """Whether anything that was accumulated counts before and after `optimizer.zero_grad()`."""
+    """Whether anything was accumulated before and after `optimizer.zero_grad()`."""
     found = []
     for layout in LAYOUTS:
         model = sharded(layout)
@@ -72,7 +72,7 @@ def given_up() -> list[bool]:
             backward(model, dist.get_rank())
             clear()
             units = [runner_of(module).unit for module in model.modules() if runner_of(module) is not None]
-            found.append(any(gradients.owed() for unit in units for gradients in unit.gradients))
+            found.append(any(gradients.accumulates for unit in units for gradients in unit.gradients))
     return found
 
 
@@ -183,7 +183,7 @@ def kept_and_scaled(model: nn.Module, views: list) -> None:
     aside = [parameter.grad for parameter in parameters]
     torch.optim.SGD(views, lr=1.0).zero_grad()
     for parameter, grad in zip(parameters, aside, strict=True):
-        parameter.grad = grad if hasattr(grad, "_local_tensor") else grad.clone()  # the very objects
+        parameter.grad = grad  # the very objects
 
 
 def moved_and_searched(model: nn.Module, views: list) -> None:
@@ -243,8 +243,6 @@ def changed_gradients(layout: str) -> list[str]:
             optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
             for step in range(3):
                 optimizer.zero_grad()
-                if layout == "originals":
-                    one.zero_grad()  # of plain parameters the optimizer's says nothing
                 if after:
                     backward(one, *seeds)
                 if step or not after:
@@ -257,41 +255,6 @@ def changed_gradients(layout: str) -> list[str]:
 def differing(where: str, model: nn.Module, plain: nn.Module) -> list[str]:
     ours = whole_parameters(model)
     return [f"{where} {name}" for name, parameter in plain.named_parameters() if not ours[name].allclose(parameter)]
-
-
-def test_a_plain_gradient_that_was_dropped_or_put_back_is_refused(fake_world):
-    """What `zero_grad()` of the view's optimizer leaves on a plain parameter is what a program puts back there."""
-    fake_world(2)
-    model = originals()
-    optimizer = torch.optim.SGD(optimizer_view(model), lr=0.1)
-
-    def assign_copies() -> None:
-        for parameter in with_gradients(model):
-            parameter.grad = parameter.grad.clone()
-
-    for remedy in (model.zero_grad, assign_copies):
-        backward(model, 0)
-        optimizer.zero_grad()
-        with pytest.raises(fullshard.ConfigError, match=r"0\.weight") as caught:
-            optimizer.step()
-        assert caught.value.code == "C431"
-        remedy()
-        optimizer.step()
-        optimizer.zero_grad()
-    backward(model, 0)  # and the next backward needs no remedy
-    optimizer.step()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_show_what_their_view_shows(fake_world, layout):
-    """`zero_grad()` of the view's optimizer: the parameters' are None when they are read."""
-    fake_world(2)
-    model = sharded(layout)
-    optimizer = torch.optim.SGD(optimizer_view(model), lr=0.1)
-    backward(model, 0)
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:A parameter got no gradient")

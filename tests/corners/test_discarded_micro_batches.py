@@ -135,17 +135,3 @@ def test_zero_grad_gives_up_what_was_not_reduced_over_replicas(way: str) -> list
         of_batch(model, 3).backward(), of_batch(reference, 3).backward()
         problems += gradient_problems(discard, model, reference)
     return problems
-
-
-@pytest.mark.parametrize("way", ["rows", "wrapper", "originals"])
-@on_ranks
-def test_scaling_what_stands_for_accumulated_gradients_gives_nothing_up(way: str) -> list[str]:
-    """Clipping between micro-batches meets zeros, on some ranks of no elements: what they stand for stays."""
-    model, reference = shard(layers(), way, but_last), layers()
-    for each in (model, reference):
-        accumulate(each, False)
-        for parameter in each.parameters() if each is model else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-        of_batch(each, 3).backward()
-    return gradient_problems("scaled", model, reference)

@@ -1,17 +1,6 @@
 """One parameter of a sharded model: where it is registered, what is held of it, how it shows while that is sharded."""
 
-from .changes import (
-    OWNER_KEY,
-    VIEWED_KEY,
-    Owner,
-    Touched,
-    Untouched,
-    all_hold,
-    mark_gradient,
-    mark_view,
-    note_change,
-    owner_of,
-)
+from .changes import OWNER_KEY, Owner, Touched, Untouched, all_hold, mark_view, note_change, owner_of
 from .flat import FlatParameterForm
 from .flat_parameter import ATTRIBUTE, FlatParameter, FlatParamShardMetadata, shard_metadata
 from .flat_shard import FlatShard
@@ -49,7 +38,6 @@ __all__ = [
     "OWNER_KEY",
     "PART_KEY",
     "SUCCESSOR_KEY",
-    "VIEWED_KEY",
     "WHOLE_KEY",
     "Chunks",
     "Draft",
@@ -83,7 +71,6 @@ __all__ = [
     "hooks_onto",
     "identity_of",
     "is_extension",
-    "mark_gradient",
     "mark_view",
     "note_change",
     "owner_of",

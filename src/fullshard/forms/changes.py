@@ -18,17 +18,8 @@ from typing import Any
 
 import torch
 
-from ..torch_private.local_tensor import read_grad
-
 OWNER_KEY = "_fullshard_unit"
 """Where a parameter, sharded or unsharded, keeps a weak reference (`Owner`) to the unit that owns it."""
-
-
-_HOLDER_KEY = "_fullshard_holder"  # where a gradient keeps a weak reference to the parameter whose `.grad` it is
-
-
-VIEWED_KEY = "_fullshard_viewed"
-"""On a sharded parameter that optimizer views are, or were, over; False in its class. Dynamo reads no `__dict__`."""
 
 
 class Owner(weakref.ref):  # type: ignore[type-arg]
@@ -141,42 +132,6 @@ def give_up_gradient(parameter: Any) -> None:
     unit = owner_of(parameter)
     if unit is not None:
         unit.give_up_gradients({id(parameter)})
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def kept_gradient(parameter: Any) -> torch.Tensor | None:
-    """What the `.grad` of a sharded parameter shows where it would be None: see `shard/kept.py`."""
-    unit = owner_of(parameter)
-    found: torch.Tensor | None = None if unit is None else unit.kept_gradient(parameter)
-    return found
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def settle_gradient(parameter: Any) -> None:
-    """The `.grad` of a sharded parameter under an optimizer view is read or set: the view's may be gone, and so its."""
-    unit = owner_of(parameter)
-    if unit is not None:
-        unit.settle_gradient(parameter)
-
-
-def mark_gradient(gradient: torch.Tensor, of: torch.Tensor) -> None:
-    """`gradient` is the `.grad` of the sharded parameter `of`: zeroing it in place gives up what waits for it."""
-    gradient.__dict__[_HOLDER_KEY] = weakref.ref(of)
-
-
-def note_zeroed(tensors: Iterable[Any]) -> None:
-    """Tensors of ours were zeroed in place; lists are looked into. Of gradients: what waits for them goes as well."""
-    for tensor in tensors:
-        if isinstance(tensor, (list, tuple)):
-            note_zeroed(tensor)
-        elif isinstance(tensor, torch.Tensor) and (reference := tensor.__dict__.get(_HOLDER_KEY)):
-            if (parameter := reference()) is not None and read_grad(parameter) is tensor:
-                give_up_gradient(parameter)
-
-
-def zeroes(name: str) -> bool:
-    """Whether an operation of this name zeroes its first argument, in place."""
-    return name in ("zero_", "_foreach_zero_", "aten::zero_", "aten::_foreach_zero_")
 
 
 def changes_in_place(name: str) -> bool:

@@ -26,16 +26,7 @@ from ..layout import dense_strides, rectangles
 from ..mesh import device_of
 from ..torch_private.local_tensor import delete_grad, read_data, read_grad, write_grad
 from ..torch_private.storage_writer import writes_safetensors
-from .changes import (
-    changes_in_place,
-    give_up_gradient,
-    kept_gradient,
-    mark_view,
-    note_change,
-    note_zeroed,
-    settle_gradient,
-    zeroes,
-)
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change
 from .messages import copied_into_whole, not_computed_flat, pickled, several_rectangles
 from .norms import norms
 from .row_shard import assign_data
@@ -53,7 +44,6 @@ class FlatShard(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _run: Run
-    _fullshard_viewed = False  # see `VIEWED_KEY`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -82,16 +72,11 @@ class FlatShard(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As `Tensor.grad`; zeros for one that waits for its reduction, which setting it to None gives up."""
-        if self._fullshard_viewed:
-            settle_gradient(self)
-        found = read_grad(self)
-        return kept_gradient(self) if found is None else found
+        """As `Tensor.grad`. Setting it to None gives up what was accumulated without sync, too."""
+        return read_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self._fullshard_viewed:
-            settle_gradient(self)
         if value is None:
             give_up_gradient(self)
         write_grad(self, value)
@@ -176,8 +161,6 @@ class FlatShard(torch.Tensor):
         kwargs = kwargs or {}
         if changes_in_place(func._schema.name):
             note_change(args[:1])
-            if zeroes(func._schema.name):
-                note_zeroed(args[:1])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)

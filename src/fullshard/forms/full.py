@@ -152,9 +152,6 @@ class Full(Protocol):
         That is put right as far as memory goes: the next gather, planned anew, gives it the right values.
         """
 
-    def overlook(self, tensor: torch.Tensor) -> None:
-        """`tensor.set_(tensor)`, of an unsharded parameter, was no write to it, if nothing else was."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of what was allocated last."""
@@ -342,9 +339,6 @@ class PlainFull:
             if list(map(sub, map(call, addresses), repeat(base()))) != offsets:
                 written += self._point_back()
         return written
-
-    def overlook(self, tensor: torch.Tensor) -> None:
-        self._versions.overlook(tensor)
 
     def _point_back(self) -> list[Member]:
         """Make unsharded parameters that were given other memory views of the buffers again; returns their members."""

@@ -42,7 +42,7 @@ class LocalForm:
     counts = True
     follows = False
     gives_empty = False
-    owns_grad = False
+    shows_kept = True
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart

@@ -23,8 +23,8 @@ class Form(Protocol):
     Attributes:
         plain: whether the shard is one plain 1-D tensor.
         keeps_originals: whether the original Parameter objects become the sharded ones.
-        owns_grad: whether `.grad` of its parameters is a property of a class of ours, which says at once what users do
-            with it. Of plain parameters it has to be looked at later; see `shard/kept.py`.
+        shows_kept: whether a parameter whose gradients were accumulated without sync shows a `.grad` of zeros: where
+            users' parameters are plain, nothing else would tell that they gave those gradients up.
         counts: whether `version` is ever anything but 0.
         follows: whether `follow` does anything.
         gives_empty: whether a parameter of which this rank holds nothing gets an (empty) `.grad`.
@@ -35,7 +35,7 @@ class Form(Protocol):
     counts: bool
     follows: bool
     gives_empty: bool
-    owns_grad: bool
+    shows_kept: bool
 
     def take(self, slot: Slot, part: Part, original: torch.Tensor, local: torch.Tensor) -> None:
         """Copy this rank's `part` of the original's values into `local`."""

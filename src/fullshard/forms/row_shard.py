@@ -28,17 +28,7 @@ from ..torch_private.local_tensor import (
     set_local,
     write_grad,
 )
-from .changes import (
-    changes_in_place,
-    give_up_gradient,
-    kept_gradient,
-    mark_view,
-    note_change,
-    note_zeroed,
-    owner_of,
-    settle_gradient,
-    zeroes,
-)
+from .changes import changes_in_place, give_up_gradient, mark_view, note_change, owner_of
 from .member import NAME_KEY, attributes_of
 from .messages import copied_into_whole, data_of_another_shape, data_on_meta, saved_by_torch, used_while_freed
 
@@ -57,8 +47,6 @@ class RowShard(DTensor):
     memory: pickled and copied they become plain DTensors in memory of their own.
     """  # no __slots__: what stages tensors for a checkpoint reads DTensor's
 
-    _fullshard_viewed = False  # see `VIEWED_KEY`
-
     @property
     def data(self) -> torch.Tensor:
         """As `Tensor.data`. A DTensor that is assigned has the same shape and placements."""
@@ -76,20 +64,12 @@ class RowShard(DTensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sharded gradient, or None; zeros for one that waits for its reduction.
-
-        As `Tensor.grad`, without asking `__torch_function__`.
-        """
-        if self._fullshard_viewed:
-            settle_gradient(self)
+        """The sharded gradient, or None. As `Tensor.grad`, without asking `__torch_function__`."""
         with plain_access():
-            found = read_grad(self)
-        return kept_gradient(self) if found is None else found
+            return read_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self._fullshard_viewed:
-            settle_gradient(self)
         if value is None:
             give_up_gradient(self)
         with plain_access():
@@ -169,10 +149,8 @@ class RowShard(DTensor):
             if func is not torch.Tensor.copy_ or not _copy_whole(*args[:2]):
                 raise used_while_freed(getattr(func, "__name__", func), name_of(args) or "?") from error
             result = args[0]
-        if changes_in_place(operation := getattr(func, "__name__", "")):
+        if changes_in_place(getattr(func, "__name__", "")):
             note_change(args[:1])
-            if zeroes(operation):
-                note_zeroed(args[:1])
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
             as_row_shard(result)  # a transpose of a weight is misused just as the weight is
             if (name := name_of(args)) is not None:

@@ -34,7 +34,7 @@ class RowsForm:
     counts = False
     follows = False
     gives_empty = True
-    owns_grad = True
+    shows_kept = False
 
     def __init__(self, layout: Layout, axes: MeshAxes, apart: bool = False) -> None:
         self.layout, self.axes, self.apart = layout, axes, apart

@@ -332,10 +332,6 @@ class SubclassFull:
         moved = self._versions.moved() if self._versions is not None else []
         return [self._gathered[index].member for index in moved]
 
-    def overlook(self, tensor: torch.Tensor) -> None:
-        if self._versions is not None:
-            self._versions.overlook(tensor)
-
     def _mesh(self) -> DeviceMesh:
         """The mesh of the shard axis alone."""
         axes = self.form.axes

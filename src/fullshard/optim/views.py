@@ -21,12 +21,11 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
     """Plain local tensors over the same memory as the model's sharded parameters, for an element-wise optimizer.
 
     Their `.grad` is set together with the sharded parameters'; setting either to None (`optimizer.zero_grad()`,
-    `model.zero_grad()`) counts for both: at once, but for the wrapper's original parameters, which are plain and keep
-    theirs until the next forward. Another tensor that is assigned to a parameter's is what the optimizer steps by.
-    Optimizers that look at a parameter's shape (Muon, Shampoo, LBFGS, LAMB's per-tensor norms) need the sharded
-    parameters themselves, of the layout "rows". A parameter that gets no gradient in a step in which others of its view
-    get one (not used, or frozen meanwhile) is not passed over, as it would be by itself: its gradient is zero, so
-    weight decay and momentum still move it; a warning names it.
+    `model.zero_grad()`) counts for both. Another tensor that is assigned to a parameter's is what the
+    optimizer steps by. Optimizers that look at a parameter's shape (Muon, Shampoo, LBFGS,
+    LAMB's per-tensor norms) need the sharded parameters themselves, of the layout "rows". A parameter that gets no
+    gradient in a step in which others of its view get one (not used, or frozen meanwhile) is not passed over, as it
+    would be by itself: its gradient is zero, so weight decay and momentum still move it; a warning names it.
 
     Args:
         model: a model with units.

@@ -1,7 +1,7 @@
 """When things happen: phases of a unit, the order of units, ends of passes, agreement between ranks."""
 
 from .copy import copy_module, deepcopy_module, pickling_error
-from .named_inputs import install as notice_torch
+from .noticed import install as notice_torch
 from .outputs import shown_part
 from .phases import Phase
 from .reducer import InFlight

@@ -2,9 +2,6 @@
 
 No unit has them, so that every rank would train a copy of its own. That something was registered is noticed by torch's
 own global hooks, at no cost to a step; which parameters no unit has is looked up then.
-
-The same hook notices `register_parametrization` in a forward (PEFT's LoRA for weights of experts). That calls
-`weight.set_(weight)`, which counts as a write to what is gathered, and is none.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.utils.parametrize import ParametrizationList
 
-from ..forms import WHOLE_KEY, owner_of, successor_of
+from ..forms import owner_of, successor_of
 from ..names import clean_name
 from .messages import added_parameters
 
@@ -42,18 +38,6 @@ class _Registrations:
     @classmethod
     def _noticed(cls, module: nn.Module, name: str, what: Any) -> None:
         cls.count += 1
-        if name == "original" and isinstance(module, ParametrizationList) and WHOLE_KEY in what.__dict__:
-            _overlook(what)
-
-
-def _overlook(gathered: nn.Parameter) -> None:
-    """An unsharded parameter is the original of a parametrization, to which it was just `set_` by torch."""
-    unit = owner_of(gathered)
-    if unit is None or torch.__future__.get_swap_module_params_on_conversion():  # then it was not `set_`
-        return
-    for bucket in unit.buckets:
-        if bucket.full is not None:
-            bucket.full.overlook(gathered)
 
 
 class Additions:

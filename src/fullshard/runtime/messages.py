@@ -249,7 +249,7 @@ def copied_in_part(module: str) -> PhaseError:
     )
 
 
-# named_inputs.py
+# noticed.py
 
 
 def input_never_ran(parameter: str) -> PhaseError:

@@ -304,7 +304,7 @@ class Reducer:
         for gradients in unit.gradients:
             if gradients.waiting():
                 gradients.collect(unit.ledger)
-            gradients.delivery.kept.show(gradients.delivery.got, gradients.delivery.views)
+            gradients.delivery.show_kept()
         if stream.listeners:
             unit.emit("collect", sum([gradients.live_bytes for gradients in unit.gradients]))
 

@@ -337,8 +337,7 @@ class Root:
         ask(When.BACKWARD, self._unit_list)  # `requires_grad` may have been off and on again since the forward
         self.position.compare_sizes()
         on_device = has_streams(self.top.settings.axes.device)  # where autograd calls hooks on a thread of its own
-        caller = self._thread if on_device else get_ident()
-        self.backward = BackwardEnd(self.end_backward, self.recover_if_broken_here, caller)
+        self.backward = BackwardEnd(self.end_backward, self._thread if on_device else get_ident())
         self.ahead.clear()
         self.position.begin(BACKWARD, self.top.settings.reduce.sync, self._gathered())
         self.usual_forward = False

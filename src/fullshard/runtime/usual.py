@@ -30,7 +30,7 @@ AFTER_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS, "held", "period.cal
 # What is compared of it, and of its `Gradients`, before they are reduced; `UsualReduction` has what it is to be.
 REDUCES = attrgetter("settings.reduce", "settings.comm", "settings.share", "root.reducer.usual", "root.reducer.owed")
 GRADIENTS = attrgetter(
-    *("state", "partial", "buffer", "delivery.set", "delivery.kept.shown", "delivery.views", "bucket.trains"),
+    *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.views", "bucket.trains"),
 )
 
 
@@ -122,7 +122,7 @@ class UsualReduction:
         self.most = settings.reduce.max_in_flight
         self.before: Any = (
             (settings.reduce, settings.comm, None, True, {}),
-            (GradState.NONE, None, planned.buffer, current, {}, [], True),
+            (GradState.NONE, None, planned.buffer, current, set(), [], True),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -16,8 +16,7 @@ from ..torch_private.local_tensor import inside, plain_access, read_grad, write_
 from .bucket import Bucket
 from .gradient_set import GradientSet
 from .hooks import hooked_flat, hooked_member, sees_gradients
-from .kept import Kept
-from .messages import dropped_or_put_back, two_gradients, view_of_another_shape, zero_in_a_view
+from .messages import two_gradients, view_of_another_shape, zero_in_a_view
 from .optimizer_view import OptimizerView
 
 _ALL = -1
@@ -40,7 +39,6 @@ class Delivery:
         undecided: indices of members that this rank had no gradient for, and that show none or have hooks: whether they
             get what was reduced, and hooks run, is for all ranks to say.
         aside: by index of a member that this rank had no gradient for, the part that its hooks see if any rank had one.
-        kept: what stands in `.grad` for gradients that were accumulated without sync.
         hooked: whether users' code runs when any of the parameters or views gets a gradient, when it was reduced last.
     """
 
@@ -53,7 +51,7 @@ class Delivery:
         self.used: Sequence[bool] = self.nobody
         self.undecided: list[int] = []
         self.aside: dict[int, torch.Tensor] = {}
-        self.kept = Kept(bucket)
+        self.kept: set[int] = set()  # indices of members that show zeros for what was accumulated without sync
         self.hooked = False
         self._told_of_zeros = False
 
@@ -263,6 +261,44 @@ class Delivery:
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
         return [t for t in self.tensors(undecided) if all(t is not tensor for tensor in before)]
 
+    # What was accumulated without sync.
+
+    def show_kept(self) -> None:
+        """Let members with gradients that were accumulated without sync show zeros, where nothing is shown."""
+        if not self.bucket.form.shows_kept:
+            return
+        flat = self.bucket.flat_parameter
+        for index, member in enumerate(self.bucket.members):
+            if self.got[index]:
+                self.kept.add(index)
+                if flat is None and read_grad(member.sharded) is None:
+                    write_grad(member.sharded, torch.zeros_like(member.sharded))
+                elif flat is not None and flat.grad is None:
+                    flat.grad = torch.zeros_like(flat)
+
+    def given_up(self) -> list[Member]:
+        """The members whose zeros the user took away: what they stood for is given up, too. Asked before it is used."""
+        if not self.kept:
+            return []
+        kept, self.kept = self.kept, set()
+        given_up = self._without_grad(kept)
+        if self.bucket.flat_parameter is None and not self.bucket.form.gives_empty:
+            for member in [self.bucket.members[index] for index in kept]:
+                if not member.part.numel:
+                    write_grad(member.sharded, None)
+        return given_up
+
+    def all_given_up(self) -> bool:
+        """Whether there is something accumulated without sync that shows, and none of it does any more."""
+        return bool(self.kept) and len(self._without_grad(self.kept)) == len(self.kept)
+
+    def _without_grad(self, indices: set[int]) -> list[Member]:
+        flat = self.bucket.flat_parameter
+        members = [self.bucket.members[index] for index in sorted(indices)]
+        if flat is not None:
+            return members if flat.grad is None else []
+        return [member for member in members if read_grad(member.sharded) is None]
+
     # Views.
 
     def _show_views(self, current: GradientSet) -> None:
@@ -316,8 +352,7 @@ class Delivery:
         """Before an optimizer steps views: what users assigned to the `.grad` of parameters under them counts there.
 
         Raises:
-            ConfigError: they assigned another to the view as well; or a plain parameter shows what its view had before
-                that was set to None.
+            ConfigError: they assigned another to the view as well.
         """
         with plain_access(), torch.no_grad():
             current, grads = self.set, [read_grad(member.sharded) for member in self.bucket.members]
@@ -333,7 +368,6 @@ class Delivery:
         grads = {i: grad for i in view.members if (grad := read_grad(members[i].sharded)) is not None}
         assigned = {i: grad for i, grad in grads.items() if not self._shares(view, i, grad)}
         if whole is None:
-            self._refuse_left_over(grads.keys() - assigned.keys())
             grads = assigned  # the others went with the view's
             if not assigned:
                 return
@@ -362,12 +396,6 @@ class Delivery:
         if not self._told_of_zeros:
             self._told_of_zeros = self._warn_of_zeros(fresh, [view])
 
-    def _refuse_left_over(self, indices: Set[int]) -> None:
-        """Raise if one of these, whose view's gradient was set to None, is a plain parameter: see the message."""
-        for member in [self.bucket.members[i] for i in sorted(indices)] if not self.bucket.form.owns_grad else ():
-            if member.part.numel:
-                raise dropped_or_put_back(member.name, self.bucket.axes.global_rank)
-
     def _adopt(self, view: OptimizerView, whole: torch.Tensor) -> None:
         """Make a gradient that the user gave an optimizer view that of its parameters.
 
@@ -388,7 +416,7 @@ class Delivery:
         view.adopted, view.cleared = whole, False
 
     def let_go(self, parameters: set[int]) -> None:
-        """An optimizer view or all parameters under one, by id, lost their gradient: none of them keeps one."""
+        """`zero_grad()` of an optimizer view or of all parameters under one, by id: none of them keeps a gradient."""
         for view in self.views:
             if view.alone or (tensor := view.tensor) is None:
                 continue

@@ -93,7 +93,7 @@ class Gradients:
         """Whether gradients of earlier backwards wait to be reduced, and the user did not give them up."""
         if self.state is not PENDING and self.partial is None:
             return False
-        return not self.delivery.kept.all_given_up(self.delivery.got)
+        return not self.delivery.all_given_up()
 
     def waiting(self) -> bool:
         """Whether autograd left gradients on the unsharded parameters that were not collected yet."""
@@ -112,7 +112,7 @@ class Gradients:
             ledger: told of what is allocated.
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
-        if delivery.kept and (given_up := delivery.kept.given_up()):
+        if delivery.kept and (given_up := delivery.given_up()):
             live = self.live_bytes
             self.give_up(given_up)
             ledger.reducing -= live - self.live_bytes
@@ -154,10 +154,8 @@ class Gradients:
         """
         bucket, delivery, buffer = self.bucket, self.delivery, self.buffer
         assert buffer
-        if delivery.kept:
-            if given_up := delivery.kept.given_up():
-                self.give_up(given_up)
-            delivery.kept.clear()
+        if delivery.kept and (given_up := delivery.given_up()):
+            self.give_up(given_up)
         bucket.turns.take()
         delivery.hooked = sees_gradients(
             delivery.tensors() if delivery.views else bucket.sharded or bucket.list_sharded()
@@ -239,7 +237,6 @@ class Gradients:
             reduced = reduced.clone()
         self.partial = reduced if self.partial is None else self.partial.add_(reduced)
         self.running, self.state = None, NONE
-        self.delivery.kept.show(self.delivery.got, self.delivery.views)
 
     def replicate(self, comm: Comm) -> int:
         """Start the all-reduce of the slice, with what `keep_partial` set aside, over the replicate axis.
@@ -338,8 +335,6 @@ class Gradients:
         self.delivery.got = [
             got and member not in members for got, member in zip(self.delivery.got, self.bucket.members, strict=True)
         ]
-        if True not in self.delivery.got:
-            self._drop()
 
     def release(self) -> None:
         """Give back the memory of gradients if nobody else holds it; not the host's. All `.grad` are None."""

@@ -170,19 +170,6 @@ def two_gradients(parameter: str, rank: int) -> ConfigError:
     )
 
 
-def dropped_or_put_back(parameter: str, rank: int) -> ConfigError:
-    """The error for an optimizer view without a gradient over a plain parameter that shows the one of before."""
-    return ConfigError(
-        "An optimizer view has no gradient, while the parameter under it shows the gradient that both had.",
-        parameter=parameter,
-        rank=rank,
-        expected="a parameter without a gradient, or with a tensor of its own",
-        got="the tensor of before: left by the optimizer's zero_grad(), or put back after it",
-        remedy="to step by it, assign a copy (parameter.grad = grad.clone()); to drop it, call model.zero_grad() too",
-        code="C431",
-    )
-
-
 def view_of_another_shape(parameter: str, expected: tuple[int, ...], got: tuple[int, ...]) -> ConfigError:
     """The error for the `.data` of an optimizer view that was set to another shape."""
     return ConfigError(

@@ -476,22 +476,6 @@ class Unit:
             if gradients.accumulates:
                 self.ledger.reducing -= gradients.give_up_parameters(parameters)
 
-    def kept_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Zeros that stand for what was accumulated without sync for a sharded parameter; see `kept.py`."""
-        for gradients in self.gradients:
-            delivery = gradients.delivery
-            if gradients.accumulates and (zeros := delivery.kept.show_when_read(parameter, delivery.got)) is not None:
-                return zeros
-        return None
-
-    def settle_gradient(self, parameter: torch.Tensor) -> None:
-        """Let the gradients of parameters go whose optimizer view lost its own; the view of `parameter` at least."""
-        for gradients in self.gradients:
-            views = gradients.delivery.views
-            gone = [t for v in views if not v.cleared and (t := v.tensor) is not None and t.grad is None]
-            if gone:
-                gradients.delivery.let_go({id(tensor) for tensor in gone})
-
     # Ties across units.
 
     def give_up(self, parameter: torch.Tensor) -> tuple[list[Place], torch.Tensor]:

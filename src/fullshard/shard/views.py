@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..forms import NAME_KEY, PART_KEY, VIEWED_KEY, mark_view, owner_of
+from ..forms import NAME_KEY, PART_KEY, mark_view, owner_of
 from .bucket import Bucket
 from .delivery import Delivery
 from .messages import view_on_meta, viewed_twice
@@ -36,8 +36,6 @@ def add_views(delivery: Delivery, runs: Sequence[tuple[int, int, list[int]]]) ->
         _describe_to_dcp(tensor, delivery.bucket, indices)
         views.append(OptimizerView(tensor, offset, length, indices))
         tensors.append(tensor)
-        for i in indices:
-            delivery.bucket.members[i].sharded.__dict__[VIEWED_KEY] = True
     delivery.views = views
     delivery.drop_set()  # its views are the old ones; the gradients it gave out live on
     delivery.follow()

@@ -25,13 +25,11 @@ def inside_backward() -> bool:
 class BackwardEnd:
     """Calls `done` once, when the backward that is running at construction ends without an exception.
 
-    Autograd holds the only strong reference to the callback, and drops it with the backward: on the caller's thread,
-    before the exception reaches the caller; or, where a device's thread holds it longer, there, at any time.
+    Autograd holds the only strong reference to the callback, and drops it with the backward: on the caller's thread or
+    on the device's, some time after the caller got the exception.
 
     Args:
         done: is called by autograd, on any thread.
-        broken: is called where autograd drops the backward on the caller's thread and never called `done`, if this
-            object is still alive.
         caller: the thread that called `backward()`; hooks may run on another one.
 
     Attributes:
@@ -40,17 +38,11 @@ class BackwardEnd:
 
     __slots__ = ("_caller", "alive")
 
-    def __init__(self, done: Callable[[], None], broken: Callable[[], None], caller: int) -> None:
-        waiting = [broken]
-        callback = _Callback(done, waiting)
+    def __init__(self, done: Callable[[], None], caller: int) -> None:
+        callback = _Callback(done)
         _queue_callback(callback)
+        self.alive: Callable[[], object] = weakref.ref(callback)
         self._caller = caller
-
-        def dropped(_: object) -> None:
-            if waiting and get_ident() == caller and not inside_backward():
-                broken()
-
-        self.alive: Callable[[], object] = weakref.ref(callback, dropped)
 
     def running(self) -> bool:
         """Whether that backward is still running, and this thread is part of one."""
@@ -66,11 +58,10 @@ class BackwardEnd:
 
 
 class _Callback:
-    __slots__ = ("__weakref__", "done", "waiting")
+    __slots__ = ("__weakref__", "done")
 
-    def __init__(self, done: Callable[[], None], waiting: list[Callable[[], None]]) -> None:
-        self.done, self.waiting = done, waiting
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
 
     def __call__(self) -> None:
-        self.waiting.clear()
         self.done()

@@ -56,12 +56,6 @@ class Versions:
         """Whether none of the tensors was changed in place since they were right."""
         return tuple(map(read_version, self.tensors)) == self.numbers
 
-    def overlook(self, tensor: torch.Tensor) -> None:
-        """A single write to one of the tensors since it was right, which is the one that is known, was no change."""
-        for mine, right in zip(self.tensors, self.numbers, strict=True):
-            if mine is tensor and read_version(mine) == right + 1:
-                set_version(mine, right)
-
     def moved(self) -> list[int]:
         """Indices of tensors that were changed in place since they were right."""
         moved = map(ne, map(read_version, self.tensors), self.numbers)

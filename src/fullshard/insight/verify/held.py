@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...checkpoint.names import Named, Table, settle
 from ...checkpoint.values import views_of
-from ...forms import Member, full_of
+from ...forms import full_of
 from ...names import clean_name
-from ...shard import Bucket
 from ...torch_private.local_tensor import local_part, read_grad
 
 
@@ -82,25 +81,19 @@ class Held:
             return local_part(row.parameter.detach())
         return row.bucket.part(row.bucket.shard, row.member).detach()
 
-    def gradient(self, row: Named) -> torch.Tensor | None:
+    @staticmethod
+    def gradient(row: Named) -> torch.Tensor | None:
         """This rank's part of the gradient as an optimizer sees it now, sharing memory; None if there is none."""
         bucket, member = row.bucket, row.member
         if bucket is None or member is None:
             grad: Any = row.parameter.grad
             return None if grad is None else local_part(grad.detach())
-        if self._waits(bucket, member):
-            return None
         if (flat := bucket.flat_parameter) is not None:
             whole: torch.Tensor | None = flat.grad
             fits = whole is not None and whole.numel() == bucket.layout.shard_numel
             return bucket.part(whole, member).detach() if whole is not None and fits else None
         grad = read_grad(member.sharded)
         return None if grad is None else bucket.local(grad, member).detach()
-
-    def _waits(self, bucket: Bucket, member: Member) -> bool:
-        """Whether zeros stand in `.grad` for what waits to be reduced."""
-        kept = [gradients.delivery.kept for unit, _ in self.table.units for gradients in unit.gradients]
-        return any([one.stands_for(bucket, member) for one in kept])
 
     @staticmethod
     def cut(row: Named, whole: torch.Tensor) -> torch.Tensor:

@@ -1,34 +1,82 @@
-"""Sharded parameters that users name to autograd, of whose graph they are no part: units compute with what they gather.
+"""What users ask of torch's own functions, and Fullshard must know of.
 
-`backward(inputs=parameters)` would leave no gradient anywhere, and say nothing: autograd runs no node, so that nothing
-on a tensor, a node or a parameter could tell. A wrapper around `torch.autograd.backward` names the unsharded parameters
-in their place. `torch.autograd.grad(loss, parameters)`, whose results nothing would reduce, would give None where that
-is allowed, and raises from a wrapper, too. `docs/decisions/0012-no-global-patches.md` says what was tried in place of
-these two, which are put there when the first model is sharded. Nothing else of torch is replaced.
-
-The wrapper around `backward` sees its errors besides: the watcher is told of them, units are put back before the caller
-sees one (`BackwardEnd` does that, too, but for a device's thread that still holds the backward), and an error of
-autograd's over a parameter that was freed is said in plain words.
+`zero_grad()` gives up gradients that were accumulated without sync, too: they wait unsharded for the next reduction and
+do not show in `.grad`, so that nothing on a parameter would tell: `Optimizer.zero_grad` and `Module.zero_grad` have
+wrappers around them. `backward(inputs=parameters)` names sharded parameters, which are no
+part of the graph: a wrapper around `torch.autograd.backward` names the unsharded ones in their place, and one around
+`torch.autograd.grad`, whose results nothing would reduce, raises. Where a backward raises, units are put back before
+the caller sees the error: after one for lack of memory, what was gathered is free. `register_parametrization` in a
+forward (PEFT's LoRA for weights of experts) counts as a change of the weight, which it only moves, and would be refused
+as one. The wrappers are put there when the first model is sharded.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import PhaseError
-from ..forms import Member, owner_of
+from ..forms import WHOLE_KEY, Member, owner_of
 from ..shard import State, Unit
 from ..torch_private.dynamo import dynamo_is_active
+from ..torch_private.versions import set_version
 from ..watcher import RANK
 from .messages import grad_of_sharded, input_never_ran, needs_what_was_freed
 from .root import all_roots
 
 _installed: list[Any] = []
+
+
+def give_up(parameters: Iterable[Any], shown: bool) -> None:
+    """Discard gradients of these parameters that were accumulated without sync, or not yet reduced.
+
+    Args:
+        shown: whether `.grad` becomes None, which optimizer views and the parameters under them share.
+    """
+    recover()
+    units = [one.unit for root in all_roots() for one in root.units]
+    if not any([g.accumulates or g.delivery.views for unit in units for g in unit.gradients]):
+        return
+    found: dict[int, tuple[Unit, set[int]]] = {}
+    for parameter in parameters:
+        unit = owner_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if unit is not None:
+            found.setdefault(id(unit), (unit, set()))[1].add(id(parameter))
+    for unit, ids in found.values():
+        unit.give_up_gradients(ids)
+        for gradients in unit.gradients if shown else ():
+            gradients.delivery.let_go(ids)
+
+
+def recover() -> None:
+    """Bring every unit back to where a step begins whose backward was called from this thread and raised."""
+    for root in all_roots():
+        root.recover_if_broken_here()
+
+
+def _recover_after(error: BaseException) -> None:
+    RANK.catches(error)
+    try:
+        recover()
+    except Exception as second:
+        error.add_note(f"The units could not be put back after this: {second!r}")
+
+
+def _apart(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`; where a whole step is compiled, past Dynamo, which cannot follow it nor the hooks that it runs."""
+    guarded = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
+
+    return called
 
 
 def in_graph(inputs: Any) -> Any:
@@ -117,36 +165,24 @@ def asked_of_grad(outputs: Any, inputs: Any, found: Sequence[Any] | None) -> Pha
 _CHANGED = re.compile(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]")
 
 
-def recover() -> None:
-    """Bring every unit back to where a step begins whose backward was called from this thread and raised."""
-    for root in all_roots():
-        root.recover_if_broken_here()
-
-
-def _recover_after(error: BaseException) -> None:
-    RANK.catches(error)
-    try:
-        recover()
-    except Exception as second:
-        error.add_note(f"The units could not be put back after this: {second!r}")
-
-
-def _apart(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`; where a whole step is compiled, past Dynamo, which cannot follow it nor the hooks that it runs."""
-    guarded = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> None:
-        (guarded if torch.compiler.is_compiling() or dynamo_is_active() else function)(*args, **kwargs)
-
-    return called
-
-
 def install() -> None:
-    """See the module's docstring. Once."""
+    """Notice every optimizer's `zero_grad` and every backward's `inputs`, and say which errors are ours. Once."""
     if _installed:
         return
-    original_backward, original_grad = torch.autograd.backward, torch.autograd.grad
+    original, original_backward = torch.optim.Optimizer.zero_grad, torch.autograd.backward
+    original_grad, of_module = torch.autograd.grad, nn.Module.zero_grad
+
+    @_apart
+    @functools.wraps(original)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        give_up([parameter for group in self.param_groups for parameter in group["params"]], set_to_none)
+        original(self, set_to_none)
+
+    @_apart
+    @functools.wraps(of_module)
+    def module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        give_up(self.parameters(), set_to_none)
+        of_module(self, set_to_none)
 
     @_apart
     @functools.wraps(original_backward)
@@ -168,6 +204,7 @@ def install() -> None:
         try:
             found = original_grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:
+            _recover_after(error)
             if "not have been used in the graph" in str(error):
                 if (named := asked_of_grad(outputs, inputs, None)) is not None:
                     raise named from error
@@ -176,5 +213,20 @@ def install() -> None:
             raise named
         return found
 
-    torch.autograd.grad, torch.autograd.backward = grad, backward
-    _installed.extend((backward, grad))
+    original_list = ParametrizationList.__init__
+
+    @functools.wraps(original_list)
+    def parametrized(self: ParametrizationList, modules: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        gathered = WHOLE_KEY in getattr(original, "__dict__", ())
+        before = (original._version, original.data_ptr()) if gathered else None
+        original_list(self, modules, original, *args, **kwargs)
+        # It has `original.set_(original)`, which is no change; one of `right_inverse` gives other memory, or counts.
+        if before is not None and (original._version - 1, original.data_ptr()) == before:
+            set_version(original, before[0])
+
+    ParametrizationList.__init__ = parametrized  # type: ignore[method-assign]
+    torch.autograd.grad = grad
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    torch.autograd.backward = backward
+    nn.Module.zero_grad = module_zero_grad  # type: ignore[method-assign]
+    _installed.extend((zero_grad, module_zero_grad, backward, grad, parametrized))
