@@ -145,7 +145,18 @@ def units_of_several_layouts_are_changed_by_one_call_of_foreach(state: Training)
     state.step(2)
 
 
+def what_waits_for_a_reduction_is_set_to_zero(state: Training) -> None:
+    """It is given up, and in rows `.grad` stays None, as in PyTorch's; the wrapper showed zeros."""
+    state.start(ModelPlan((BlockPlan(), BlockPlan("either"))), Way("rows"), 2, "adamw")
+    for sync in ("yes", "no"):
+        state.micro_batch(sync=sync)
+    state.zero(to_none=False)
+    state.micro_batch()
+    state.step(1)
+
+
 CASES = [
+    what_waits_for_a_reduction_is_set_to_zero,
     units_of_several_layouts_are_changed_by_one_call_of_foreach,
     what_was_added_later_beside_a_block_that_some_ranks_leave_out,
     a_pass_that_could_not_begin_has_not_begun,

@@ -110,6 +110,7 @@ class Training(RuleBasedStateMachine):
         self.ranks: ThreadRanks
         self.number = 0  # of micro-batches
         self.unreduced = False  # whether gradients were left on their ranks
+        self.reduced: set[str] = set()  # the parameters whose gradients were there when all were last reduced
         self.rounding = 0.0  # the largest of all dtypes in which anything was computed; 0: double precision
         self.magnitude = 0.0  # of all gradients that were added up since there were none
         self.left_open: int | None = None  # the unit that was unsharded for the micro-batch that comes
@@ -236,6 +237,8 @@ class Training(RuleBasedStateMachine):
             torch.testing.assert_close(loss.double(), want.double(), rtol=self.tolerance, atol=self.tolerance)
         self.unreduced, self.trained = sync != "yes", True
         self.settled()
+        if not self.unreduced:
+            self.reduced = {name for name, p in self.reference.named_parameters() if p.grad is not None}
         if not self.unreduced and scalers is None:
             self.gradients_agree()
         return True
@@ -319,6 +322,10 @@ class Training(RuleBasedStateMachine):
             self.kept += [(local(grad), local(grad).clone()) for grad in grads]
         self.on_ranks(lambda _, model: model.zero_grad(set_to_none=to_none))
         self.reference.zero_grad(set_to_none=to_none)
+        for name, parameter in self.reference.named_parameters():
+            if name not in self.reduced and not self.way.wraps:  # it waited for a reduction; `.grad` was None and is
+                parameter.grad = None
+        self.reduced = set() if to_none else self.reduced
         self.unreduced, self.magnitude = False, 0.0
 
     @precondition(lambda self: not self.gradients())
