@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
 
 ROOT = f"{Path(fullshard.__file__).parent}/"
 BLOCKS = 16
-MOST = {"rows": (43, 2_420), "flat": (42, 2_400), "wrapper": (43, 2_430)}
+MOST = {
+    "rows": (43, 2_435),
+    "flat": (41, 2_420),
+    "wrapper": (42, 2_440),
+    "one flat parameter": (47, 2_550),
+    "kept after forward": (45, 2_380),
+    "replicated": (55, 2_855),
+    "frozen in part": (55, 2_785),
+    "synchronised by a switch": (50, 2_595),
+}
 """Calls, and bytecodes of Python 3.11, of a unit of six parameters; other versions compile to others."""
 
 
@@ -31,11 +41,18 @@ class Block(nn.Module):
 
 def sharded(way: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 16), *[Block() for _ in range(BLOCKS)])
-    if way == "wrapper":
-        return FullyShardedDataParallel(model, auto_wrap_policy={Block}, use_orig_params=True)
+    if way in ("wrapper", "one flat parameter"):
+        return FullyShardedDataParallel(model, auto_wrap_policy={Block}, use_orig_params=way == "wrapper")
+    how: dict[str, Any] = {"layout": way if way in ("rows", "flat") else "rows"}
+    if way == "kept after forward":
+        how["reshard_after_forward"] = False
+    if way == "replicated":
+        how["mesh"] = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "fsdp"))
     for block in model[1:]:
-        fully_shard(block, layout=way)
-    return fully_shard(model, layout=way)
+        if way == "frozen in part":
+            block.up.weight.requires_grad_(False)
+        fully_shard(block, **how)
+    return fully_shard(model, **how)
 
 
 def counted(step: Any) -> Counter[str]:
@@ -68,6 +85,8 @@ def test_a_steady_step_takes_no_more_than_it_did(fake_world, way):
     model, x = sharded(way), torch.randn(5, 16)
 
     def step() -> None:
+        if way == "synchronised by a switch":  # as loops do that accumulate: on at the last micro-batch
+            model.set_requires_gradient_sync(True)
         model(x).sum().backward()
 
     for _ in range(6):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
@@ -75,6 +76,17 @@ def by_layout(**how: Any) -> Callable[[Net], nn.Module]:
     return shard
 
 
+def replicated(net: Net) -> nn.Module:
+    return by_layout(mesh=init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "fsdp")))(net)
+
+
+def frozen_in_part(net: Net) -> Net:
+    """As with low-rank adapters: two buckets in each unit."""
+    for block in net.blocks:
+        block.up.requires_grad_(False)
+    return net
+
+
 def one_is_different(net: Net) -> nn.Module:
     """Units that go the usual way, and in their midst one that stays gathered, and one of two modules."""
     first, second, third, last = net.blocks
@@ -101,6 +113,8 @@ WAYS: dict[str, Callable[[Net], nn.Module]] = {
     "originals, bf16": wrapped(use_orig_params=True, mixed_precision=MixedPrecision(**LOW)),
     "one is different": one_is_different,
     "kept after forward": by_layout(reshard_after_forward=False),
+    "frozen in part": lambda net: by_layout()(frozen_in_part(net)),
+    "replicated": replicated,
 }
 
 
@@ -257,7 +271,7 @@ def a_gradient_is_held(run: Program, number: int) -> None:
 @program
 def a_hook_on_a_parameter(run: Program, number: int) -> None:
     if number == 3:
-        for parameter in run.model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, run.model.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda p: run.seen.append(inside(p.grad).clone()))
     run.step(number)
 
@@ -320,7 +334,7 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.Abstrac
 @pytest.mark.parametrize("act", PROGRAMS)
 @pytest.mark.parametrize("way", WAYS)
 def test_both_ways_leave_the_same(fake_world: Any, long_way: Any, way: str, act: str) -> None:
-    fake_world(3)
+    fake_world(6)
     with long_way():
         expected = finished(way, PROGRAMS[act])
     found = finished(way, PROGRAMS[act])
@@ -339,20 +353,22 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("kept after forward", "one is different")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "one is different"])
 def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Every block in every moment: else this file compares the long way with itself."""
-    fake_world(3)
+    fake_world(6)
     counted: Counter[str] = Counter()
-    for owner, name in ((Unit, "open"), (Unit, "close"), (Reducer, "reduce")):
+    for owner, name in ((Unit, "open"), (Unit, "show"), (Unit, "hide"), (Unit, "close"), (Reducer, "reduce")):
         monkeypatch.setattr(owner, name, counting(getattr(owner, name), counted))
     run = Program(way)
     for number in range(3):
         run.step(number)
     counted.clear()
     run.step(3)
-    assert counted["open"] == counted["close"] == 2 * BLOCKS
-    assert counted["reduce"] == (0 if way == "wrapper" else BLOCKS)  # a FlatParameter shares its gradient with a view
+    stays = BLOCKS if way == "kept after forward" else 0
+    assert counted["show"] == counted["hide"] == stays
+    assert counted["open"] == counted["close"] == 2 * BLOCKS - stays
+    assert counted["reduce"] == BLOCKS
 
 
 def counting(method: Any, counted: Counter[str]) -> Any:

@@ -93,7 +93,7 @@ class UseAgreement:
             at = 0
             for delivery in group:
                 count = len(delivery.used)
-                if asks or delivery.views:
+                if asks or (delivery.views and delivery.may_show_zeros()):
                     given += delivery.decide(present[at : at + count])
                 else:
                     delivery.used = delivery.nobody

@@ -51,8 +51,10 @@ class Reducible(Protocol):
     index: int
 
 
-class InFlight(deque[tuple["Reducer", Reducible]]):
+class InFlight(deque[tuple["Reducer", Reducible, UsualReduction | None]]):
     """Reductions over the shard axis, oldest first; each holds one buffer. Roots may share it (`share_comm_ctx`).
+
+    Of each: whose it is, the unit, and what it was started by if that was the usual way.
 
     Attributes:
         finalizing: whose reductions wait for a `GradientReductionHandle`; nobody else may run meanwhile.
@@ -68,6 +70,8 @@ _FILLS = attrgetter("settings.reduce.fill_unused")
 _REPLICATE, _SHARDS = attrgetter("axes.replicate"), attrgetter("axes.shard.size")
 _BUCKETS, _SHARDED = attrgetter("unit.buckets"), attrgetter("sharded")
 _HOME = attrgetter("home")
+_VIEWS, _TENSOR = attrgetter("delivery.views"), attrgetter("tensor")
+_EXISTS = partial(is_not, None)
 _TURNS, _TAKE = attrgetter("turns"), methodcaller("take")
 
 
@@ -117,7 +121,8 @@ class Reducer:
         self._use.begin(self._unit_list)
         sharded = [*map(_SHARDED, self._buckets())]
         with plain_access():  # an empty list: its parameters were not listed yet
-            hooked = [] in sharded or sees_gradients([*chain.from_iterable(sharded)])
+            views = chain.from_iterable(map(_VIEWS, chain.from_iterable(map(_GRADIENTS, self.units))))
+            hooked = [] in sharded or sees_gradients([*chain(*sharded, filter(_EXISTS, map(_TENSOR, views)))])
         self.usual = not hooked and self._in_step is None
         if rules.reduction == "tokens":
             if rules.tokens is None or not rules.tokens.left:
@@ -157,7 +162,8 @@ class Reducer:
             one: the unit.
             reduction: compared with what there is.
         """
-        in_flight, log, ledger = self.in_flight, self.position.log, one.unit.ledger
+        in_flight, position, ledger = self.in_flight, self.position, one.unit.ledger
+        log = position.log
         gradients, delivery, unsharded = reduction.gradients, reduction.delivery, reduction.unsharded
         with plain_access():
             while len(in_flight) >= reduction.most:
@@ -175,31 +181,33 @@ class Reducer:
             gradients.state = PENDING
             ledger.reducing += buffer_bytes
             if log.expected == REDUCE | one.index << VERB_BITS:  # as `Position.issue`
-                RANK.record(log.expected + next(self.position.turns))
+                RANK.record(log.expected + next(position.turns))
                 log.expected = next(log.ahead, NOTHING)
             else:
-                self.position.issue(REDUCE, one.index)
+                position.issue(REDUCE, one.index)
             starts: Iterable[Any] = map(call, reduction.starts)
             *_, gradients.pending = starts
-        ledger.reducing += scratch_bytes
-        if ledger.gathered + ledger.reducing > ledger.peak:
+        ledger.reducing = reducing = ledger.reducing + scratch_bytes
+        if ledger.gathered + reducing > ledger.peak:
             ledger.note()
-        gradients.state, gradients.running, gradients.usual = REDUCING, reduction.planned, reduction
-        delivery.hooked, self.position.reduced = False, True
-        in_flight.append((self, one))
+        gradients.state, gradients.running = REDUCING, reduction.planned
+        delivery.hooked, position.reduced = False, True
+        in_flight.append((self, one, reduction))
         self._use.reduced.add(one.index)
 
     def _arrives(self, ledger: Ledger, reduction: UsualReduction) -> bool:
         """Deliver what `reduce` started; False where gradients are to be added, or some have none."""
         gradients, delivery = reduction.gradients, reduction.delivery
-        gradients.usual = None
         if (
-            delivery.got is not delivery.everyone
+            gradients.running is not reduction.planned
+            or delivery.got is not delivery.everyone
             or delivery.set is not reduction.set
-            or delivery.views
             or stream.listeners
             or not all(map(is_, map(read_grad, reduction.sharded), NONES))
         ):
+            return False
+        views: Any = delivery.views and [*map(_TENSOR, delivery.views)]
+        if views and (any(map(is_, views, NONES)) or not all(map(is_, map(read_grad, views), NONES))):
             return False
         if reduction.takes:
             drain(map(call, reduction.takes))
@@ -210,6 +218,10 @@ class Reducer:
         ledger.reducing -= sum(reduction.nbytes)
         drain(map(write_grad, reduction.receivers, reduction.received))
         current: Any = reduction.set
+        if views:
+            drain(map(write_grad, views, current.views))
+            for view in delivery.views:
+                view.adopted, view.cleared = None, False
         current.shown, delivery.used, delivery.got = [*delivery.everyone], delivery.everyone, delivery.nobody
         gradients.state = NONE
         return True
@@ -241,7 +253,7 @@ class Reducer:
                     ledger.note()
         if stream.listeners:
             unit.emit("reduce", sum([gradients.buffer_bytes for gradients in every if gradients.state is REDUCING]))
-        in_flight.append((self, one))
+        in_flight.append((self, one, None))
         self._use.reduced.add(index)
         plan_usual_reduction(one)
 
@@ -251,9 +263,8 @@ class Reducer:
         As many of these as there are shards, whose slices are no longer than one buffer together: an all-reduce between
         machines may take longer than the backward of a unit.
         """
-        owner, one = self.in_flight.popleft()
-        reduction = one.unit.gradients[0].usual
-        if reduction is not None and owner._arrives(one.unit.ledger, reduction):
+        owner, one, reduction = self.in_flight.popleft()
+        if reduction is not None and not reduction.replicates and owner._arrives(one.unit.ledger, reduction):
             return
         if not any(map(_REPLICATE, one.unit.buckets)):
             owner._deliver(one)
@@ -290,7 +301,7 @@ class Reducer:
 
     def _finish_own(self, one: Reducible) -> None:
         """Deliver what is in flight of a unit, so that its buffer is free."""
-        while any(flying is one for _, flying in self.in_flight):
+        while any(flying is one for _, flying, _ in self.in_flight):
             self._advance()
         while one in self._replicating:
             self._deliver(self._replicating.popleft())

@@ -443,8 +443,8 @@ class Root:
             raise
         unit.state = State.GATHERING
         unit.gathered_version = sum(map(read_version, usual.counters), unit.touched.changes)
-        ledger.gathered += gather.issued_bytes
-        if ledger.gathered + ledger.reducing > ledger.peak:
+        ledger.gathered = gathered = ledger.gathered + gather.issued_bytes
+        if gathered + ledger.reducing > ledger.peak:
             ledger.note()
         return True
 

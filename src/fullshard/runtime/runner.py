@@ -472,7 +472,7 @@ class Runner:
 
     def set(self, **changes: Any) -> None:
         """Replace settings; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
-        if "comm" in changes:
+        if "comm" in changes or "reshard_after_forward" in changes:
             self.unit.usual = None
         self.settings = self.settings.with_changes(changes)
 

@@ -113,24 +113,45 @@ class UnitSettings:
     usual: bool = field(init=False, default=False)
     inputs_dtype: torch.dtype | None = field(init=False, default=None)
     outputs_dtype: torch.dtype | None = field(init=False, default=None)
+    _after: dict[Any, UnitSettings] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         policy, ahead = self.policy, self.prefetch
         chosen = ahead.late or ahead.forward_units is not None or ahead.backward_units is not None
-        usual = self.reshard_after_forward is not False and self.reshard_after_backward and self.unshard_in_backward
-        object.__setattr__(self, "usual", usual and not chosen)
+        object.__setattr__(self, "usual", self.reshard_after_backward and self.unshard_in_backward and not chosen)
         object.__setattr__(self, "inputs_dtype", policy.param_dtype if policy.cast_forward_inputs else None)
         object.__setattr__(self, "outputs_dtype", policy.output_dtype)
 
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
-        """A copy with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`."""
+        """The settings with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`.
+
+        Switches that go back and forth, as gradient sync does in each accumulation, lead to the same objects again:
+        what was planned under them still holds.
+        """
+        switches = {*map(type, changes.values())} <= _SWITCH
+        key = tuple(changes.items())
+        if switches and (known := self._after.get(key)) is not None:
+            return known
         own: dict[str, Any] = {}
         nested: dict[str, dict[str, Any]] = {"reduce": {}, "prefetch": {}}
+        before: list[tuple[str, Any]] = []
         for name, value in changes.items():
             part, _, rest = name.partition("_")
-            if part in nested and rest:
+            inside = part in nested and bool(rest)
+            before.append((name, getattr(getattr(self, part), rest) if inside else getattr(self, name)))
+            if inside:
                 nested[part][rest] = value
             else:
                 own[name] = value
-        parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
-        return replace(self, **parts, **own)
+        if switches and before == [*key]:
+            changed = self
+        else:
+            parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
+            changed = replace(self, **parts, **own)
+        if switches:
+            self._after[key] = changed
+            changed._after.setdefault(tuple(before), self)
+        return changed
+
+
+_SWITCH = {bool, type(None)}

@@ -18,7 +18,8 @@ from operator import call, is_, sub
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, is_grad_enabled, nn, strided
+from torch.compiler import is_compiling
 
 from ..agreement import VERB
 from ..containers import borrowed_from, cast_floating
@@ -49,7 +50,7 @@ def run(
 ) -> Any:
     """Call `forward`, which is `module`'s, with the unit gathered; whatever it raises, the unit is freed."""
     before, after, broken = before_forward, after_forward, break_off
-    if torch.compiler.is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
+    if is_compiling() or dynamo_is_active():  # a compiled block is one graph between the hooks
         before, after, broken = _GUARDED_BEFORE, _GUARDED_AFTER, _GUARDED_BREAK
     depth = len(runner.forwards)
     try:
@@ -66,7 +67,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise refused_transform(runner.unit.name)
     root: Any = runner.root
     forward, unit, settings = Forward(), runner.unit, runner.settings
-    usual, trains = unit.usual, torch.is_grad_enabled()
+    usual, trains = unit.usual, is_grad_enabled()
     if (
         usual is not None
         and BEFORE_FORWARD(runner) == usual.before_forward
@@ -90,7 +91,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             root.prefetch(depth)
     else:
         runner.before_forward(forward)
-    plain = not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor
+    plain = not kwargs and len(args) == 1 and type(args[0]) is Tensor
     if not plain:
         forward.borrowed = borrowed_from(args, kwargs)
     if settings.inputs_dtype is not None:
@@ -112,8 +113,8 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
     forwards, unit, settings = runner.forwards, runner.unit, runner.settings
     forward = forwards[-1]
     borrowed, usual, watching = forward.borrowed, forward.usual, forward.call
-    plain = borrowed is None and type(output) is torch.Tensor
-    if usual is not None and plain and output.layout is torch.strided:
+    plain = borrowed is None and type(output) is Tensor
+    if usual is not None and plain and output.layout is strided:
         owned = output.untyped_storage().data_ptr() in map(call, usual.addresses)
     else:
         owned = not plain or unit.owns(output)
@@ -142,10 +143,10 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
-        unit.close(usual)
+        (unit.hide if usual.stays else unit.close)(usual)
         period: Any = runner.period
         period.trace.steps.append((period, True))
-        runner.phase, runner.kept = IDLE, False
+        runner.phase, runner.kept = IDLE, runner.kept and usual.stays
     elif not forwards:
         runner.after_forward(module)
     return output
@@ -203,7 +204,7 @@ class Call:
         for forget in self.forgets:
             forget()
 
-    def before_backward(self, gradient: torch.Tensor) -> None:
+    def before_backward(self, gradient: Tensor) -> None:
         """An output got its gradient."""
         runner, period = self.runner, self.period
         root: Any = runner.root
@@ -224,7 +225,7 @@ class Call:
         ):
             steps, depth = trace.steps, runner.settings.prefetch.backward
             steps.pop()
-            unit.open(usual)
+            (unit.show if usual.stays else unit.open)(usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
             known = depth == 1 and len(steps) > 1 and steps[-2][1]
@@ -233,7 +234,7 @@ class Call:
         else:
             runner.before_backward(self)
 
-    def after_backward(self, gradient: torch.Tensor | None) -> None:
+    def after_backward(self, gradient: Tensor | None) -> None:
         """A watched input got its gradient; None where nothing that used it has one, in a reentrant checkpoint."""
         runner, period = self.runner, self.period
         root: Any = runner.root
@@ -247,7 +248,7 @@ class Call:
             and trace is root.traces.reached
             and trace.steps[-1:] == [(period, False)]
             and not self.done
-            and not torch.is_grad_enabled()
+            and not is_grad_enabled()
             and all(map(is_, map(call, usual.read), usual.unsharded))
             and root.backward.alive() is not None
             and not stream.listeners
@@ -260,7 +261,7 @@ class Call:
             reduction = usual.reduction
             if (
                 reduction is not None
-                and (REDUCES(runner), GRADIENTS(reduction.gradients)) == reduction.before
+                and (REDUCES(runner), [*map(GRADIENTS, reduction.every)]) == reduction.before
                 and not reduction.set.storage.nbytes()  # it was given back: nobody else holds it, and none is shown
                 and not trace.ahead[runner.index]
             ):

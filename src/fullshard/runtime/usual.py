@@ -6,6 +6,7 @@
     before backward   as before forward; shards as the forward saw them              finish, show the unsharded ones
     after backward    unsharded ones in place; gradients are reduced as last time    show the sharded ones, free, reduce
 
+A unit that stays gathered after its forward (`UsualStep.stays`) is neither freed there nor gathered for its backward.
 Where anything differs the unit goes the long way (`Runner`), which says what is wrong. Whatever a step was planned from
 drops it when that changes (`Unit.usual`); the next forward that goes the long way plans it again.
 """
@@ -27,7 +28,7 @@ BEFORE_FORWARD = attrgetter("root.usual_forward", *_ALWAYS)
 AFTER_FORWARD = attrgetter("root.usual_forward", *_ALWAYS, "held", "period.leads_back", "period.hides")
 BEFORE_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS)
 AFTER_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS, "held", "period.calls")
-# What is compared of it, and of its `Gradients`, before they are reduced; `UsualReduction` has what it is to be.
+# What is compared of it, and of its `Gradients`, each, before they are reduced; `UsualReduction` has what is usual.
 REDUCES = attrgetter("settings.reduce", "settings.comm", "settings.share", "root.reducer.usual", "root.reducer.owed")
 GRADIENTS = attrgetter(
     *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.views", "bucket.trains"),
@@ -44,6 +45,9 @@ class UsualStep:
         gather: that plan.
         opens: what ends a gather, then shows the unsharded parameters.
         closes: what shows the sharded parameters, then frees.
+        stays: whether it stays gathered from its forward to its backward.
+        shows, hides: what shows the unsharded parameters, and the sharded ones, of a unit that stays gathered.
+        copied: bytes that are alive besides as a gather ends, while what is copied out of it is still there.
         settles: bytes that are alive once the gather is over, less those while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
         addresses, counters, watched, numbers, addresses_of, bases, offsets: see `GatherPlan`, there `pointers`.
@@ -54,8 +58,8 @@ class UsualStep:
 
     __slots__ = (
         *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
-        *("before_forward", "closes", "counters", "gather", "numbers", "offsets", "opens", "places", "pointers"),
-        *("read", "reduction", "settles", "sharded", "unsharded", "watched"),
+        *("before_forward", "closes", "copied", "counters", "gather", "hides", "numbers", "offsets", "opens", "places"),
+        *("pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
     )
 
     def __init__(self, runner: Any) -> None:
@@ -64,7 +68,8 @@ class UsualStep:
         self.gather = gather
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.settles = gather.live_bytes - gather.issued_bytes
+        self.stays, self.shows, self.hides = runner.settings.reshard_after_forward is False, shown.show, shown.hide
+        self.copied, self.settles = gather.copied_bytes, gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
         self.counters, self.addresses = gather.counters, gather.addresses
         self.watched, self.numbers = gather.watched, gather.numbers
@@ -74,7 +79,8 @@ class UsualStep:
         self.places = [pointer() for pointer in self.pointers]
         self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, []
         self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], 0, True, False
-        self.before_backward: Any = self.before_forward
+        found = State.GATHERED if self.stays else State.GATHERING
+        self.before_backward: Any = True, Phase.IDLE, found, gather, True, []
         self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], 0, 1
         self.reduction: UsualReduction | None = None
 
@@ -87,15 +93,17 @@ def plan_usual_step(runner: Any) -> None:
 
 
 class UsualReduction:
-    """A reduction of the only bucket of a unit that starts and arrives as it did last. Holds no memory of its own.
+    """A reduction of the one bucket of a unit that trains, as it started and arrived last. Holds no memory of its own.
 
     Args:
         runner: of the unit.
-        gradients: of the bucket.
+        gradients: of that bucket.
         planned: the reduction.
 
     Attributes:
-        before: what `REDUCES` and `GRADIENTS` find as usual.
+        before: what `REDUCES`, and `GRADIENTS` of each bucket, find as usual.
+        every: the gradients of all buckets.
+        replicates: whether replicas reduce what arrives, which is then delivered the long way.
         collects: what comes before gradients are copied into the buffer.
         starts: what starts the reduction, and returns at last what to wait for.
         ends: what comes when it has arrived.
@@ -103,8 +111,8 @@ class UsualReduction:
     """
 
     __slots__ = (
-        *("before", "buffer", "collects", "delivery", "ends", "gradients", "most", "nbytes", "planned", "received"),
-        *("receivers", "set", "sharded", "starts", "takes", "unsharded"),
+        *("before", "buffer", "collects", "delivery", "ends", "every", "gradients", "most", "nbytes", "planned"),
+        *("received", "receivers", "replicates", "set", "sharded", "starts", "takes", "unsharded"),
     )
 
     def __init__(self, runner: Any, gradients: Gradients, planned: PlannedReduction) -> None:
@@ -120,18 +128,25 @@ class UsualReduction:
         self.ends: list[Callable[[], object]] = [planned.buffer.free, *([bucket.turns.give] if streams else [])]
         self.nbytes = planned.buffer.nbytes, planned.scratch
         self.most = settings.reduce.max_in_flight
-        self.before: Any = (
-            (settings.reduce, settings.comm, None, True, {}),
-            (GradState.NONE, None, planned.buffer, current, set(), [], True),
-        )
+        self.every, self.replicates = runner.unit.gradients, bucket.axes.replicate is not None
+        self.before: Any = (settings.reduce, settings.comm, None, True, {}), [*map(_at_rest, self.every)]
+
+
+def _at_rest(gradients: Gradients) -> Any:
+    """What `GRADIENTS` finds of a bucket when nothing of it waits for a reduction."""
+    delivery, bucket = gradients.delivery, gradients.bucket
+    return GradState.NONE, None, gradients.buffer, delivery.set, set(), [*delivery.views], bucket.trains
 
 
 def plan_usual_reduction(runner: Any) -> None:
     """Note how the gradients of a unit are reduced, if that is usual. The reduction was issued."""
     unit, settings = runner.unit, runner.settings
-    if unit.usual is None or len(unit.gradients) != 1 or not settings.reduce.usual or settings.share is not None:
+    if unit.usual is None or not settings.reduce.usual or settings.share is not None:
         return
-    (gradients,) = unit.gradients
+    trained = [gradients for gradients in unit.gradients if gradients.bucket.trains]
+    if len(trained) != 1:
+        return
+    (gradients,) = trained
     bucket, delivery, planned = gradients.bucket, gradients.delivery, gradients.running
     known = unit.usual.reduction
     if known is not None and known.planned is planned and known.set is delivery.set:
@@ -142,11 +157,9 @@ def plan_usual_reduction(runner: Any) -> None:
         and planned.rules is settings.reduce
         and delivery.set is not None
         and planned.out is delivery.set.flat
-        and bucket.axes.replicate is None
         and bucket.home is None
         and bucket.sharded
         and bucket.unsharded
-        and not delivery.views
         and not delivery.hooked
     ):
         unit.usual.reduction = UsualReduction(runner, gradients, planned)

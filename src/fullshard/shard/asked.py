@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_
 
-from ..containers import NONES
+from ..containers import NONES, drain
 from ..forms import all_hold
-from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad
+from ..torch_private.local_tensor import plain_access, read_grad, read_requires_grad, write_grad
 from .bucket import Bucket
-from .gradients import release_all
+from .gradients import Gradients, release_all
 from .lookup import refuse_meta
+from .optimizer_view import OptimizerView
 from .parking import refuse_parked
 from .unit import Unit
 
@@ -54,7 +55,9 @@ class Check:
 
 _GRADIENTS, _BUCKETS, _BUCKET = attrgetter("gradients"), attrgetter("buckets"), attrgetter("bucket")
 _UNTOUCHED, _FOLLOWED, _FOLLOWS = attrgetter("untouched"), attrgetter("followed"), attrgetter("form.follows")
-_SHARDED, _VIEWS = attrgetter("sharded"), attrgetter("delivery.views")
+_SHARDED, _VIEWS, _FLAT = attrgetter("sharded"), attrgetter("delivery.views"), attrgetter("form.flat")
+_ALONE, _TENSOR, _ADOPTED = attrgetter("alone"), attrgetter("tensor"), attrgetter("adopted")
+_MEMBERS = attrgetter("bucket.sharded")
 _SHOWN, _SUMMONED = attrgetter("showing.unsharded"), attrgetter("showing.summoned")
 _ASSIGNED = attrgetter("touched.assigned")
 
@@ -64,10 +67,11 @@ def _refresh(units: Sequence[Unit]) -> None:
     gradients = [*chain.from_iterable(map(_GRADIENTS, units))]
     buckets = [*map(_BUCKET, gradients)]
     untouched = [*map(_UNTOUCHED, buckets)]
+    views = [*chain.from_iterable(map(_VIEWS, gradients))]
     if (
         None in untouched
         or True in chain(map(_SHOWN, units), map(_SUMMONED, units), map(_ASSIGNED, units))
-        or any(map(_VIEWS, gradients))
+        or (views and not _all_let_go(gradients, views))
         or not all_hold(untouched)
         or not _all_followed(buckets)
     ):
@@ -81,6 +85,16 @@ def _refresh(units: Sequence[Unit]) -> None:
                 each.release()
 
 
+def _all_let_go(gradients: Sequence[Gradients], views: Sequence[OptimizerView]) -> bool:
+    """Whether all views are `FlatParameter`s without a gradient; those of the parameters in them are None then, too."""
+    if not all(map(_ALONE, views)) or not all(map(is_, map(_ADOPTED, views), NONES)):
+        return False
+    if not all(map(is_, map(read_grad, map(_TENSOR, views)), NONES)):
+        return False
+    drain(map(write_grad, chain.from_iterable(map(_MEMBERS, filter(_VIEWS, gradients))), NONES))
+    return True
+
+
 def _follow(units: Sequence[Unit]) -> None:
     """Let unsharded parameters follow the `requires_grad` of sharded ones."""
     buckets = [*chain.from_iterable(map(_BUCKETS, units))]
@@ -90,8 +104,10 @@ def _follow(units: Sequence[Unit]) -> None:
 
 
 def _all_followed(buckets: Sequence[Bucket]) -> bool:
-    followed = [*map(_FOLLOWED, buckets)]
-    if [] in followed or True in map(_FOLLOWS, buckets):
+    followed, flat = [*map(_FOLLOWED, buckets)], [*filter(_FOLLOWS, buckets)]
+    if [] in followed:
+        return False
+    if [*map(read_requires_grad, map(_FLAT, flat))] != [*map(getitem, map(_FOLLOWED, flat), repeat(0))]:
         return False
     now = map(read_requires_grad, chain.from_iterable(map(_SHARDED, buckets)))
     return [*now] == [*chain.from_iterable(followed)]

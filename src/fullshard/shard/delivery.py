@@ -227,9 +227,6 @@ class Delivery:
         Returns:
             What got a gradient: sharded parameters, and optimizer views that got none of it before.
         """
-        if not self.undecided and not self.aside and not self.views:
-            self.used = self.nobody
-            return []
         asked, self.undecided = list(dict.fromkeys(self.undecided)), []
         undecided = [index for index in asked if present[index]]
         aside, self.aside = self.aside, {}
@@ -260,6 +257,10 @@ class Delivery:
             return []
         before = [view.tensor for view in self.views if any([used[i] for i in view.members])]
         return [t for t in self.tensors(undecided) if all(t is not tensor for tensor in before)]
+
+    def may_show_zeros(self) -> bool:
+        """Whether a view may show zeros for a parameter that got no gradient, and nobody was told yet."""
+        return self.set is not None and not self._told_of_zeros and not all(self.set.shown)
 
     # What was accumulated without sync.
 

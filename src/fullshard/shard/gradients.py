@@ -69,7 +69,6 @@ class Gradients:
         self.partial: torch.Tensor | None = None  # [shard_numel], reduced on the shard axis only (hybrid)
         self.running: Any = None  # `PlannedReduction`; None: nothing is being reduced
         self.pending: Pending | None = None  # its collective, then the all-reduce over the replicate axis
-        self.usual: Any = None  # the reduction in flight, where it was started the usual way; see `runtime/usual.py`
         self.own: torch.Tensor | None = None  # `ReduceBuffer.magnitudes` of what is in `.grad`, if they are asked for
         self._version = -1  # of what is shown, when it was delivered last
 
@@ -183,7 +182,7 @@ class Gradients:
             if scaling.divides_buffer is not None:
                 buffer.tensor.div_(scaling.divides_buffer)
         self.pending = planned.start() if not recording() else in_range("reduce", unit, planned.start)
-        self.state, self.running, self.usual = REDUCING, planned, None
+        self.state, self.running = REDUCING, planned
 
     def _note_own(self, buffer: ReduceBuffer) -> None:
         """Note the magnitudes of this rank's own gradients in `own`: the larger ones where they add to others."""
@@ -307,7 +306,7 @@ class Gradients:
             self.delivery.undecided = []
             self.delivery.aside.clear()
             self.delivery.kept.clear()
-            self.partial = self.running = self.usual = None
+            self.partial = self.running = None
             self.bucket.turns.give()
             self.state = NONE
 

@@ -271,13 +271,27 @@ class Unit:
             self.free(failed=True)
             raise
         self.state, self.showing.unsharded = GATHERED, True
-        self.ledger.gathered += usual.settles
+        ledger = self.ledger
+        gathered = ledger.gathered
+        if gathered + ledger.reducing + usual.copied > ledger.peak:  # noqa: PLR1730 - `max` takes longer
+            ledger.peak = gathered + ledger.reducing + usual.copied
+        ledger.gathered = gathered + usual.settles
 
     def close(self, usual: Any) -> None:
         """Show the sharded parameters, and `free`; the unit was opened."""
         drain(map(call, usual.closes))
         self.ledger.gathered -= usual.gather.live_bytes
         self.state, self.gathered, self.showing.unsharded = SHARDED, None, False
+
+    def show(self, usual: Any) -> None:
+        """Show the unsharded parameters; the unit stayed gathered."""
+        drain(map(call, usual.shows))
+        self.showing.unsharded = True
+
+    def hide(self, usual: Any) -> None:
+        """Show the sharded parameters; the unit was opened, and stays gathered."""
+        drain(map(call, usual.hides))
+        self.showing.unsharded = False
 
     def _forget_plan(self) -> None:
         """The next gather is planned anew."""

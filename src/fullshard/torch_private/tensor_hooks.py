@@ -21,7 +21,7 @@ _OURS = -1  # a key that no handle of torch's has: they count from 0
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook(gradient)` when `tensor`, which requires a gradient, gets its own in a backward."""
     node: Any = tensor.grad_fn
-    if HAS_HOOK_DICT and node is not None and tensor._backward_hooks is None:
+    if node is not None and HAS_HOOK_DICT and tensor._backward_hooks is None:
         tensor._backward_hooks = OrderedDict(((_OURS, hook),))
         node._register_hook_dict(tensor)
     else:
@@ -34,9 +34,9 @@ def join(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> bool:
     Returns:
         Whether there is one, and it was not joined before; else nothing was done.
     """
-    hooks = tensor._backward_hooks if HAS_HOOK_DICT else None  # None after a change in place
-    ours = None if hooks is None else hooks.get(_OURS)
-    if hooks is None or ours is None or type(ours) is partial:
+    hooks: Any = HAS_HOOK_DICT and tensor._backward_hooks  # None after a change in place
+    ours = hooks and hooks.get(_OURS)
+    if not ours or type(ours) is partial:
         return False
     hooks[_OURS] = partial(_both, hook, ours)
     return True
