@@ -23,12 +23,15 @@ from fullshard import (
     MixedPrecisionPolicy,
     PhaseError,
     fully_shard,
+    optimizer_view,
 )
 from fullshard.runtime import runner, runner_of
 from fullshard.runtime.reducer import Reducer
-from fullshard.shard import Unit
+from fullshard.runtime.settings import UnitSettings
+from fullshard.shard import Gradients, Share, Unit
 from fullshard.watcher import RANK, VERB_BITS
 from fullshard.watcher.log import ROOT
+from ways import synced
 
 BLOCKS, WIDE, STEPS = 4, 6, 7
 
@@ -277,6 +280,40 @@ def a_hook_on_a_parameter(run: Program, number: int) -> None:
 
 
 @program
+def gradients_are_assigned_before_a_backward(run: Program, number: int) -> None:
+    def assign(y: Tensor) -> Tensor:
+        for parameter in run.model.parameters() if number == 4 else ():
+            parameter.grad = torch.full_like(parameter, number) if parameter.requires_grad else None
+        return y.float().pow(2).mean()
+
+    run.step(number, assign)
+
+
+@program
+def settings_are_switched(run: Program, number: int) -> None:
+    for block in run.blocks if hasattr(run.model, "set_reshard_after_forward") and number > 2 else ():
+        block.set_reshard_after_forward(number != 4)
+    with synced(run.model, number % 2 == 0):
+        run.model(torch.ones(2, WIDE)).sum().backward()
+    run.step(number)
+
+
+@program
+def blocks_are_frozen_one_by_one(run: Program, number: int) -> None:
+    run.net.blocks[number % BLOCKS].up.requires_grad_(number > 3)
+    run.step(number)
+
+
+@program
+def an_optimizer_of_views(run: Program, number: int) -> None:
+    """In place of the one of parameters; it goes away with its views, and another comes."""
+    if number in (0, 4) and not any("_flat_param" in name for name, _ in run.model.named_parameters()):
+        run.optimizer = None
+        run.optimizer = torch.optim.AdamW(optimizer_view(run.model), lr=1e-2)
+    run.step(number)
+
+
+@program
 def detached_between_blocks(run: Program, number: int) -> None:
     run.net.run = lambda block, x: block(x.detach()) if block is run.net.blocks[2] and number == 4 else block(x)
     run.step(number)
@@ -358,7 +395,8 @@ def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.M
     """Every block in every moment: else this file compares the long way with itself."""
     fake_world(6)
     counted: Counter[str] = Counter()
-    for owner, name in ((Unit, "open"), (Unit, "show"), (Unit, "hide"), (Unit, "close"), (Reducer, "reduce")):
+    moments = ((Unit, "open"), (Unit, "show"), (Unit, "hide"), (Unit, "close"), (Reducer, "reduce"))
+    for owner, name in (*moments, (Gradients, "replicate")):
         monkeypatch.setattr(owner, name, counting(getattr(owner, name), counted))
     run = Program(way)
     for number in range(3):
@@ -369,6 +407,33 @@ def test_a_steady_step_goes_the_usual_way(fake_world: Any, monkeypatch: pytest.M
     assert counted["show"] == counted["hide"] == stays
     assert counted["open"] == counted["close"] == 2 * BLOCKS - stays
     assert counted["reduce"] == BLOCKS
+    assert counted["replicate"] == (BLOCKS + 1 if way == "replicated" else 0)
+
+
+def test_settings_that_come_back_are_the_same_objects(fake_world: Any) -> None:
+    """What was planned under them holds."""
+    fake_world(3)
+    settings = settings_of(Program("rows"))
+    off = settings.with_changes({"reduce_sync": False, "reduce_all_reduce": False})
+    assert (off.reduce.sync, off.reduce.all_reduce) == (False, False)
+    assert settings.with_changes({"reduce_sync": True, "reduce_all_reduce": True}) is settings
+    for _ in range(3):
+        assert off.with_changes({"reduce_sync": True, "reduce_all_reduce": True}) is settings
+        assert settings.with_changes({"reduce_sync": False, "reduce_all_reduce": False}) is off
+    kept = off.with_changes({"reshard_after_forward": False})
+    assert kept.reshard_after_forward is False and kept.reduce is off.reduce
+    assert kept.with_changes({"reshard_after_forward": off.reshard_after_forward}) is off
+    doubled = off.with_changes({"reduce_divide_factor": 2.0})
+    assert doubled.reduce.divide_factor == 2.0
+    assert doubled.with_changes({"reduce_divide_factor": None}) == off
+    shared = off.with_changes({"share": Share()})
+    assert shared.with_changes({"share": None}) == off
+
+
+def settings_of(run: Program) -> UnitSettings:
+    found = runner_of(run.blocks[0])
+    assert found is not None
+    return found.settings
 
 
 def counting(method: Any, counted: Counter[str]) -> Any:

@@ -143,6 +143,7 @@ class UnitSettings:
                 nested[part][rest] = value
             else:
                 own[name] = value
+        switches = switches and {type(value) for _, value in before} <= _SWITCH
         if switches and before == [*key]:
             changed = self
         else:
