@@ -24,7 +24,7 @@ FLOORS = {
     "runtime": 9,
     "checkpoint": 10, "optim": 10,
     "api": 11, "store": 11,
-    "insight": 12, "exchange": 12, "integrations": 12, "reference": 12,
+    "insight": 12, "exchange": 12, "integrations": 12,
     "cli": 13,
     "wrap": 14, "comm_hooks": 14, "state_dict": 14, "__main__": 14,
     "__init__": 15,
