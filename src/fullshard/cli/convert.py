@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
 from ..errors import FullshardError
-from ..exchange.convert import Conversion, convert
-from ..insight.facts import size
 from . import terminal
 from .main import refuse
 from .target import function_at
+
+if TYPE_CHECKING:
+    from ..exchange.convert import Conversion
 
 STYLES = {"^wrote .*": "bold green", "(?m)^left out: .*$": "yellow", "(?m)^note: .*$": "yellow"}
 
@@ -54,6 +54,10 @@ def run(arguments: list[str]) -> int:
     given = terminal.parsed(Arguments, "convert", arguments)
     if isinstance(given, int):
         return given
+    import torch
+
+    from ..exchange.convert import convert
+
     try:
         with terminal.progress("converting") as progress:
             done = convert(
@@ -73,6 +77,8 @@ def run(arguments: list[str]) -> int:
 
 def text_of(done: Conversion) -> str:
     """What was done, in lines."""
+    from ..insight.facts import size
+
     lines = [
         f"wrote {done.target} ({done.target_kind}): {done.tensors:,} tensors, {size(done.nbytes)}, "
         f"from {done.source} ({done.source_kind})",

@@ -1,6 +1,6 @@
 """The entry point of `fullshard`. Exit codes: 0 nothing is wrong, 1 a problem was found, 2 bad input.
 
-Imports no torch: only the commands that need it do.
+Imports no torch: commands do, once they know that they have something to do with it.
 """
 
 from __future__ import annotations
