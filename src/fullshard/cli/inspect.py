@@ -13,7 +13,6 @@ from rich.console import Console
 from ..errors import FullshardError
 from . import terminal
 from .main import refuse
-from .target import function_at
 
 if TYPE_CHECKING:
     from ..exchange.inspect import Found, Inspection
@@ -43,8 +42,6 @@ class Arguments:
     """print one JSON object, for programs"""
     hashes: bool = True
     """compare hashes, for which all files are read"""
-    model: Annotated[str | None, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")] = None
-    """see `fullshard convert --help`"""
 
 
 def run(arguments: list[str]) -> int:
@@ -56,8 +53,7 @@ def run(arguments: list[str]) -> int:
 
     try:
         with terminal.progress("comparing hashes") as progress:
-            model = None if given.model is None else function_at(given.model)
-            found = inspect(given.path, hashes=given.hashes, model=model, progress=progress)
+            found = inspect(given.path, hashes=given.hashes, progress=progress)
     except FullshardError as error:
         return refuse(str(error))
     if given.json:
