@@ -113,6 +113,14 @@ class Package:
         self.by_module = {file.module: file for file in self.files.values()}
         self._found: dict[str, Entry | None] = {}
         gc.disable()  # much is made here and all of it stays: to look for garbage would take half of the time
+        try:
+            self.read_all(sources)
+        finally:
+            gc.freeze()
+            gc.enable()
+
+    def read_all(self, sources: dict[str, Path]) -> None:
+        """Read every file, then say of every use what it means."""
         trees = [(self.files[path], self.read(self.files[path], source)) for path, source in sources.items()]
         loader = griffe.GriffeLoader(modules_collection=self.collection, allow_inspection=False)
         for module in list(self.collection.members.values()):
@@ -126,8 +134,6 @@ class Package:
         for file in self.files.values():
             for path, names in file.imports.items():
                 self.files[path].imported_by[file.path] = names
-        gc.freeze()
-        gc.enable()
 
     def read(self, file: File, source: Path) -> ast.Module | None:
         """Read one file's text, tree and definitions; None where it cannot be parsed."""
@@ -229,15 +235,13 @@ class Walk(ast.NodeVisitor):
         entry.lines.append(line)
         return entry
 
-    def assign(self, name: str, node: ast.AST, hint: ast.expr | None = None) -> None:
+    def assign(self, name: str, node: ast.AST) -> None:
         """Bind a variable, in another scope where `global` or `nonlocal` says so."""
         scope = self.scope
         while name in scope.elsewhere and scope.outer is not None:
             scope = scope.outer
         named = "attribute" if scope.kind == "class" else "variable"
         self.define(name, node, "constant" if name.isupper() and scope.kind == "module" else named, scope=scope)
-        if hint is not None:
-            scope.hints.setdefault(name, hint)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for one in [*node.decorator_list, *node.bases, *node.keywords]:
@@ -444,7 +448,7 @@ def module_name(path: str, around: str) -> str:
 
 def sentence(text: str) -> str:
     """The first sentence of a text, on one line."""
-    first = " ".join(text.strip().split("\n\n")[0].split())
+    first = " ".join(re.split(r"\n\s*\n|\n\s*[-*] ", text.strip(), maxsplit=1)[0].split())
     return re.split(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z`(])", first, maxsplit=1)[0]
 
 

@@ -66,7 +66,7 @@ def markdown(text: str) -> str:
         deeper = next((i for i, line in enumerate(lines) if i and re.match(" {2,}", line)), len(lines))
         if lines[0].startswith(">>>") or (len(lines) > 1 and columns * 2 > len(lines)):
             lines = [f"    {line}" for line in lines]
-        elif deeper < len(lines) and lines[deeper - 1].endswith(":"):
+        elif deeper < len(lines) and lines[deeper - 1].endswith(":") and not lines[0].startswith("    "):
             lines[deeper:] = ["", indent(dedent("\n".join(lines[deeper:])), "    ")]
         lines[-1] = re.sub("::$", ":", lines[-1])
         parts.append("\n".join(lines))
@@ -225,7 +225,8 @@ class Writer:
             one for one in entry.file.entries
             if one.obj is not None and one.qualified.rpartition(".")[0] == entry.qualified and entry.kind == "class"
         ]  # fmt: skip
-        fields = "".join(self.field(one) for one in inner if one.kind == "attribute" and one.name[:2] != "__")
+        own = (self.field(one) for one in inner if one.kind == "attribute" and one.name[:2] != "__")
+        fields = "".join(dict.fromkeys(own))  # a line that assigns several has one place
         above = "".join(f"@{escape(str(one.value))}<br>" for one in getattr(entry.obj, "decorators", []))
         return (
             f'<section class="definition" id="{escape(entry.qualified)}"><h{level}><code>{above}'

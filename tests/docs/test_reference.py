@@ -163,6 +163,7 @@ def test_every_file_has_a_purpose_and_every_name_a_meaning(odd, own):
 def test_the_first_sentence_of_a_text():
     assert sentence("Do it, e.g. Now.\nThen Rest.\n\nMore.") == "Do it, e.g. Now."
     assert sentence("One line. `code` follows.") == "One line."
+    assert sentence("Kinds:\n- one.\n- two.") == "Kinds:"
     assert sentence("Version 1.2 of it\nand no dot") == "Version 1.2 of it and no dot"
 
 
@@ -207,6 +208,9 @@ def test_docstrings_become_html(odd):
     writer = reference.Writer(odd)
     text = """Do it.
 
+    for one in two:
+        three
+
 Text that names things:
   one  two
 
@@ -227,7 +231,8 @@ Raises:
 """
     html = writer.docstring(reference.griffe.Docstring(text))
     assert "<pre><code>one  two\n</code></pre>" in html
-    assert "<li>first</li>" in html and "<strong>Note:</strong> Take care." in html and "&gt;&gt;&gt; print(1)" in html
+    assert "<pre><code>for one in two:\n    three\n</code></pre>" in html and "<li>first</li>" in html
+    assert "<strong>Note:</strong> Take care." in html and "&gt;&gt;&gt; print(1)" in html
     assert "<li><code>rank</code>: who asks;\nthe second line</li>" in html and "<code>*rest</code>: others" in html
     assert '<p class="head">Raises</p>\n<ul><li><code>ValueError</code>: never</li></ul>' in html
 
