@@ -248,22 +248,15 @@ class Writer:
         groups: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
         for entry in file.entries:
             groups[entry.kind].append(entry)
-        for other in self.used_here(file):
-            groups["outside"].append(other)
+        imported = {id(self.package.find(one.written)) for one in groups["import"]}
+        linked = {id(one): one for one, _ in file.links.values() if one.file is not file and one.kind != "module"}
+        groups["outside"] += [one for key, one in linked.items() if key not in imported]
         made = []
         for kind, entries in groups.items():
             rows = "".join(self.row(one, file) for one in sorted(entries, key=order))
             head = "<tr><th>name</th><th>meaning</th><th>defined</th><th>used on lines</th></tr>"
             made.append(f"<h3>{KINDS[kind]}</h3><table><thead>{head}</thead>{rows}</table>" if entries else "")
         return "\n".join(made)
-
-    def used_here(self, file: File) -> list[Entry]:
-        """What other files define and this one uses as an attribute or keyword, beside what it imports."""
-        linked = {id(entry): entry for entry, _ in file.links.values() if entry.file is not file}
-        imported = {id(self.package.find(one.written)) for one in file.entries if one.kind == "import"}
-        return [
-            entry for key, entry in linked.items() if key not in imported and entry.kind not in ("module", "import")
-        ]
 
     def row(self, entry: Entry, file: File) -> str:
         """One name of a keyword index."""
@@ -273,19 +266,15 @@ class Writer:
         target = self.package.find(entry.written) if entry.kind == "import" else entry
         if target is not None and target.file is not None:
             shown = f'<a href="{escape(self.link(target))}">{shown}</a>'
-        mine = entry.file is file
-        defined = self.lines(entry.lines, file.path) if mine else self.file_line(entry)
-        told = [self.lines(entry.uses.get(file.path, {}), file.path)] if file.path in entry.uses else []
-        told += [
-            f"{escape(path)}: {self.lines(at, path)}"
-            for path, at in sorted(entry.uses.items())
-            if path != file.path and mine
-        ]
+        defined, told = "", [self.lines(entry.uses[file.path], file.path)] if file.path in entry.uses else []
+        if entry.file is file:
+            defined = self.lines(entry.lines, file.path)
+            others = sorted(path for path in entry.uses if path != file.path)
+            told += [f"{escape(path)}: {self.lines(entry.uses[path], path)}" for path in others]
+        elif entry.file is not None:
+            defined = f'<a href="{self.link(entry)}">{escape(entry.file.path)}</a>'
         meaning = self.inline(self.meaning(entry))
         return f"<tr><td>{shown}</td><td>{meaning}</td><td>{defined}</td><td>{'; '.join(told)}</td></tr>"
-
-    def file_line(self, entry: Entry) -> str:
-        return "" if entry.file is None else f'<a href="{self.link(entry)}">{escape(entry.file.path)}</a>'
 
     def lines(self, numbers: list[int] | dict[int, bool], path: str) -> str:
         """Lines of a file, each a link; a question mark after a guess."""
@@ -355,19 +344,17 @@ class Writer:
         names = f'<p><a href="{self.to("names.html")}">All names</a></p>'
         return f"<h1>{self.crumbs(folder)}/</h1>{names}{about}<table>{''.join(rows)}</table>"
 
-    def listed(self) -> list[Entry]:
-        """The names of the global index: what modules and classes define."""
-        return [one for file in self.package.files.values() for one in file.entries if one.obj is not None]
-
     def assets(self) -> Iterator[tuple[str, str]]:
         """The files beside the pages: style, search, and the names to search in."""
         yield from ((name, (STATIC / name).read_text()) for name in ASSETS)
         paths = list(self.package.files)
         numbers = {path: number for number, path in enumerate(paths)}
+        listed = [
+            (path, one) for path, file in self.package.files.items() for one in file.entries if one.obj is not None
+        ]
         names = [
-            [one.qualified, one.kind, numbers[one.file.path], one.lines[0], self.meaning(one).replace("`", "")]
-            for one in sorted(self.listed(), key=order)
-            if one.file is not None
+            [one.qualified, one.kind, numbers[path], one.lines[0], self.meaning(one).replace("`", "")]
+            for path, one in sorted(listed, key=lambda at: order(at[1]))
         ]
         data = json.dumps({"files": paths, "names": names}, separators=(",", ":")).replace("</", "<\\/")
         yield "names-data.js", f"window.NAMES = {data};\n"
@@ -418,12 +405,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{str(out)!r} is not an empty folder")
     writer, start = Writer(package), next(iter(package.files))
     first = f"{package.name}/index.html" if "/" in start else f"{start}.html"
-    texts = [(page, alone(page, title, body, first)) for page, title, body in writer.pages()]
-    for name, text in [
-        *texts,
-        *writer.assets(),
-        ("index.html", f'<meta http-equiv="refresh" content="0; url={first}">'),
-    ]:
+    for page, title, body in writer.pages():
+        write(out / page, alone(page, title, body, first))
+    for name, text in [*writer.assets(), ("index.html", f'<meta http-equiv="refresh" content="0; url={first}">')]:
         write(out / name, text)
     faults = [file.fault for file in package.files.values() if file.fault]
     print("\n".join([*faults, f"{len(package.files)} files, {len(faults)} could not be parsed: {out / first}"]))

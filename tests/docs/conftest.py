@@ -26,7 +26,10 @@ ODD: dict[str, str | bytes] = {
         "from __future__ import annotations\nfrom . import circle_a\n"
         "class Beta:\n    def stop(self): return circle_a.Alpha\n"
     ),
-    "names.py": "def starred(one, *rest, two=2, **more):\n    return one\nclass Base:\n    def shared(self): ...\n    def append(self): ...\n",
+    "names.py": (
+        "def starred(one, *rest, two=2, **more):\n    return one\n"
+        "class Base:\n    def shared(self): ...\n    def append(self): ...\n"
+    ),
     "star_user.py": "from .names import *\nstarred(1, two=3)\n",
     "star_circle.py": "from .star_circle_2 import *\nmissing\n",
     "star_circle_2.py": "from .star_circle import *\n",
