@@ -8,7 +8,7 @@ WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test test-slow test-property test-torch test-torch-short test-clients test-clients-short bench lint docs docs-markdown clean help
+.PHONY: demo test test-slow test-property test-torch test-torch-short test-clients test-clients-short bench lint docs clean help
 help:
 	@echo "make demo   train a byte-level GPT on the standard library's source, sharded over $(NPROC) ranks"
 	@echo "make test   run the tests        make test-slow  those that take long"
@@ -18,7 +18,7 @@ help:
 	@echo "make test-clients  programs of Accelerate, Transformers, PEFT, Lightning and TRL on adopted ranks"
 	@echo "make test-clients-short  a part of them that takes minutes"
 	@echo "make bench  side-by-side benchmark table"
-	@echo "make docs   the site: docs/_build/html/index.html    make docs-markdown  the reference as Markdown"
+	@echo "make docs   the site: docs/_build/html/index.html"
 	@echo "make lint   ruff and strict mypy make clean  remove .venv and runs/"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -84,9 +84,6 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/sphinx-build -b html -W --keep-going -q docs docs/_build/html $(ARGS)
 	@echo "docs/_build/html/index.html"
-
-docs-markdown: $(STAMP)
-	$(BIN)/fullshard docs src/fullshard --markdown --out docs/_build/markdown $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* runs docs/_build docs/project

@@ -18,10 +18,9 @@ version = release = VERSION
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.viewcode",
     "outside",
+    "reference",
     "api_page",
-    "reference_pages",
     "vocabulary",
     "llms",
     "checked",

@@ -57,7 +57,6 @@ SUBJECTS = {
     "shard/": "Units",
     "runtime/": "Forward and backward",
     "optim/": "Optimizers and gradients",
-    "reference/": "The reference of a package: fullshard docs",
     "insight/doctor/": "The doctor",
     "insight/verify/": "verify",
     "insight/": "What a model holds",

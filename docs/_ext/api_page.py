@@ -1,19 +1,23 @@
 """The page of every public name, written before pages are read: autodoc reads signatures and docstrings.
 
-Docstrings are not reST: each is cut into blocks as the reference does, and written as reST that means the same.
+Docstrings are not reST: the reference's writer makes HTML of them, with links into the reference.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
+import griffe
+from docutils import nodes
+from reference import Writer
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import fullshard
-from fullshard.reference.docstring import blocks
+
+PAGE = "project/api"
 
 GROUPS = {
     "api": "Sharding and training", "optim": "Optimizers, clipping, scaling", "store": "Checkpoints",
@@ -41,7 +45,7 @@ def write_page(app: Sphinx) -> None:
         if names:
             parts += [f"## {title}", *[directive(name) for name in names]]
     text = "\n\n".join(parts) + "\n"
-    path = Path(app.srcdir) / "project" / "api.md"
+    path = Path(app.srcdir) / f"{PAGE}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -56,40 +60,33 @@ def directive(name: str) -> str:
     return f"```{{eval-rst}}\n.. {kind}:: fullshard.{name}\n```"
 
 
-def as_rest(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """A docstring's lines, replaced by reST."""
-    made: list[str] = []
-    for one in blocks("\n".join(lines)):
-        if one.kind == "text":
-            made += [inline(one.text), ""]
-        elif one.kind == "kept":
-            made += ["::", "", *[f"    {line}" for line in one.text.split("\n")], ""]
-        elif one.kind == "head":
-            made += [f"**{one.text}**", ""]
-        else:
-            made += [f"- {literal(key) + ': ' if key else ''}{inline(text)}" for key, text in one.items] + [""]
-    lines[:] = made
+def page_writer(app: Any) -> Writer:
+    """Writes for the page of public names, which is not among those of the reference."""
+    writer = Writer(app.reference)
+    writer.page, writer.root = f"{PAGE}.html", "reference/"
+    return writer
 
 
-def inline(text: str) -> str:
-    """Text whose backticks are literals, and in which nothing else is markup."""
-    parts = re.split(r"``(.+?)``|`([^`]+)`", text)
-    made = ""
-    for plain, double, single in zip(parts[0::3], [*parts[1::3], None], [*parts[2::3], None], strict=True):
-        made += re.sub(r"([*_|`\\<>])", r"\\\1", plain)
-        if double or single:
-            made += f"\\ {literal(double or single)}\\ "
-    return made
+def as_html(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """A docstring's lines, replaced by its HTML."""
+    writer = page_writer(app)
+    writer.file = app.reference.by_module.get(getattr(obj, "__module__", None))
+    made = writer.docstring(griffe.Docstring(inspect.cleandoc("\n".join(lines))))
+    lines[:] = [".. raw:: html", "", *(f"   {line}" for line in made.split("\n")), ""]
 
 
-def literal(text: str) -> str:
-    """A literal; one that reST cannot write, with blanks at its ends or a backslash at its end, is plain."""
-    text = text.strip().rstrip("\\")
-    return f"``{text}``" if text else ""
+def source(app: Any, doctree: Any) -> None:
+    """Link each name to its page in the reference."""
+    for node in doctree.findall(addnodes.desc_signature) if app.env.docname == PAGE else ():
+        entry = app.reference.find(f"fullshard.{node.get('fullname', '')}")
+        if entry is not None and entry.file is not None:
+            link = page_writer(app).link(entry)
+            node += nodes.reference("", "[source]", internal=True, refuri=link, classes=["viewcode-link"])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
     app.connect("builder-inited", write_page)
-    app.connect("autodoc-process-docstring", as_rest)
+    app.connect("autodoc-process-docstring", as_html)
+    app.connect("doctree-read", source)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -51,7 +51,7 @@ def texts(app: Sphinx) -> tuple[str, str]:
             short.append(f"- [{titles[page].astext()}](_sources/{page}.md.txt){': ' + told if told else ''}")
             full.append(source(app, page))
         short.append("")
-    files = [f"- {path} ({file.role}): {file.summary}" for path, file in app.reference.package.files.items()]  # type: ignore[attr-defined]
+    files = [f"- {path}: {file.purpose}" for path, file in app.reference.files.items()]  # type: ignore[attr-defined]
     short.append("## Optional\n\n- [the text of all pages](llms-full.txt)")
     full.append("\n".join(["# Files", "", *files]))
     return "\n".join(short) + "\n", "\n\n".join(full) + "\n"

@@ -10,6 +10,7 @@ Each has its own paper and ink for light and dark, so that it can be read whatev
 from __future__ import annotations
 
 import ast
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import Event, fully_shard, record_events
-from fullshard.reference import Package, find, package
 from fullshard.runtime import runner
 from fullshard.runtime.phases import Happening, Phase, row
 from fullshard.runtime.runner import Runner
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent / "_ext"))
+
+from reading import Package, locate  # noqa: E402
+
 STYLE = """<style>
 :root { --paper: #ffffff; --ink: #1b1f24; --faint: #8a929b; --box: #e8f0fb; --edge: #4a76b8;
   --stay: #f0f1f3; --go: #dcefe0; }
@@ -74,9 +78,7 @@ def part_of(path: str) -> str:
 
 def imports_between(source: Package) -> set[tuple[str, str]]:
     """Which part imports which."""
-    return {
-        (part_of(path), part_of(one.path)) for path, file in source.files.items() for one in file.imports if one.path
-    }
+    return {(part_of(path), part_of(other)) for path, file in source.files.items() for other in file.imports}
 
 
 def draw_floors(source: Package) -> str:
@@ -211,7 +213,7 @@ def draw_step(rows: list[Row]) -> str:
 
 def drawn(rows: list[Row]) -> dict[str, str]:
     """All pictures by their file's name."""
-    source = package(find(str(ROOT / "src" / "fullshard")))
+    source = locate(str(ROOT / "src" / "fullshard"))
     return {"floors.svg": draw_floors(source), "phases.svg": draw_phases(), "step.svg": draw_step(rows)}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.reference import Keywords, find, package
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_ext"))  # the site's own extensions
+
+from reading import Package, locate
 
 ODD: dict[str, str | bytes] = {
     "__init__.py": '"""An odd package.\n\nMore of it."""\nfrom .circle_a import Alpha\nfrom .names import *\n',
@@ -26,7 +26,10 @@ ODD: dict[str, str | bytes] = {
         "from __future__ import annotations\nfrom . import circle_a\n"
         "class Beta:\n    def stop(self): return circle_a.Alpha\n"
     ),
-    "names.py": "def starred(one, *rest, two=2, **more):\n    return one\nclass Base:\n    def shared(self): ...\n",
+    "names.py": (
+        "def starred(one, *rest, two=2, **more):\n    return one\n"
+        "class Base:\n    def shared(self): ...\n    def append(self): ...\n"
+    ),
     "star_user.py": "from .names import *\nstarred(1, two=3)\n",
     "star_circle.py": "from .star_circle_2 import *\nmissing\n",
     "star_circle_2.py": "from .star_circle import *\n",
@@ -48,7 +51,19 @@ ODD: dict[str, str | bytes] = {
     ),
     "markup.py": '"""<script>alert(1)</script> & `<b>`."""\nX = "</pre><script>"  # <i>\n',
     "spaced/deep/inside.py": "from ...names import Base\nfrom .... import above\n",
-    "test_names.py": "def test_it(): pass\n",
+    "fields.py": (
+        '"""Fields of each kind."""\nfrom dataclasses import dataclass\nfrom enum import Enum\n'
+        "from typing import Any, NamedTuple\n\n"
+        "class Colour(Enum):\n    RED = 1  # of blood\n    BLUE = 2\n\n"
+        '@dataclass\nclass Point:\n    """A point.\n\n    Attributes:\n        x, y: where it lies.\n    """\n'
+        '    x: int\n    y: int = 0\n    name: str = ""\n    """What it is called."""\n\n'
+        "class Pair(NamedTuple):\n    left: int\n    right: Any = None\n\n"
+        "class Plain:\n    count = 0\n    def grow(self, by: int, how: Any = None):\n"
+        '        """Grow it.\n\n        Args:\n            by: how much.\n        """\n'
+        "        self.late = self.count + by\n"
+        'def roles():\n    "As :class:`Point` and :meth:`~odd.names.Base.shared`, '
+        ':ref:`a text <there>` and :any:`gone`."\n'
+    ),
 }
 """`spaced` is a namespace package: it has no `__init__`."""
 
@@ -64,5 +79,5 @@ def odd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def odd(odd_folder: Path) -> Keywords:
-    return Keywords(package(find(str(odd_folder))))
+def odd(odd_folder: Path) -> Package:
+    return locate(str(odd_folder))

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from outside import copied, page_of, page_of_link  # docs/_ext
+from checked import faults  # docs/_ext
+from outside import copied, page_of, page_of_link
 from vocabulary import PLAIN, pattern, words
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +85,15 @@ def test_the_page_of_files_names_every_package():
     text = (ROOT / "docs" / "reference.md").read_text()
     packages = {path.parent.name for path in (ROOT / "src" / "fullshard").glob("*/__init__.py")}
     assert set(re.findall(r"\]\(\.\./src/fullshard/(\w+)\)", text)) == packages
+
+
+def test_the_check_of_links_sees_what_is_wrong(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html">x</a><a href="#no">y</a><p id="yes"></p><a href="a.html#yes">z</a>'
+    )
+    (tmp_path / "c.html").write_text(
+        '<script src="https://cdn.example/x.js"></script><a href="https://a.example">b</a>'
+    )
+    (tmp_path / "s.css").write_text("@import 'https://cdn.example/x.css'; p { background: url(//cdn.example/y.png) }")
+    found = sorted(faults(tmp_path))
+    assert [one.split(" ")[0] for one in found] == ["a.html", "a.html", "c.html", "s.css", "s.css"]

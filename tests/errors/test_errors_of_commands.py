@@ -13,8 +13,6 @@ from fullshard.cli.main import main
 from fullshard.cli.target import function_at
 from fullshard.insight.doctor import doctor
 from fullshard.layout import ParameterSpec, plan_blocks, plan_flat, plan_owner, plan_rows
-from fullshard.reference.find import find
-from fullshard.reference.write import LIST, write
 from fullshard.watcher import rank as rank_module
 from fullshard.watcher import start
 from fullshard.watcher.rank import Rank
@@ -24,7 +22,6 @@ from stores import Store
 GIVEN = {"model_fn": two_layers, "batch_fn": lambda *_: torch.ones(1, 4), "loss_fn": lambda model, x: model(x).sum()}
 WEIGHT = ParameterSpec("weight", (4, 4), (0, 1))
 BIAS = ParameterSpec("bias", (4,), (0,))
-PAGES = [("index.html", "a page")]
 
 
 def verify(**given: object) -> object:
@@ -54,7 +51,6 @@ CALLS = {
     "C203": lambda: fullshard.watch(limit=0),
     "C204": lambda: fullshard.watch(enabled="yes"),
     "C205": lambda: fullshard.watch(folder=""),
-    "C224": lambda: find("no_such_package"),
     # Layouts, planned without tensors.
     "L001": lambda: plan_rows([WEIGHT], 0, 4, 1024),
     "L006": lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
@@ -79,14 +75,6 @@ FOLDERS = {
     "C105": (put("stuck-1.json", "{"), lambda f: doctor(f / "stuck-1.json")),
     "C106": doctor,
     "C206": (put("reports"), lambda f: fullshard.watch(folder=f / "reports")),
-    # The reference of a package: `fullshard docs`.
-    "C225": lambda f: find(str(f)),
-    "C226": (put("notes.txt"), lambda f: find(str(f / "notes.txt"))),
-    "C227": (lambda f: write(f, [("a.html", "a page")]), put("index.html", "mine"), lambda f: write(f, PAGES)),
-    "C228": (put(LIST, "{}"), lambda f: write(f, PAGES)),
-    "C229": (put("notes.txt"), lambda f: write(f, PAGES)),
-    "C230": (put("reference"), lambda f: write(f / "reference", PAGES)),
-    "C231": (put("reference"), lambda f: write(f / "reference" / "pages", PAGES)),
 }
 COMMANDS = {
     "C081": lambda f: ["verify", script(f, "def check(): raise KeyError('lr')")],

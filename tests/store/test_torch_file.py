@@ -49,7 +49,6 @@ def test_what_torch_save_writes_is_read_and_written_again(tmp_path: Path, protoc
     assert same(loaded["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.01))
     mapped = torch.load(tmp_path / "b.pt", weights_only=True, mmap=True)
     assert all(same(one, dict(leaves(loaded))[path]) for path, one in leaves(mapped) if isinstance(one, torch.Tensor))
-    assert zipfile.ZipFile(tmp_path / "b.pt").testzip() is None, "checksums, for programs other than PyTorch"
 
 
 def test_rectangles_and_views(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import FullshardError
-from ..integrations.adopt import adopt
 from .main import refuse
 
 USAGE = """usage: fullshard adopt [--lenient] SCRIPT ARGS...
@@ -85,6 +84,8 @@ def _module(name: str, arguments: list[str], lenient: bool) -> int:
 
 
 def _adopt(lenient: bool) -> int | None:
+    from ..integrations.adopt import adopt
+
     os.environ[LENIENT] = "1" if lenient else ""
     try:
         adopt(lenient)

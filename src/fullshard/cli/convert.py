@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
 from ..errors import FullshardError
-from ..exchange.convert import Conversion, convert
-from ..insight.facts import size
 from . import terminal
 from .main import refuse
-from .target import function_at
+
+if TYPE_CHECKING:
+    from ..exchange.convert import Conversion
 
 STYLES = {"^wrote .*": "bold green", "(?m)^left out: .*$": "yellow", "(?m)^note: .*$": "yellow"}
 
@@ -24,7 +23,7 @@ class Arguments:
     """Write a checkpoint in another format, on this machine alone: no GPU, no other process, a tensor at a time.
 
     Reads folders of Fullshard and of torch.distributed.checkpoint, files of torch.save, safetensors files and folders,
-    DeepSpeed's ZeRO-3 folders, and folders of files that FSDP1's ranks saved. Nothing in them is executed. Examples:
+    DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Nothing in them is executed. Examples:
 
         fullshard convert runs/checkpoints model.safetensors --model-only
 
@@ -44,9 +43,6 @@ class Arguments:
     """cast the model's floating-point tensors to it; optimizer state stays as it is"""
     model_only: bool = False
     """leave out optimizer state and everything else that is not the model's"""
-    model: Annotated[str | None, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")] = None
-    """a function of yours that returns the model as it is before wrapping: only for FSDP1's LOCAL_STATE_DICT files,
-    which do not say what their flat parameters are made of"""
 
 
 def run(arguments: list[str]) -> int:
@@ -54,6 +50,10 @@ def run(arguments: list[str]) -> int:
     given = terminal.parsed(Arguments, "convert", arguments)
     if isinstance(given, int):
         return given
+    import torch
+
+    from ..exchange.convert import convert
+
     try:
         with terminal.progress("converting") as progress:
             done = convert(
@@ -62,7 +62,6 @@ def run(arguments: list[str]) -> int:
                 to=given.to,
                 dtype=None if given.dtype is None else getattr(torch, given.dtype),
                 model_only=given.model_only,
-                model=None if given.model is None else function_at(given.model),
                 progress=progress,
             )
     except FullshardError as error:
@@ -73,6 +72,8 @@ def run(arguments: list[str]) -> int:
 
 def text_of(done: Conversion) -> str:
     """What was done, in lines."""
+    from ..insight.facts import size
+
     lines = [
         f"wrote {done.target} ({done.target_kind}): {done.tensors:,} tensors, {size(done.nbytes)}, "
         f"from {done.source} ({done.source_kind})",

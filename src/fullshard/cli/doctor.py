@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
 from ..errors import ConfigError
-from ..insight.doctor import Diagnosis, doctor
 from . import terminal
 from .main import refuse
+
+if TYPE_CHECKING:
+    from ..insight.doctor import Diagnosis
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ def run(arguments: list[str]) -> int:
     given = terminal.parsed(Arguments, "doctor", arguments)
     if isinstance(given, int):
         return given
+    from ..insight.doctor import doctor
+
     try:
         found = doctor(given.path)
     except ConfigError as error:

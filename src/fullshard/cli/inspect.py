@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from ..errors import FullshardError
-from ..exchange.inspect import Found, Inspection, inspect
-from ..insight.facts import size
 from . import terminal
 from .main import refuse
-from .target import function_at
+
+if TYPE_CHECKING:
+    from ..exchange.inspect import Found, Inspection
 
 STYLES = {"\\Aname .*": "bold", "(?m)^damaged: .*$": "bold red", "(?m)^hashes: all .*$": "bold green"}
 
@@ -42,8 +42,6 @@ class Arguments:
     """print one JSON object, for programs"""
     hashes: bool = True
     """compare hashes, for which all files are read"""
-    model: Annotated[str | None, tyro.conf.arg(metavar="SCRIPT-OR-MODULE:FUNCTION")] = None
-    """see `fullshard convert --help`"""
 
 
 def run(arguments: list[str]) -> int:
@@ -51,10 +49,11 @@ def run(arguments: list[str]) -> int:
     given = terminal.parsed(Arguments, "inspect", arguments)
     if isinstance(given, int):
         return given
+    from ..exchange.inspect import inspect
+
     try:
         with terminal.progress("comparing hashes") as progress:
-            model = None if given.model is None else function_at(given.model)
-            found = inspect(given.path, hashes=given.hashes, model=model, progress=progress)
+            found = inspect(given.path, hashes=given.hashes, progress=progress)
     except FullshardError as error:
         return refuse(str(error))
     if given.json:
@@ -83,6 +82,8 @@ def table(found: Inspection) -> list[str]:
 
 def sums(found: Inspection) -> list[str]:
     """The summary, in lines: format, sizes by group, ties, and whether files are damaged."""
+    from ..insight.facts import size
+
     lines = [f"{found.path}: {found.kind}"]
     groups: dict[str, list[Found]] = {}
     for one in found.tensors:

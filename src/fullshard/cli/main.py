@@ -1,6 +1,6 @@
 """The entry point of `fullshard`. Exit codes: 0 nothing is wrong, 1 a problem was found, 2 bad input.
 
-Imports no torch: only the commands that need it do.
+Imports no torch: commands do, once they know that they have something to do with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from ..version import VERSION
 COMMANDS: dict[str, str] = {
     "adopt": "run a program with Fullshard in the place of PyTorch's FSDP",
     "convert": "write a checkpoint in another format",
-    "docs": "write a reference of any Python package: a page and an index of names for every file",
     "doctor": "why did a run hang or die?",
     "explain": "what does this error's code mean?",
     "inspect": "what is in a checkpoint, and is it undamaged?",

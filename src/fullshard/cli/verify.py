@@ -16,17 +16,17 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.distributed as dist
 import tyro
 
 from ..errors import ConfigError, class_to_catch
-from ..insight.verify import Report, verify
 from . import terminal
 from .main import refuse
 from .target import function_at
+
+if TYPE_CHECKING:
+    from ..insight.verify import Report
 
 GRACE = 20.0  # seconds that the other ranks get to end once one has failed
 MOST_RANKS = 64
@@ -67,6 +67,8 @@ def run(arguments: list[str]) -> int:
         return refuse(f"--ranks must be from 1 to {MOST_RANKS}, got {given.ranks}; more need torchrun")
     if given.ranks > 1 and "RANK" not in os.environ:
         return _start_ranks(given.ranks, arguments)
+    import torch.distributed as dist
+
     first = os.environ.get("RANK", "0") == "0"
     try:
         report = _verified(given)
@@ -81,6 +83,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _verified(given: Arguments) -> Report:
+    import torch
+    import torch.distributed as dist
+
+    from ..insight.verify import Report, verify
+
     function = function_at(given.target)
     if "RANK" in os.environ and not dist.is_initialized():
         if torch.accelerator.is_available():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import CheckpointError, ConfigError
 from ..store.source import MODEL, OPTIMIZER, Entry, Source
@@ -48,13 +47,12 @@ def convert(
     to: str | None = None,
     dtype: torch.dtype | None = None,
     model_only: bool = False,
-    model: Callable[[], nn.Module] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Conversion:
     """Write a checkpoint in another format. One process, no process group, no accelerator; nothing in it is executed.
 
     Read: folders of Fullshard and of any program that saves with `torch.distributed.checkpoint`, files of `torch.save`,
-    safetensors, DeepSpeed's ZeRO-3 folders, and folders of files that FSDP1's ranks saved. Written: the first three.
+    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first three.
     Memory is that of one tensor and of a buffer.
 
     Args:
@@ -64,8 +62,6 @@ def convert(
             fullshard).
         dtype: floating-point tensors of the model are cast to it; None: as they are. Optimizer state is not cast.
         model_only: parameters and buffers alone.
-        model: returns the model as it is before wrapping; needed for FSDP1's local state dicts. Called on the meta
-            device.
         progress: called with a tensor's name, the bytes done before it, and those of all; and at the end with "".
 
     Raises:
@@ -84,7 +80,7 @@ def convert(
         raise CheckpointError(
             f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
         )
-    with open_source(source, model, model_only) as opened:
+    with open_source(source, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
         free = shutil.disk_usage(target.absolute().parent).free

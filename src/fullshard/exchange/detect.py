@@ -9,11 +9,9 @@ a folder      fullshard      .metadata, *.distcp: of DCP, too; or a folder of Fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from ..errors import CheckpointError, ConfigError
 from ..store.folder import Folder
@@ -109,20 +107,16 @@ def storage_at(path: Path) -> LocalStorage:
     return LocalStorage(path / name)
 
 
-def open_source(
-    path: Path, model: Callable[[], nn.Module] | None = None, model_only: bool = False, hashes: bool = True
-) -> Source:
+def open_source(path: Path, model_only: bool = False, hashes: bool = True) -> Source:
     """Open the checkpoint at a path, whatever its format.
 
     Args:
         path: a file or a folder.
-        model: returns the model as it is before wrapping, for formats that do not say what parameters there are.
         model_only: do not read anything else.
         hashes: compare those of what is read, where the format has them.
 
     Raises:
         CheckpointError: nothing, half a checkpoint, a damaged one, or something else.
-        ConfigError: the model is needed.
     """
     try:
         kind = kind_of(path)
@@ -133,7 +127,7 @@ def open_source(
         if kind == "deepspeed":
             return DeepSpeedSource(path)
         if kind == "fsdp1":
-            return PerRankSource(path, model, model_only)
+            return PerRankSource(path, model_only)
         return SafetensorsSource(path, _stem(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).", code="K036") from error

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import DamagedCheckpointError
 from ..store.formats.dcp import DcpSource
@@ -65,7 +64,6 @@ def inspect(
     path: str | os.PathLike[str],
     *,
     hashes: bool = True,
-    model: Callable[[], nn.Module] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Inspection:
     """Read what a checkpoint says of itself, and compare its files with their hashes where it has them.
@@ -73,12 +71,10 @@ def inspect(
     Args:
         path: a file or a folder; its format is found out. Of a folder with several checkpoints, the latest.
         hashes: read all files; else only what is needed to list tensors.
-        model: see `convert`.
         progress: called with a file's name, the bytes done before it, and those of all; and at the end with "".
 
     Raises:
         CheckpointError: it is no whole checkpoint.
-        ConfigError: the model is needed.
     """
     given = Path(path)
     kind = kind_of(given)
@@ -89,7 +85,7 @@ def inspect(
             if damage:  # then what it holds that is no tensor may be damaged, too
                 tensors = [_found(name, entry, _where(files, name)) for name, entry in files.index.entries.items()]
                 return Inspection(given, kind, tuple(tensors), {}, {}, checked, tuple(damage))
-    with open_source(given, model, hashes=hashes) as source:
+    with open_source(given, hashes=hashes) as source:
         tensors = [_found(name, entry, _files_of(source, given, name)) for name, entry in source.entries.items()]
         return Inspection(given, kind, tuple(tensors), source.ties, source.values, checked, ())
 

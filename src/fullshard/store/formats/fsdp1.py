@@ -1,32 +1,21 @@
-"""Folders of files that each rank wrote by `torch.save`, of PyTorch's first FSDP.
+"""Folders of files that each rank wrote by `torch.save`, of PyTorch's first FSDP: SHARDED_STATE_DICT.
 
-FULL_STATE_DICT is one file of `torch.save`, and SHARDED_STATE_DICT is usually saved by DCP; both are read elsewhere.
-Here are LOCAL_STATE_DICT, and sharded ones that every rank saved by itself. What PyTorch 2.13 writes, as observed:
+FULL_STATE_DICT is one file of `torch.save`, and a SHARDED_STATE_DICT that DCP saved is a folder of DCP; both are read
+elsewhere. LOCAL_STATE_DICT is refused: it holds flat parameters, which do not say what they are made of.
 
-    "blocks.0._flat_param"   a ShardedTensor of one dim: all parameters of a wrapped module, those of wrapped modules
-                             within it left out, in the order of `named_parameters`; cut into equal parts, one a rank
-    "blocks.0.buffer"        a tensor: buffers are whole in every file
-    "blocks.0.weight"        with use_orig_params=True, what this rank holds of a parameter: also in the flat one
-
-    use_orig_params=False    parameters back to back, and nothing else in the flat one's size
-    use_orig_params=True     each parameter begins at a multiple of 16 bytes, and 42s fill the gaps and the end, up to a
-                             multiple of the number of ranks
-
-The files do not say what parameters there are, so that the model is needed. Files of `torch.save` that hold
-ShardedTensors are not for `torch.load(weights_only=True)`, as they say that `getattr` be called: here they are read as
-data, see `pickled.py`, and process groups are not needed.
+Files of `torch.save` that hold ShardedTensors are not for `torch.load(weights_only=True)`, as they say that `getattr`
+be called: here they are read as data, see `pickled.py`, and process groups are not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError
 from ..source import MODEL, Entry
 from .archive import Archive
 from .built import Made, Sharded, Stored
@@ -36,8 +25,7 @@ from .state import State
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 FLAT = "_flat_param"
-ALIGNMENT = 16  # bytes
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""The name of a parameter that others lie in."""
 
 
 def is_per_rank(path: Path) -> bool:
@@ -54,15 +42,13 @@ class PerRankSource(PiecedSource):
 
     Args:
         path: of the folder.
-        model: returns the model as it is before wrapping; called on the meta device. Needed for local state dicts.
         model_only: leave everything else out.
 
     Raises:
-        CheckpointError: parts are missing, or the model is another one.
-        ConfigError: the model is needed.
+        CheckpointError: parts are missing, or parameters are flat.
     """
 
-    def __init__(self, path: Path, model: Callable[[], nn.Module] | None = None, model_only: bool = False) -> None:
+    def __init__(self, path: Path, model_only: bool = False) -> None:
         archives: list[Archive] = []
         try:
             for file in _files(path):
@@ -71,13 +57,13 @@ class PerRankSource(PiecedSource):
             for one, state in zip(archives, states, strict=True):
                 state.add_all(one.root)
             reading = _Reading(path, archives, states)
-            reading.read_all(model, model_only)
+            reading.read_all(model_only)
         except BaseException:
             for one in archives:
                 one.close()
             raise
         values = {} if model_only else states[0].values
-        super().__init__(archives, reading.where, reading.entries, values, reading.ties)
+        super().__init__(archives, reading.where, reading.entries, values, {})
 
 
 def sharded_tensor(made: Made) -> Sharded | None:
@@ -118,9 +104,8 @@ class _Reading:
         self._path, self._archives, self._states = path, archives, states
         self.where: dict[str, Sequence[Run] | Whole] = {}
         self.entries: dict[str, Entry] = {}
-        self.ties: dict[str, str] = {}
 
-    def read_all(self, model: Callable[[], nn.Module] | None, model_only: bool) -> None:
+    def read_all(self, model_only: bool) -> None:
         names = [name for state in self._states for name in state.tensors]
         kept = [name for name in dict.fromkeys(names) if name.startswith(MODEL) or not model_only]
         if not any(isinstance(one, Sharded) for state in self._states for one in state.tensors.values()):
@@ -130,10 +115,15 @@ class _Reading:
                 code="K075",
             )
         flat = [name for name in kept if name.rpartition(".")[2] == FLAT and name.startswith(MODEL)]
-        local = {MODEL + name for name in self._read_flat(flat, model)} if flat else set()
+        if flat:
+            raise CheckpointError(
+                f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
+                parameter=flat[0].removeprefix(MODEL),
+                remedy="load it with PyTorch's FSDP, wrapped as it was, and save a FULL or SHARDED state dict",
+                code="K442",
+            )
         for name in kept:
-            if name not in local and name not in flat:
-                self._read_named(name)
+            self._read_named(name)
         warning = "warning" in self._states[0].values.get("optimizer", {})
         if warning and not model_only:
             raise CheckpointError(
@@ -190,86 +180,8 @@ class _Reading:
             )
         return [run for _, (_, run) in sorted(parts.items())], told
 
-    def _read_flat(self, flat: Sequence[str], model: Callable[[], nn.Module] | None) -> set[str]:
-        """Parameters out of flat ones; the names of those, all of them."""
-        if model is None:
-            raise ConfigError(
-                f"{self._path} holds flat parameters (LOCAL_STATE_DICT), which do not say what they are made of.",
-                remedy="name a function that returns the model before wrapping: --model MODULE:FUNCTION",
-                code="C186",
-            )
-        with torch.device("meta"):
-            made = model()
-        parameters = {clean(name): one for name, one in made.named_parameters()}
-        of = {id(one): name for name, one in parameters.items()}
-        units = {clean(name.removeprefix(MODEL).removesuffix(FLAT)): name for name in flat}
-        members: dict[str, dict[str, nn.Parameter]] = {prefix: {} for prefix in units}
-        for name, parameter in parameters.items():
-            inside = [prefix for prefix in units if name.startswith(prefix)]
-            if inside:
-                members[max(inside, key=len)][name] = parameter
-        for prefix, own in members.items():
-            runs, told = self._runs(units[prefix])
-            self._read_unit(units[prefix], own, runs, told)
-        for name, parameter in made.named_parameters(remove_duplicate=False):
-            if of[id(parameter)] != clean(name):
-                self.ties[f"{MODEL}{clean(name)}"] = f"{MODEL}{of[id(parameter)]}"
-        return parameters.keys() | {name.removeprefix(MODEL) for name in self.ties}
-
-    def _read_unit(self, flat: str, members: Mapping[str, nn.Parameter], runs: Sequence[Run], told: Sharded) -> None:
-        sizes = {name: parameter.numel() for name, parameter in members.items()}
-        starts = starts_in(sizes, told.shape[0], told.dtype.itemsize, told.world)
-        if starts is None:
-            raise CheckpointError(
-                f"{self._path}: the model has other parameters than the checkpoint.",
-                parameter=flat.removeprefix(MODEL),
-                expected=f"{told.shape[0]:,} elements, with padding",
-                got=f"{sum(sizes.values()):,} elements without it, of {', '.join(members)}",
-                code="K080",
-            )
-        for name, parameter in members.items():
-            part = _cut(runs, starts[name], starts[name] + sizes[name])
-            self._put(f"{MODEL}{name}", part, Entry(tuple(parameter.shape), told.dtype))
-
     def _put(self, name: str, where: Sequence[Run] | Whole, entry: Entry) -> None:
         self.where[name], self.entries[name] = where, entry
-
-
-def clean(name: str) -> str:
-    """A name without those of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def starts_in(sizes: Mapping[str, int], total: int, itemsize: int, world: int) -> dict[str, int] | None:
-    """Where parameters begin in a flat one; None if they cannot be what it is made of.
-
-    Args:
-        sizes: elements of each parameter, in order.
-        total: elements of the flat one.
-        itemsize: bytes of an element.
-        world: ranks it is cut for.
-    """
-    for unit, ranks in ((1, 1), (max(1, ALIGNMENT // itemsize), world)):
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            starts[name] = -(-end // unit) * unit
-            end = starts[name] + size
-        if total == -(-end // ranks) * ranks:
-            return starts
-    return None
-
-
-def _cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Elements [start, stop) of what the runs are together."""
-    found, at = [], 0
-    for run in runs:
-        first, last = max(start, at), min(stop, at + run.count)
-        if first < last:
-            found.append(Run(run.archive, run.stored, run.start + first - at, last - first))
-        at += run.count
-    return found
 
 
 def _contiguous(stored: Stored) -> bool:

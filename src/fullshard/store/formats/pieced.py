@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors lie in runs in several files: what FSDP1's local ones and DeepSpeed's have in common.
+"""Checkpoints whose tensors lie in runs in several files: what FSDP1's and DeepSpeed's have in common.
 
 file of rank 0    [ weight 0 .. 7 | bias 0 .. 2 |pad]
 file of rank 1    [ weight 7 ..14 | bias 2 .. 3 |pad]

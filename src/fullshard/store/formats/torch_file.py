@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +24,6 @@ from ..write import bytes_of
 from .archive import Archive
 from .built import Stored
 from .state import State, leaves, nested, replaced
-from .zip_sums import put_sums
 
 SAVING = ".saving"
 """What the name of a file that is not finished ends with."""
@@ -89,7 +87,7 @@ class TorchFileSink(Sink):
     ) -> None:
         self._path = path
         self._saving = path.with_name(path.name + SAVING)
-        self._sums: dict[str, tuple[int, int]] = {}
+        self._written: set[str] = set()
         self._places: dict[str, tuple[str, int, int]] = {}  # name to record, its position, its size in bytes
         self._inner: dict[str, torch.Tensor] = {}
         self._file: IO[bytes] | None = None
@@ -140,7 +138,7 @@ class TorchFileSink(Sink):
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         assert self._file is not None
-        key, position, size = self._places[name]
+        _, position, size = self._places[name]
         data = bytes_of(tensor)
         if len(data) != size:
             raise CheckpointError(
@@ -148,14 +146,13 @@ class TorchFileSink(Sink):
             )
         self._file.seek(position)
         self._file.write(data)
-        self._sums[f"data/{key}"] = (position + size, zlib.crc32(data))
+        self._written.add(name)
 
     def finish(self) -> None:
         assert self._file is not None
-        missing = [name for name, (key, _, _) in self._places.items() if f"data/{key}" not in self._sums]
+        missing = [name for name in self._places if name not in self._written]
         if missing:
             raise CheckpointError("Not all tensors were written.", parameter=missing[0], code="K111")
-        put_sums(self._file, self._sums)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
