@@ -245,6 +245,12 @@ def _with_changes(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 def cast_floating(dtype: torch.dtype, value: Any, borrowed: Borrowed | None = None) -> Any:
     """`value` with every floating-point tensor in it cast to `dtype`; integers and masks stay as they are."""
+    if type(value) is torch.Tensor:
+        return _cast(dtype, value)
+    if type(value) is tuple and len(value) == 1 and type(value[0]) is torch.Tensor:  # most forwards' arguments
+        return (_cast(dtype, value[0]),)
+    if type(value) is dict and not value:
+        return value
     return map_tensors(partial(_cast, dtype), value, borrowed)
 
 
