@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from fullshard.comm import lanes
@@ -115,7 +116,7 @@ class Device:
 
     def queue(self, target: Tensor, values: Tensor) -> None:
         """A copy to page-locked memory begins."""
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # nothing that a device would do
             copy = Copy(target.detach(), values.detach().clone())
             copy.target.fill_(poison_of(target))
         self.current.coming.append(copy)
