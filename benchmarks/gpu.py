@@ -157,6 +157,8 @@ class Training:
             model.angles = angles  # positions need fp32
         if mode.adapters:
             Adapted.put_into(model, model.norm.weight.dtype if peer == "plain" else torch.float32)
+        if compiled:
+            torch.compiler.reset()  # what other turns compiled counts against the limit of compilations
         for block in model.blocks if compiled else ():  # not the hooks around it, for any peer
             block.forward = torch.compile(block.forward)
         self.model: Any = sharded(peer, model, mode, setting)
@@ -248,11 +250,13 @@ def ask_captures(training: Training, setting: Setting) -> Figures:
 
 
 def ask_syncs(training: Training, setting: Setting) -> Figures:
-    torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        training.step()
-    torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            training.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     waits = [one for one in seen if "synchronizing" in str(one.message)]
     places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     return {"finding": ", ".join(f"{place} x{count}" for place, count in places.items()) or "none"}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 CODE = """
-import contextlib, io, json, pathlib, sys, warnings
+import contextlib, io, itertools, json, pathlib, sys, warnings
 from unittest import mock
-import torch.distributed as dist
+import torch
+import torch.distributed
 import gpu
 
 folder = pathlib.Path(sys.argv[1])
@@ -69,6 +70,44 @@ with mock.patch("torch.cuda.set_sync_debug_mode") as switch:
     finding = gpu.ask_syncs(Steps(), None)["finding"]
 assert finding == "<string>:%d x1" % (Steps.step.__code__.co_firstlineno + 1), finding
 assert [call.args for call in switch.mock_calls] == [("warn",), ("default",)]
+
+start = mock.Mock(**{"elapsed_time.return_value": 10.0})  # milliseconds of 10 million cycles
+stand_ins = dict(Stream=mock.Mock(), Event=mock.Mock(return_value=start), synchronize=mock.Mock(), _sleep=mock.Mock())
+stand_ins |= dict(current_stream=mock.Mock(), stream=mock.MagicMock())
+with mock.patch.multiple(torch.cuda, **stand_ins):
+    link = gpu.Link(torch.device("cuda"), 100.0)
+    out, shard, slept = torch.zeros(1000), torch.arange(500.0), torch.cuda._sleep
+    sent = link.gather(out, shard)
+    assert slept.call_args.args == (40,) and torch.equal(out.view(2, -1)[1], shard)  # 4000 bytes, a cycle a nanosecond
+    link.stream.wait_stream.assert_called_once_with(torch.cuda.current_stream())
+    torch.cuda.stream.assert_called_once_with(link.stream)
+    sent.wait()
+    torch.cuda.current_stream().wait_event.assert_called_once_with(link.stream.record_event())
+    slept.reset_mock()
+    link.gigabytes = float("inf")
+    link.reduce(shard, out, False)
+    assert not slept.called and torch.equal(shard, 2 * torch.arange(500.0))
+    assert (link.collectives, link.kernels) == (2, 4)
+
+class Pretends(gpu.Setting):
+    cuda = True
+
+levels = itertools.count(100, 10)
+counters = dict(synchronize=mock.Mock(), reset_peak_memory_stats=mock.Mock(), memory_allocated=lambda: next(levels))
+counters |= dict(memory_stats=lambda: {"num_alloc_retries": 3}, max_memory_allocated=lambda: 2e9)
+counters |= dict(max_memory_reserved=lambda: 3e9)
+asked = gpu.parse(TINY)
+gpu.fake_world(8, "cpu")
+seen = mock.MagicMock()
+types = torch.autograd.DeviceType
+events = [mock.Mock(device_type=one) for one in (types.CUDA, types.CPU)]
+seen.return_value.__enter__.return_value.events.return_value = events
+with mock.patch.multiple(torch.cuda, **counters), mock.patch.object(gpu, "profile", seen), gpu.quiet():
+    cpu = torch.device("cpu")
+    figures = gpu.turn("offload", "steps", "plain", False, Pretends(cpu, gpu.Link(cpu, 1.0), asked))
+torch.distributed.destroy_process_group()
+wanted = {"peak_gb": 2.0, "reserved_gb": 3.0, "retries": 0, "growth_bytes": 10, "kernels": 1}
+assert {name: figures.get(name) for name in wanted} == wanted and "exposed_ms" in figures, figures
 
 @contextlib.contextmanager
 def graph(given):

@@ -18,14 +18,14 @@ import fullshard
 from fullshard.api.wrapper.setup import warn_of_host
 from fullshard.comm import lanes, objects
 from fullshard.mesh import axes
-from fullshard.shard import Mover
+from fullshard.shard import Mover, units_of
 from fullshard.shard.offload import Home
 
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
     "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
-    "api/parking.py: park": "whether memory is page-locked",
+    "api/parking.py: park": "whether memory is page-locked; entered below",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
     "api/wrapper/setup.py: warn_of_host": "a warning; entered below",
     "checkpoint/model.py: save_instance": "where a whole value is kept",
@@ -111,6 +111,26 @@ def test_page_locked_memory_is_asked_for_where_copies_arrive() -> None:
             assert moved.is_pinned() is pinned and torch.equal(moved, plain) and moved.stride() == plain.stride()
             assert (mover.moved, mover.stayed) == ((24, 0) if pinned else (0, 24))  # bytes of the whole storage
             assert mover.move(moved) is moved and mover.moved + mover.stayed == 24
+
+
+class Asked(Exception):
+    """What a function was called with."""
+
+
+def ask(*given: object, **named: object) -> None:
+    raise Asked(given, named)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("pin", [False, True])
+def test_what_is_parked_is_page_locked_beside_an_accelerator(fake_world: Callable, kind: str, pin: bool) -> None:
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(2, 2))
+    (unit,) = units_of(model)
+    object.__setattr__(unit.buckets[0].axes, "device", torch.device(kind))
+    with mock.patch("fullshard.api.parking.Mover", ask), pytest.raises(Asked) as raised:
+        fullshard.park(model, pin_memory=pin)
+    assert raised.value.args == ((CPU,), {"pinned": pin and kind == "cuda"})
 
 
 def test_cuda_alone_page_locks_memory_of_others() -> None:
