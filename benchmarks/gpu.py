@@ -383,7 +383,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ask", nargs="+", default=["steps"], choices=QUESTIONS)
     parser.add_argument("--peers", nargs="+", default=["plain", "fsdp2", "rows", "flat"], choices=PEERS)
     parser.add_argument("--compile", action="store_true", help="each turn once more, with compiled blocks")
-    parser.add_argument("--mixed", action="store_true", help="fp32 shards with bf16 compute, not all bf16")
+    parser.add_argument("--mixed", action="store_true", help="fp32 shards, bf16 compute (plain: fp32); else all bf16")
     parser.add_argument("--gbps", type=float, default=100.0, help="gigabytes a second of the link; inf: at once")
     parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
