@@ -1,377 +1,418 @@
-"""One GPU: a Llama-like model of about 1B parameters in bf16, with `torch.compile` per block and without.
+"""One GPU as rank 0 of 64: Fullshard beside plain PyTorch and FSDP2, with communication that takes its time.
 
-    python benchmarks/gpu.py                            both modes, about ten minutes on an H100 or H200
-    python benchmarks/gpu.py --mode nccl                NCCL, one rank: time of a step, peak memory, losses
-    python benchmarks/gpu.py --mode fake                fake group, world 64: peak memory, host cost
-    python benchmarks/gpu.py --device cpu --size tiny   the same logic; its figures mean nothing
+    python benchmarks/gpu.py --out lines.jsonl                       all modes, steps alone
+    python benchmarks/gpu.py --out lines.jsonl --modes layouts memory --ask steps syncs --compile
+    python benchmarks/gpu.py --table lines.jsonl                     the table once more
+    python benchmarks/gpu.py --device cpu --size tiny --world 8      the same logic; its figures mean nothing
 
-Peers take turns: each is built, warmed up, measured and freed, in a new order every round, so that the peak
-memory is one peer's alone. On one rank FSDP1 turns itself into NO_SHARD, and Fullshard copies where FSDP2 calls NCCL
-(unless --collectives); the fake group shows all of them sharding.
+Peers take turns; each is built, warmed up, asked and freed. The result of a turn is a line of JSON, written before the
+next turn begins: whoever ends this keeps the lines so far.
+
+Nothing leaves the process. A collective of n bytes takes n / bandwidth seconds on one queue (`Link`), for Fullshard and
+FSDP2 alike, and leaves what it would if all ranks held what this one does; so Fullshard's comparisons of ranks and its
+agreement after each backward run as ever. NCCL's own cost, and what it takes from the kernels beside it, do not show.
+
+    steps      milliseconds of N steps as one, and of steps after each of which the host waits; what the host takes to
+               issue one; what communication adds (exposed); memory; kernels
+    captures   a step as a graph (torch.cuda.graph): the first error, or milliseconds of a replay
+    syncs      where the host waits in a step (torch.cuda.set_sync_debug_mode, which does not count waits for events)
+    oom        memory runs out in a backward; the next step follows without `zero_grad`, or after an evaluation
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
+import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from peers import OUR_PEERS, TORCH_PEERS, VIEW, adamw, choose, fake_world, interleaved, quiet, wrap
-from report import FSDP1, Quantity, Series, Target, dump
-from run import children, show
+from link import Alike, Link, TorchGather, TorchReduce
+from llama import SIZES, Adapted, Block, Llama
+from peers import OUR_PEERS, fake_world, interleaved, quiet
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
-PEERS = ("plain", *TORCH_PEERS, *OUR_PEERS, "rows" + VIEW, "flat" + VIEW)
-COMPILED = ", compiled"  # appended to a peer's name
-FAKE_WORLD = 64
+import fullshard
+
+PEERS = ("plain", "fsdp2", *OUR_PEERS)
+BACKEND = "emulated"  # what Fullshard takes the fake group for: it compares no ranks on one that says it is fake
 
 
 @dataclass(frozen=True)
-class Size:
-    """A Llama-like model and its batch. Widths in elements."""
+class Mode:
+    """What is trained, and how."""
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int  # of the MLP
-    vocabulary: int
-    batch: int  # sequences per step
-    time: int  # tokens per sequence
+    parts: int = 1  # micro-batches, of which the last is reduced
+    chunks: int = 1  # of the loss; logits of more than one are computed again in backward
+    experts: bool = False  # in place of each MLP
+    adapters: bool = False  # of rank 16 on frozen weights
+    checkpoints: bool = False  # activations of blocks
+    kept: bool = False  # units stay gathered for all micro-batches
+    offload: bool = False
+    replicas: int = 1
+    prefetch: int = 1
+    ours: str = ""  # a choice of the engine's own, taken back
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether other peers have no such mode."""
+        return bool(self.ours) or self.prefetch != 1
 
 
-SIZES = {
-    "tiny": Size(2, 64, 4, 2, 128, 256, batch=2, time=16),
-    "narrow": Size(16, 256, 4, 2, 512, 1024, batch=1, time=128),  # little for the GPU to do: shows the host
-    "1b": Size(16, 2048, 32, 8, 8192, 32000, batch=4, time=2048),  # 1.10e9 parameters
-    "3b": Size(28, 3072, 24, 8, 8192, 32000, batch=2, time=2048),
+MODES = {
+    "layouts": Mode(),
+    "memory": Mode(chunks=16),
+    "memory, prefetch 0": Mode(chunks=16, prefetch=0),
+    "memory, prefetch 2": Mode(chunks=16, prefetch=2),
+    "checkpointing": Mode(chunks=16, checkpoints=True),
+    "experts": Mode(experts=True),
+    "accumulation": Mode(parts=4),
+    "kept": Mode(parts=4, kept=True),
+    "lora": Mode(adapters=True),
+    "hybrid": Mode(replicas=4),
+    "hybrid, at once": Mode(replicas=4, ours="at once"),  # the all-reduce is waited for where it is issued
+    "offload": Mode(offload=True),
+    "offload, one stream": Mode(offload=True, ours="one stream"),
+    "apart": Mode(ours="apart"),  # every parameter has a collective of its own
 }
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean square in fp32. [..., width] -> same."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-        return (x.float() * scale).to(x.dtype) * self.weight
-
-
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding (RoFormer, arXiv:2104.09864, 3.2). x [B, H, T, D], angles [T, D / 2]."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
-
-
-class Block(nn.Module):
-    """Pre-norm grouped-query attention with RoPE, and SwiGLU. [B, T, width] -> same."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        head = size.width // size.heads
-        self.head, self.kv_heads = head, size.kv_heads
-        self.norm_attention = RMSNorm(size.width)
-        self.q = nn.Linear(size.width, size.width, bias=False)
-        self.kv = nn.Linear(size.width, 2 * size.kv_heads * head, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-        self.norm_mlp = RMSNorm(size.width)
-        self.gate = nn.Linear(size.width, size.hidden, bias=False)
-        self.up = nn.Linear(size.width, size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        batch, time_, _ = x.shape
-        normed = self.norm_attention(x)
-        q = rotate(self.q(normed).view(batch, time_, -1, self.head).transpose(1, 2), angles)
-        kv = self.kv(normed).view(batch, time_, 2, self.kv_heads, self.head)
-        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, kv_heads, T, head]
-        mixed = F.scaled_dot_product_attention(q, rotate(k, angles), v, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time_, -1))
-        normed = self.norm_mlp(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Llama(nn.Module):
-    """Tokens [B, T] -> logits [B, T, vocabulary]. Embedding, final norm and head belong to the root unit."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = RMSNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        half = size.width // size.heads // 2
-        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-        self.register_buffer("angles", torch.outer(torch.arange(size.time), frequency), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.angles)
-        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all peers of one run share."""
+    """What all turns share."""
 
     device: torch.device
-    mesh: DeviceMesh
-    size: Size
-    warm_up: int
-    steps: int
-    shortcut: bool  # Fullshard, one rank: copy in place of a collective, as it does by default
-    mixed: bool  # fp32 shards, bf16 compute; otherwise everything is bf16
+    link: Link
+    arguments: argparse.Namespace
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     def synchronise(self) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize()
 
-
-@dataclass
-class Found:
-    """What one turn of one peer measured."""
-
-    milliseconds: list[float]  # per step, by CUDA events (on the CPU: wall clock)
-    host: list[float]  # process CPU seconds per step
-    loss: float  # the last
-    peak: float  # bytes allocated at most in a step, over what was allocated before the peer was built
-    growth: int  # bytes allocated after the last step, over those after the first measured one
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.cuda else 0
 
 
-def build(peer: str, setting: Setting, compiled: bool) -> nn.Module:
-    """The model on the device, blocks compiled if asked, wrapped by `peer`; the same weights for everyone.
+def sharded(peer: str, model: nn.Module, mode: Mode, setting: Setting) -> nn.Module:
+    """Each block a unit, and the root."""
+    if peer == "plain":
+        return model
+    world, kind, link = setting.arguments.world, setting.device.type, setting.link
+    dims = (mode.replicas, world // mode.replicas) if mode.replicas > 1 else (world,)
+    mesh = init_device_mesh(kind, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+    library: Any = torch_fsdp if peer == "fsdp2" else fullshard
+    options: dict[str, Any] = {"reshard_after_forward": False} if mode.kept else {}
+    if setting.arguments.mixed or mode.adapters:
+        options["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if mode.offload:
+        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.cuda)
+    if library is fullshard:
+        options["layout"] = fullshard.Blocks() if peer == "blocks" else peer
+        options["comm"] = Alike(link, mode.ours == "apart", mode.ours == "at once")
+        options["prefetch"] = mode.prefetch
+    units: list[Any] = [*(one for one in model.modules() if isinstance(one, Block)), model]
+    for unit in units:
+        library.fully_shard(unit, mesh=mesh, **options)
+    for unit in units if library is torch_fsdp else ():
+        unit.set_custom_all_gather(TorchGather(link))
+        unit.set_custom_reduce_scatter(TorchReduce(link))
+        if mode.replicas > 1:
+            unit.set_all_reduce_hook(lambda tensor: link.all_reduce(tensor, 1).wait())
+    if mode.kept:
+        units[-1].set_reshard_after_backward(False)
+    return model
 
-    A block's `forward` is compiled and its hooks are not, for every peer alike.
-    """
-    torch.manual_seed(0)
-    with setting.device:
-        model = Llama(setting.size)
-    if not setting.mixed:
-        angles = model.angles
-        model = model.to(torch.bfloat16)
-        model.angles = angles  # positions need fp32
-    if compiled:
-        for block in model.blocks:
+
+class Training:
+    """One peer's model and its steps, on a fixed batch of random tokens."""
+
+    def __init__(self, peer: str, mode: Mode, compiled: bool, setting: Setting) -> None:
+        size, device = SIZES[setting.arguments.size], setting.device
+        torch.manual_seed(0)
+        with device:
+            model = Llama(size, size.experts * mode.experts, mode.chunks, mode.checkpoints)
+        if not setting.arguments.mixed:
+            angles = model.angles
+            model = model.to(torch.bfloat16)
+            model.angles = angles  # positions need fp32
+        if mode.adapters:
+            Adapted.put_into(model, model.norm.weight.dtype if peer == "plain" else torch.float32)
+        if compiled:
+            torch.compiler.reset()  # what other turns compiled counts against the limit of compilations
+        for block in model.blocks if compiled else ():  # not the hooks around it, for any peer
             block.forward = torch.compile(block.forward)
-    dtype = torch.bfloat16 if setting.mixed else None
-    return wrap(peer, model, Block, setting.mesh, param_dtype=dtype, local_shortcut=setting.shortcut)
+        self.model: Any = sharded(peer, model, mode, setting)
+        self.parts, self.switches = mode.parts, peer != "plain" and mode.parts > 1
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        capturable = setting.cuda and not mode.offload
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True, capturable=capturable)
+        self.tokens = torch.randint(0, size.vocabulary, (size.batch, size.time + 1), device=device)
 
-
-def stepper(peer: str, model: nn.Module, setting: Setting) -> Callable[[], Tensor]:
-    """One full training step on a fixed batch of random tokens."""
-    size = setting.size
-    tokens = torch.randint(0, size.vocabulary, (size.batch, size.time + 1), device=setting.device)
-    optimizer = adamw(peer, model)
-
-    def step() -> Tensor:
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def backward(self) -> Tensor:
+        for part in range(self.parts):
+            if self.switches:
+                self.model.set_requires_gradient_sync(part == self.parts - 1)
+            loss: Tensor = self.model(self.tokens)
+            loss.backward()
         return loss.detach()
 
-    return step
+    def step(self) -> Tensor:
+        loss = self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
 
 
-def turn(name: str, setting: Setting) -> Found:
-    """Build one peer, warm it up, measure it."""
-    peer, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-    cuda = setting.device.type == "cuda"
-    base = torch.cuda.memory_allocated() if cuda else 0
-    model = build(peer, setting, compiled)
-    step = stepper(peer, model, setting)
-    for _ in range(setting.warm_up):
-        loss = step()
-    setting.synchronise()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    found, events, settled = Found([], [], 0.0, 0.0, 0), [], 0
-    for index in range(setting.steps):
-        setting.synchronise()
-        host, wall = time.process_time(), time.perf_counter()
-        if cuda:
-            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            events[-1][0].record()
-        loss = step()
-        if cuda:
-            events[-1][1].record()
-        found.host.append(time.process_time() - host)
-        setting.synchronise()
-        found.milliseconds.append((time.perf_counter() - wall) * 1e3)
-        if cuda and index == 0:
-            settled = torch.cuda.memory_allocated()
-    found.loss = loss.item()
-    if cuda:
-        found.milliseconds = [start.elapsed_time(stop) for start, stop in events]
-        found.peak = float(torch.cuda.max_memory_allocated() - base)
-        found.growth = torch.cuda.memory_allocated() - settled
-    return found
+Figures = dict[str, Any]
 
 
-def rounds(names: list[str], setting: Setting, count: int) -> dict[str, list[Found]]:
-    """Every peer's turns, shuffled; memory of one is returned before the next begins."""
-    found: dict[str, list[Found]] = defaultdict(list)
-    for name in interleaved(names, count):
-        found[name].append(turn(name, setting))
-        gc.collect()
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-        last = found[name][-1]
-        print(
-            f"  {name}: {min(last.milliseconds):.1f} ms, {last.peak / 1e9:.2f} GB, loss {last.loss:.4f}",
-            flush=True,
-        )
-    return found
+def ask_steps(training: Training, setting: Setting) -> Figures:
+    count, link, synchronise = setting.arguments.steps, setting.link, setting.synchronise
 
+    def as_one() -> tuple[float, float]:
+        """Milliseconds of a step, and of issuing it."""
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(count):
+            training.step()
+        issued = time.perf_counter()
+        synchronise()
+        return (time.perf_counter() - start) / count * 1e3, (issued - start) / count * 1e3
 
-def series(turns: dict[str, list[Found]], values: Callable[[Found], list[float]]) -> tuple[Series, ...]:
-    """One series per peer, in the order of `PEERS`: the values of all its turns."""
-    return tuple(
-        _series(peer, tuple(value for found in turns[peer] for value in values(found)), turns[peer])
-        for peer in PEERS
-        if peer in turns
-    )
-
-
-def _series(peer: str, samples: tuple[float, ...], turns: list[Found]) -> Series:
-    grown = max(found.growth for found in turns)
-    note = f"grows {grown:,} B" if grown > 0 else ""
-    return Series(peer, samples, note=note, grows=grown > 0 and peer.removesuffix(VIEW) in OUR_PEERS)
-
-
-def by_compilation(found: dict[str, list[Found]]) -> dict[str, dict[str, list[Found]]]:
-    """Suffix -> peer -> turns: compiled peers are compared with compiled ones."""
-    split: dict[str, dict[str, list[Found]]] = defaultdict(dict)
-    for name, turns in found.items():
-        split[COMPILED if name.endswith(COMPILED) else ""][name.removesuffix(COMPILED)] = turns
-    return split
-
-
-def measure_nccl(setting: Setting, names: list[str], count: int) -> list[Quantity]:
-    """Time, peak memory and losses with real communication over one rank."""
-    method = (
-        f"one rank, {setting.size}, {'fp32 shards, bf16 compute' if setting.mixed else 'all bf16'}; full "
-        f"step with fused AdamW; {setting.steps} steps after {setting.warm_up}, in {count} turns per peer; "
-        f"Fullshard by {'local copies' if setting.shortcut else 'collectives'}"
-    )
-    quantities = []
-    for suffix, turns in by_compilation(rounds(names, setting, count)).items():
-        times = series(turns, lambda t: t.milliseconds)
-        plain = turns["plain"][0].loss
-        away = series(turns, lambda t: [abs(t.loss - plain)])  # noqa: B023 (called before the next round)
-        quantities += [
-            Quantity("gpu one rank", f"training step{suffix}", "ms", method, times, speed=True),
-            Quantity("gpu one rank", f"peak memory{suffix}", "GB", method, series(turns, _gigabytes)),
-            Quantity("gpu one rank", f"loss, distance from plain's{suffix}", "absolute", method, away, ()),
-        ]
-    return quantities
-
-
-def measure_fake(setting: Setting, names: list[str], count: int) -> list[Quantity]:
-    """Peak memory of the model at world 64, and host cost of a narrow one of as many blocks."""
-    world = f"fake group, world {FAKE_WORLD}"
-    found = rounds([name for name in names if not name.startswith("plain")], setting, count)
-    targets = tuple(Target(peer, FSDP1, 1.0) for peer in OUR_PEERS)
-    quantities = []
-    for suffix, turns in by_compilation(found).items():
-        name, method = f"peak memory{suffix}", f"{world}, {setting.size}; torch.cuda.max_memory_allocated"
-        quantities.append(Quantity("gpu world 64", name, "GB", method, series(turns, _gigabytes), targets=targets))
-    narrow = setting if setting.size == SIZES["tiny"] else replace(setting, size=SIZES["narrow"])
-    eager = [name for name in names if not name.endswith((COMPILED, VIEW))]
-    if eager:
-        turns = rounds(eager, replace(narrow, steps=2 * setting.steps), count)
-        quantities.append(host_cost(turns, narrow, world))
-    return quantities
-
-
-def host_cost(turns: dict[str, list[Found]], setting: Setting, world: str) -> Quantity:
-    """Processor time of each peer's step over plain's."""
-    every = series(turns, lambda t: [seconds / setting.size.layers * 1e6 for seconds in t.host])
-    plain = every[0].samples
-    over = tuple(replace(peer, baseline=plain) for peer in every[1:])
-    targets = tuple(Target(peer, "fsdp2", 0.30) for peer in OUR_PEERS)
-    method = f"{world}, {setting.size}; process CPU time of a full step with fused AdamW, less plain's"
-    return Quantity("gpu world 64", "host cost", "us / block and step", method, over, targets=targets)
-
-
-def _gigabytes(found: Found) -> list[float]:
-    return [found.peak / 1e9]
-
-
-def child(arguments: argparse.Namespace) -> list[Quantity]:
-    """One mode, in this process."""
-    device = torch.device(arguments.device)
-    if arguments.mode == "fake":
-        mesh = fake_world(FAKE_WORLD, device.type)
+    figures: Figures = {}
+    if not setting.cuda:
+        figures["ms"], figures["issue_ms"] = as_one()
     else:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh(device.type, (1,))
-    setting = Setting(
-        device,
-        mesh,
-        SIZES[arguments.size],
-        warm_up=arguments.warm_up,
-        steps=arguments.steps,
-        shortcut=not arguments.collectives,
-        mixed=arguments.mixed,
-    )
-    peers, _ = choose(["plain", *(peer for peer in arguments.peers or PEERS if peer != "plain")])
-    suffixes = {"off": [""], "on": [COMPILED], "both": ["", COMPILED]}[arguments.compile]
-    names = [peer + suffix for suffix in suffixes for peer in peers]
-    measure = measure_fake if arguments.mode == "fake" else measure_nccl
-    with quiet():
-        quantities = measure(setting, names, arguments.rounds)
-    dist.destroy_process_group()
-    return quantities
+        torch.cuda.reset_peak_memory_stats()
+        before, retries = setting.allocated(), torch.cuda.memory_stats()["num_alloc_retries"]
+        figures["ms"], figures["issue_ms"] = as_one()
+        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        figures["retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+        figures["growth_bytes"] = setting.allocated() - before
+        bandwidth, link.gigabytes = link.gigabytes, float("inf")
+        figures["exposed_ms"] = figures["ms"] - as_one()[0]
+        link.gigabytes = bandwidth
+    fenced = [time.perf_counter()]
+    for _ in range(count):
+        training.step()
+        synchronise()
+        fenced.append(time.perf_counter())
+    figures["fenced_ms"] = statistics.median(b - a for a, b in itertools.pairwise(fenced)) * 1e3
+    link.collectives = link.kernels = 0
+    with profile(activities=[ProfilerActivity.CUDA if setting.cuda else ProfilerActivity.CPU]) as seen:
+        loss = training.step()
+        synchronise()
+    kind = torch.autograd.DeviceType.CUDA if setting.cuda else torch.autograd.DeviceType.CPU
+    figures["kernels"] = sum(event.device_type == kind for event in seen.events()) - link.kernels
+    return figures | {"collectives": link.collectives, "loss": loss.item()}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fullshard beside plain PyTorch, FSDP2 and FSDP1 on one GPU.")
+def ask_captures(training: Training, setting: Setting) -> Figures:
+    """The first error is the finding: those after it, of ending the capture, are its consequences."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            training.step()
+    except Exception as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        at = traceback.extract_tb(first.__traceback__)[-1]
+        return {"finding": f"{type(first).__name__} at {Path(at.filename).name}:{at.lineno}: {first}"}
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(setting.arguments.steps):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return {"ms": start.elapsed_time(stop) / setting.arguments.steps, "finding": "captured"}
+
+
+def ask_syncs(training: Training, setting: Setting) -> Figures:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            training.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in seen if "synchronizing" in str(one.message)]
+    places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
+    return {"finding": ", ".join(f"{place} x{count}" for place, count in places.items()) or "none"}
+
+
+def ask_oom(training: Training, setting: Setting) -> Figures:
+    """What is allocated in vain is a petabyte, in the backward of a block in the middle."""
+    model, findings = training.model, []
+
+    def run_out(gradient: Tensor) -> None:
+        torch.empty(2**50, dtype=torch.uint8, device=gradient.device)
+
+    def watch(module: nn.Module, given: Any, out: Tensor) -> None:
+        out.register_hook(run_out)
+
+    block = model.blocks[len(model.blocks) // 2]
+    for evaluates in (False, True):
+        setting.synchronise()
+        before = setting.allocated()
+        handle = block.register_forward_hook(watch)
+        try:
+            training.backward()
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+            if "allocat" not in str(error):
+                raise
+        else:
+            raise AssertionError("a petabyte was allocated")
+        handle.remove()
+        left = setting.allocated() - before
+        if evaluates:
+            with torch.no_grad():
+                model(training.tokens)
+        words = [f"{left:,} B left"] * setting.cuda + ["NaN"] * (not training.step().isfinite())
+        findings.append(f"{'evaluation' if evaluates else 'step'}: {', '.join(['goes on', *words])}")
+    return {"finding": "; ".join(findings)}
+
+
+QUESTIONS: dict[str, Callable[[Training, Setting], Figures]] = {
+    "steps": ask_steps,
+    "syncs": ask_syncs,
+    "oom": ask_oom,
+    "captures": ask_captures,
+}
+CANNOT = {
+    # On a CPU, and why.
+    "steps": "no queue, hence no exposed time; no caching allocator, hence no bytes; kernels are operators",
+    "syncs": "nothing is queued, so nobody waits; tests/device counts waits on a simulated device",
+    "oom": "no caching allocator, hence no bytes left",
+    "captures": "there are no graphs of kernels",
+}
+
+
+def turn(mode: str, question: str, peer: str, compiled: bool, setting: Setting) -> Figures:
+    """Build one peer, warm it up, ask it. What it raises is its result."""
+    figures: Figures = {} if setting.cuda else {"cannot": CANNOT[question]}
+    if not setting.cuda and question in ("syncs", "captures"):
+        return figures
+    inline = MODES[mode].ours == "one stream"
+    with mock.patch("fullshard.comm.lanes.has_streams", lambda device: False) if inline else contextlib.nullcontext():
+        try:
+            training = Training(peer, MODES[mode], compiled, setting)
+            for _ in range(setting.arguments.warm_up):
+                training.step()
+            figures |= QUESTIONS[question](training, setting)
+        except Exception as error:
+            figures["error"] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+    return figures
+
+
+def turns(setting: Setting) -> Iterator[Figures]:
+    """All lines, mode by mode; in each the peers are shuffled."""
+    asked = setting.arguments
+    facts = {name: getattr(asked, name) for name in ("gbps", "world", "size", "mixed")}
+    facts |= {"torch": torch.__version__, "device": torch.cuda.get_device_name() if setting.cuda else "cpu"}
+    ways = (False, True) if asked.compile else (False,)
+    for question, mode, compiled in itertools.product(asked.ask, asked.modes, ways):
+        peers = [peer for peer in asked.peers if peer in OUR_PEERS or not MODES[mode].is_ours]
+        for peer in interleaved(peers, asked.rounds):
+            figures = turn(mode, question, peer, compiled, setting)
+            yield {"ask": question, "mode": mode, "peer": peer, "compiled": compiled, **facts, **figures}
+            gc.collect()
+            if setting.cuda:
+                torch.cuda.empty_cache()
+
+
+COLUMNS = ("ms", "fenced_ms", "issue_ms", "exposed_ms", "peak_gb", "reserved_gb", "retries", "collectives")
+
+
+def table(lines: list[Figures]) -> str:
+    """A row for each question, mode and peer: medians over rounds; kernels are those beyond plain's, a unit."""
+    by_row: dict[tuple[Any, ...], list[Figures]] = defaultdict(list)
+    for line in lines:
+        key = (line["ask"], f"{line['mode']}{', compiled' * line['compiled']}", line["gbps"], line["peer"])
+        by_row[key].append(line)
+
+    def median(key: tuple[Any, ...], name: str) -> float | None:
+        values = [line[name] for line in by_row.get(key, ()) if line.get(name) is not None]
+        return statistics.median(values) if values else None
+
+    rows = [["ask", "mode", "GB/s", "peer", "of fsdp2", *COLUMNS, "kernels", ""]]
+    for key, found in by_row.items():
+        ms, theirs = median(key, "ms"), median((*key[:3], "fsdp2"), "ms")
+        kernels, plain = median(key, "kernels"), median((*key[:3], "plain"), "kernels")
+        cells = [*map(str, key), "" if ms is None or theirs is None else f"{ms / theirs:.2f}"]
+        cells += ["" if (value := median(key, name)) is None else f"{value:.4g}" for name in COLUMNS]
+        beyond = kernels is not None and plain is not None and key[-1] != "plain"
+        cells.append(f"{(kernels - plain) / (SIZES[found[0]['size']].layers + 1):.1f}" if beyond else "")
+        words = [line[name] for line in found for name in ("finding", "error") if name in line]
+        words += [f"grows {line['growth_bytes']:,} B" for line in found if line.get("growth_bytes", 0) > 0]
+        cells.append("; ".join(dict.fromkeys(words)))
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    cannot = dict.fromkeys(f"not on a CPU: {line['ask']}: {line['cannot']}" for line in lines if "cannot" in line)
+    return "\n".join([*text, *cannot])
+
+
+def parse(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Fullshard beside plain PyTorch and FSDP2 on one GPU.")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print these lines' table, and measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="a line is added for each turn")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--ask", nargs="+", default=["steps"], choices=QUESTIONS)
+    parser.add_argument("--peers", nargs="+", default=["plain", "fsdp2", "rows", "flat"], choices=PEERS)
+    parser.add_argument("--compile", action="store_true", help="each turn once more, with compiled blocks")
+    parser.add_argument("--mixed", action="store_true", help="fp32 shards, bf16 compute (plain: fp32); else all bf16")
+    parser.add_argument("--gbps", type=float, default=100.0, help="gigabytes a second of the link; inf: at once")
+    parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--mode", choices=("nccl", "fake"), help="only this one")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="plain and these")
-    parser.add_argument("--compile", default="both", choices=("off", "on", "both"))
-    parser.add_argument("--mixed", action="store_true", help="fp32 shards with bf16 compute, not all bf16")
-    parser.add_argument("--collectives", action="store_true", help="Fullshard calls NCCL even for one rank")
+    parser.add_argument("--size", default="1b", choices=SIZES)
     parser.add_argument("--warm-up", type=int, default=4, help="steps")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps in a turn")
-    parser.add_argument("--rounds", type=int, default=2, help="turns per peer")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-gpu.json and .md")
-    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)  # set: this is the child that measures
-    return parser.parse_args()
+    parser.add_argument("--steps", type=int, default=10, help="that are measured as one")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each peer")
+    return parser.parse_args(given)
 
 
-def main() -> int:
-    arguments = parse()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("benchmarks/gpu.py: no GPU here (torch.cuda.is_available() is False); nothing was measured.")
-        print("To test its logic: python benchmarks/gpu.py --device cpu --size tiny")
-        return 2
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(dump(child(arguments))))
-        return 0
-    modes = [arguments.mode] if arguments.mode else ["nccl", "fake"]
-    quantities = children([__file__, *sys.argv[1:], "--mode", mode] for mode in modes)
-    show(quantities, "gpu" if arguments.save else None)
-    return 0
+def main(given: list[str] | None = None) -> int:
+    arguments = parse(given)
+    if arguments.table is None:
+        if arguments.device == "cuda" and not torch.cuda.is_available():
+            print("benchmarks/gpu.py: no GPU here (torch.cuda.is_available() is False); nothing was measured.")
+            return 2
+        fake_world(arguments.world, arguments.device)
+        device = torch.device(arguments.device)
+        setting = Setting(device, Link(device, arguments.gbps), arguments)
+        named = mock.patch("fullshard.mesh.axes.backend_of", lambda group, kind: BACKEND)
+        gc.freeze()  # what was imported is not looked at after each turn
+        with quiet(), named, arguments.out.open("a") as out:
+            for line in turns(setting):
+                print(json.dumps(line), file=out, flush=True)
+                print(f"  {line['ask']}: {line['mode']}: {line['peer']}", flush=True)
+        dist.destroy_process_group()
+    lines = [json.loads(line) for line in (arguments.table or arguments.out).read_text().splitlines()]
+    print(table(lines))
+    return int(any("error" in line for line in lines))
 
 
 if __name__ == "__main__":

@@ -70,14 +70,12 @@ def wrap(
     *,
     param_dtype: torch.dtype | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
-    local_shortcut: bool = True,
 ) -> nn.Module:
     """`model` sharded by `peer`: every instance of `block` is a unit, and the root is one.
 
     Args:
         param_dtype: compute and reduce in it (mixed precision); None computes in the parameters' own dtype.
         param_init_fn: FSDP1 only: how it fills a unit that is on meta.
-        local_shortcut: Fullshard only: whether one rank alone copies where others would communicate.
     """
     name = peer.removesuffix(VIEW)
     if name == "plain":
@@ -95,8 +93,6 @@ def wrap(
             param_init_fn=param_init_fn,
         )
     fully_shard, policy, options = _functional(name)
-    if name in OUR_PEERS and not local_shortcut:
-        options["comm"] = importlib.import_module("fullshard").TorchComm(local_shortcut=False)
     if param_dtype is not None:
         options["mp_policy"] = policy(param_dtype=param_dtype, reduce_dtype=param_dtype)
     for module in list(model.modules()):

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from report import Quantity, dump, faults, hardware, load, markdown, print_table, print_verdicts
@@ -66,18 +65,6 @@ def save(quantities: list[Quantity], name: str) -> Path:
     base.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
     base.with_suffix(".md").write_text(markdown(quantities, facts, date) + "\n")
     return base.with_suffix(".md")
-
-
-def children(commands: Iterable[Sequence[str]]) -> list[Quantity]:
-    """What commands of this Python measure, each a process of its own; they are told of by their last words."""
-    quantities: list[Quantity] = []
-    for command in commands:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "samples.json")
-            print(f"{command[-1]}:", flush=True)
-            subprocess.run([sys.executable, *command, "--json", str(path)], check=True)
-            quantities += load(json.loads(path.read_text()))
-    return quantities
 
 
 def show(quantities: list[Quantity], name: str | None) -> None:

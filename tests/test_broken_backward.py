@@ -64,6 +64,7 @@ def device_thread(stays: bool) -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(autograd_task, "get_ident", ident),
+        mock.patch.object(root, "get_ident", ident),
         mock.patch.object(root, "has_streams", lambda device: True),
         mock.patch.object(autograd_task, "_queue_callback", queue),
     ):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
+from fullshard.comm import objects, values
 from fullshard.dtypes import KNOWN
 from fullshard.mesh import Axis, axes, device_of
 
@@ -107,3 +108,30 @@ def prefetch_of_another() -> bool:
         warnings.simplefilter("error")
         first(x).sum().backward()
     return True
+
+
+class Sent(Exception):
+    """What was about to be sent."""
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
+def test_what_is_exchanged_lies_on_the_device_of_the_group(fake_world, collective):
+    """Not on the one that is current, which is number 0 on every rank where nobody has chosen (G6)."""
+    fake_world(2)
+    group, device = dist.new_group(), torch.device("meta")
+
+    def send(*given: object, **named: object) -> None:
+        (tensor,) = [one for one in given if isinstance(one, torch.Tensor)]
+        raise Sent(tensor.device)
+
+    with (
+        mock.patch.object(objects, "device_of", {group: device}.get),
+        mock.patch.object(values, "device_of", {group: device}.get),
+        mock.patch.object(dist, collective, send),
+        pytest.raises(Sent) as raised,
+    ):
+        if collective == "all_gather":
+            objects.objects_of_all("a word", group, "texts")
+        else:
+            values.reduce_value(torch.ones(1), dist.ReduceOp.SUM, group)
+    assert raised.value.args == (device,)

@@ -4,6 +4,7 @@
     backend       "nccl"; comparisons go over connections of the host's, whose tensors are the host's
     copies        into page-locked memory arrive when the host waits for them and not before; until then it holds poison
     hooks         run on what says it is another thread, as autograd's thread of a device does
+    allocations   in page-locked memory hold poison; `is_pinned` knows them
     reads         `item()`, `tolist()`, `bool()`, `cpu()`, ... of what is not known to be the host's: one line each
     waits         for an event or stream, of what is less than two passes old: one line each
 
@@ -25,6 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from fullshard.comm import lanes
@@ -99,8 +101,8 @@ class Device:
         self._pinned.discard(key)
         self._coming.pop(key, None)
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
+    def is_pinned(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._pinned
 
     def read(self, tensor: Tensor, how: str) -> None:
         """The host reads a value."""
@@ -114,9 +116,9 @@ class Device:
 
     def queue(self, target: Tensor, values: Tensor) -> None:
         """A copy to page-locked memory begins."""
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # nothing that a device would do
             copy = Copy(target.detach(), values.detach().clone())
-            copy.target.fill_(float("nan") if target.is_floating_point() else -7)
+            copy.target.fill_(poison_of(target))
         self.current.coming.append(copy)
         self._coming[target.untyped_storage()._cdata] = copy
 
@@ -127,6 +129,10 @@ class Device:
                 copy.target.copy_(copy.values)
             if self._coming.get(key) is copy:
                 del self._coming[key]
+
+
+def poison_of(tensor: Tensor) -> float:
+    return float("nan") if tensor.is_floating_point() else 113
 
 
 class Copy:
@@ -142,10 +148,13 @@ class Stream:
     def __init__(self, name: str, device: Device) -> None:
         self.name, self.device, self.coming = name, device, []
         self.before: list[Stream] = []
+        self.capturing = False
+        self.waited: list[Stream] = []
         device.streams.append(self)
 
     def wait_stream(self, other: Stream) -> None:
         """On the device."""
+        self.waited.append(other)
 
     def wait_event(self, event: Event) -> None:
         """On the device."""
@@ -157,7 +166,7 @@ class Stream:
         Event(self).synchronize()
 
     def is_capturing(self) -> bool:
-        return False
+        return self.capturing
 
     def __enter__(self) -> Stream:
         self.before.append(self.device.current)
@@ -184,20 +193,6 @@ class Event:
         raise AssertionError("an event was polled: what follows depends on timing, and no graph can be captured")
 
 
-class PinnedHome(Home):
-    """A home in what counts as page-locked memory, with lanes."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(CPU, CPU, pinned=True)
-        self.simulated = device
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.simulated.give_to_host(torch.empty(numel, dtype=dtype), pinned=True)
-
-    def holds(self, tensor: Tensor) -> bool:
-        return self.simulated.is_pinned(tensor)
-
-
 def patched_everywhere(name: str, original: Any, value: Any) -> list[Any]:
     """Patches of a function of the engine in every module that has it under its name."""
     return [
@@ -216,7 +211,7 @@ def simulated(offload: bool = False) -> Iterator[Device]:
     """
     device = Device()
     lane_names = iter(["inward", "outward"])
-    ident, copy_ = threading.get_ident, Tensor.copy_
+    ident, copy_, empty = threading.get_ident, Tensor.copy_, torch.empty
 
     def has_streams(where: torch.device) -> bool:
         code = sys._getframe(1).f_code
@@ -229,10 +224,19 @@ def simulated(offload: bool = False) -> Iterator[Device]:
         return ident() + autograd_task.inside_backward()
 
     def copying(target: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
-        if non_blocking and device.is_pinned(target) and not device.is_pinned(values):
+        if non_blocking and target.is_pinned() and not values.is_pinned():
             device.queue(target, values)
             return target
         return copy_(target, values, non_blocking)
+
+    def allocated(*size: Any, pin_memory: bool = False, **named: Any) -> Tensor:
+        made = empty(*size, **named)
+        if pin_memory:
+            device.give_to_host(made.fill_(poison_of(made)), pinned=True)
+        return made
+
+    def is_pinned(storage: torch.UntypedStorage) -> bool:
+        return device.is_pinned(storage)
 
     def reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *given: Any, **named: Any) -> Any:
@@ -261,7 +265,6 @@ def simulated(offload: bool = False) -> Iterator[Device]:
         "has_streams": has_streams,
         "new_stream": lambda where: Stream(next(lane_names), device),
         "current_stream": lambda where: device.current,
-        "host_buffer": lambda numel: device.give_to_host(torch.full((numel,), -7), pinned=True),
     }
     patches: list[Any] = [
         patch for name, fake in fakes.items() for patch in patched_everywhere(name, getattr(lanes, name), fake)
@@ -269,6 +272,11 @@ def simulated(offload: bool = False) -> Iterator[Device]:
     patches += [mock.patch.object(Tensor, name, reading(name, getattr(Tensor, name))) for name in READS]
     patches += [mock.patch.object(torch, name, reading(name, getattr(torch, name))) for name in COMPARE]
     patches += [mock.patch.object(Tensor, "copy_", copying), mock.patch.dict(lanes._LANES, clear=True)]
+    patches += [
+        mock.patch.object(torch, "empty", allocated),
+        mock.patch.object(Tensor, "is_pinned", lambda tensor: device.is_pinned(tensor.untyped_storage())),
+        mock.patch.object(torch.UntypedStorage, "is_pinned", is_pinned),
+    ]
     patches += [mock.patch.object(module, "get_ident", other_thread) for module in (root, autograd_task)]
     patches += [
         mock.patch.object(Root, f"begin_{kind}", counting(kind, getattr(Root, f"begin_{kind}")))
@@ -279,7 +287,8 @@ def simulated(offload: bool = False) -> Iterator[Device]:
         for name in ("gather", "all_reduce")
     ]
     if offload:
-        patches += [mock.patch.object(each, "home_of", lambda *asked: PinnedHome(device)) for each in (API, WRAPPER)]
+        home = Home(CPU, CPU, pinned=True)
+        patches += [mock.patch.object(each, "home_of", lambda *asked: home) for each in (API, WRAPPER)]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)

@@ -5,24 +5,32 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
-from simulated import by_nccl, simulated
+import torch.distributed as dist
+from simulated import CPU, Stream, by_nccl, simulated
 from test_host_waits import counted_tokens, default, kept_for_tokens
+from torch import nn
 
 import fullshard
-from fullshard.comm import lanes
+from fullshard.api.wrapper.setup import warn_of_host
+from fullshard.comm import lanes, objects
+from fullshard.mesh import axes
+from fullshard.shard import Mover, units_of
+from fullshard.shard.offload import Home
 
 ENGINE = Path(fullshard.__file__).parent
 BY_TYPE = {
     # Functions that look at a device's type, and go the CPU's way here: what they decide. None chooses how a step runs.
     "agreement/late.py: send": "whether values go by page-locked memory; both are entered",
-    "api/parking.py: park": "whether memory is page-locked",
+    "api/parking.py: park": "whether memory is page-locked; entered below",
     "api/wrapper/fsdp.py: _moves_inputs": "whether inputs of a forward are moved",
-    "api/wrapper/setup.py: warn_of_host": "a warning",
+    "api/wrapper/setup.py: warn_of_host": "a warning; entered below",
     "checkpoint/model.py: save_instance": "where a whole value is kept",
-    "comm/lanes.py: page_lock": "CUDA's own call",
-    "comm/objects.py: run": "who watches a wait, outside of steps",
+    "comm/lanes.py: page_lock": "CUDA's own call; entered below",
+    "comm/objects.py: run": "who watches a wait, outside of steps; entered below",
     "insight/memory.py: _host_bytes": "a report",
     "insight/verify/apart.py: exact": "a report",
     "insight/verify/generators.py: restore": "random numbers of a report",
@@ -85,3 +93,121 @@ def entered() -> set[str]:
             assert target.eq(1).all()
         places |= device.asked
     return places
+
+
+# What those that the simulation goes past do: page-locked memory, CUDA's own calls, graphs, names of backends.
+
+
+def test_page_locked_memory_is_asked_for_where_copies_arrive() -> None:
+    plain = torch.arange(6.0).view(2, 3)[:, 1:]
+    with simulated():
+        assert lanes.host_buffer(3).is_pinned() and lanes.host_buffer(3).dtype == torch.int64
+        for pinned in (False, True):
+            home, mover = Home(CPU, CPU, pinned), Mover(CPU, pinned)
+            memory = home.empty(2, torch.bfloat16)
+            assert memory.is_pinned() is pinned and memory.dtype == torch.bfloat16
+            assert home.holds(memory) and home.holds(plain) is not pinned
+            moved = mover.move(plain)
+            assert moved.is_pinned() is pinned and torch.equal(moved, plain) and moved.stride() == plain.stride()
+            assert (mover.moved, mover.stayed) == ((24, 0) if pinned else (0, 24))  # bytes of the whole storage
+            assert mover.move(moved) is moved and mover.moved + mover.stayed == 24
+
+
+class Asked(Exception):
+    """What a function was called with."""
+
+
+def ask(*given: object, **named: object) -> None:
+    raise Asked(given, named)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("pin", [False, True])
+def test_what_is_parked_is_page_locked_beside_an_accelerator(fake_world: Callable, kind: str, pin: bool) -> None:
+    fake_world(1)
+    model = fullshard.fully_shard(nn.Linear(2, 2))
+    (unit,) = units_of(model)
+    object.__setattr__(unit.buckets[0].axes, "device", torch.device(kind))
+    with mock.patch("fullshard.api.parking.Mover", ask), pytest.raises(Asked) as raised:
+        fullshard.park(model, pin_memory=pin)
+    assert raised.value.args == ((CPU,), {"pinned": pin and kind == "cuda"})
+
+
+def test_cuda_alone_page_locks_memory_of_others() -> None:
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.side_effect = [0, 1]  # success, and an error
+    with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
+        with mock.patch.object(torch.accelerator, "current_accelerator", lambda **given: torch.device("cuda")):
+            assert lanes.page_lock(4096, 8192) and not lanes.page_lock(4096, 8192)
+        with mock.patch.object(torch.accelerator, "current_accelerator", lambda **given: torch.device("xpu")):
+            assert not lanes.page_lock(4096, 8192)
+        lanes.page_unlock(4096)
+    portable = 1
+    assert runtime.mock_calls == [mock.call.cudaHostRegister(4096, 8192, portable)] * 2 + [
+        mock.call.cudaHostUnregister(4096)
+    ]
+
+
+@pytest.mark.parametrize("captured", [None, "compute", "other"])
+def test_a_stream_that_is_captured_waits_for_none_and_is_waited_for_by_none(captured: str | None) -> None:
+    """A wait for what was queued before the capture would make that a part of the graph: an error of CUDA's."""
+    with simulated() as device:
+        turns, compute, other = lanes.turns_on(CPU), device.compute, Stream("other", device)
+        for stream in (compute, other):
+            stream.capturing = stream.name == captured
+        with other:
+            turns.take()
+            turns.give()
+        assert other.waited == ([] if captured else [compute])
+        assert compute.waited == ([] if captured == "other" else [other])
+        turns.take()
+        assert len(compute.waited) == (captured != "other") + (captured is None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("nccl", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("undefined", "cuda"),  # torch chose one for every device type
+        ("cpu:gloo,cuda:gloo", "cuda"),  # on purpose
+        ("gloo", "cpu"),
+        ("mpi", "cpu"),
+        ("cpu:gloo", "cpu"),
+    ],
+)
+def test_a_group_serves_the_accelerator_if_its_backend_does(backend: str, kind: str) -> None:
+    with (
+        mock.patch.object(dist, "get_backend", lambda group: backend),
+        mock.patch.object(axes, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+        mock.patch.object(torch.accelerator, "is_available", lambda: True),
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+    ):
+        assert axes.device_type_of(None) == kind
+        assert axes.backend_of(None, "cuda") == {"mpi": "mpi", "gloo": "gloo", "cpu:gloo": None}.get(
+            backend, "gloo" if backend.endswith("gloo") else "nccl"
+        )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_the_host_watches_waits_of_its_own_collectives(fake_world: Callable, kind: str) -> None:
+    """Those on a device the device waits for."""
+    fake_world(2)
+    work, watched = mock.Mock(), mock.Mock()
+    with (
+        mock.patch.object(objects, "device_of", lambda group: torch.device(kind)),
+        mock.patch.object(objects, "Watched", watched),
+    ):
+        objects._Talk(None, "texts").run(lambda group: work)
+    assert (watched.mock_calls, work.mock_calls) == (
+        ([mock.call(work), mock.call().wait()], []) if kind == "cpu" else ([], [mock.call.wait()])
+    )
+
+
+def test_a_module_on_the_host_that_computes_elsewhere_is_warned_of() -> None:
+    module = nn.Linear(2, 2)
+    for kind, ignored, count in (("cpu", (), 0), ("cuda", (), 1), ("cuda", module.parameters(), 0)):
+        arguments = mock.Mock(axes=mock.Mock(device=torch.device(kind)), ignored={id(one) for one in ignored})
+        with mock.patch("warnings.warn") as warned:
+            warn_of_host(module, arguments)
+        assert ["W007" in call.args[0] for call in warned.mock_calls] == [True] * count

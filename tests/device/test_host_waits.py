@@ -138,6 +138,21 @@ def hybrid() -> tuple[nn.Module, Step]:
     return model, lambda: backward(model)
 
 
+class Expert(nn.Sequential):
+    """Belongs to two ranks of four: units of them lie between units of all ranks."""
+
+
+def two_sizes() -> tuple[nn.Module, Step]:
+    """Meshes of four ranks and of two, and units of each in turn: sums of both are on their way at once (G1)."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    model = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for kind in (nn.Sequential, Expert) * 2))
+    for block in model:
+        fully_shard(block, mesh=mesh["edp"] if isinstance(block, Expert) else None)
+    made = fully_shard(model)
+    return made, lambda: backward(made)
+
+
 def counted_tokens() -> tuple[nn.Module, Step]:
     model = sharded(reduction="tokens")
 
@@ -172,6 +187,7 @@ CASES: dict[str, tuple[int, Callable[[], tuple[nn.Module, Step]], bool, dict[str
     "kept for tokens": (2, kept_for_tokens, False, {}, {}),
     "evaluation": (2, evaluation, False, {}, {}),
     "hybrid": (4, hybrid, False, {}, {}),
+    "meshes of two sizes": (4, two_sizes, False, {}, {}),
     "tokens": (2, counted_tokens, False, {}, {}),
     "join": (2, joined, False, {}, {}),
     # Whether `.grad` is None is for the host to say, and for other ranks to know: the rank that had none asks, once a

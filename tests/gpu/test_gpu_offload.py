@@ -24,7 +24,7 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
 
 
-def train(model: nn.Module) -> tuple[list[float], torch.optim.Optimizer, int]:
+def train(model: nn.Module) -> tuple[list[torch.Tensor], torch.optim.Optimizer, int]:
     """Losses of three steps of two batches each, clipped; the optimizer; the device's peak in bytes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.cuda.reset_peak_memory_stats()
@@ -34,7 +34,7 @@ def train(model: nn.Module) -> tuple[list[float], torch.optim.Optimizer, int]:
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + part)).cuda()
             loss = model(x).square().mean()
             loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())
         if isinstance(model, fullshard.FullyShardedDataParallel):
             model.clip_grad_norm_(0.01)
         else:
@@ -63,7 +63,7 @@ def test_functional(one_rank: DeviceMesh, layout: str, pin: bool) -> None:
             assert all(p._local_tensor.is_pinned() == pin for p in model.parameters())
         del model, optimizer
         torch.cuda.empty_cache()
-    assert torch.allclose(torch.tensor(results[0][0]), torch.tensor(results[1][0]), rtol=1e-5)
+    same(results[1][0], results[0][0])
     assert results[1][1] < 0.8 * results[0][1]  # no shard, gradient or optimizer state on the device
 
 
@@ -83,7 +83,7 @@ def test_wrapper(one_rank: DeviceMesh, orig: bool) -> None:
         results.append((losses, peak, {k: v.cpu() for k, v in model.state_dict().items()}))
         del model
         torch.cuda.empty_cache()
-    assert torch.allclose(torch.tensor(results[0][0]), torch.tensor(results[1][0]), rtol=1e-5)
+    same(results[1][0], results[0][0])
     assert results[1][1] < 0.8 * results[0][1]
     for name, value in results[0][2].items():
         assert torch.allclose(results[1][2][name], value, rtol=1e-4, atol=1e-6)

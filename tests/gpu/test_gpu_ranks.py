@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.agreement import late
 from training import assert_same
 
 WIDTH, BLOCKS, STEPS = 64, 3, 3
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+PROCESSES = pytest.mark.gloo("collectives of a device, its memory and its threads")
+ON_GPU = [pytest.mark.gpu, NO_GPU, PROCESSES]
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 FRONTS = pytest.mark.parametrize("front", ["rows", "flat", "wrapper"])
 
 
@@ -154,15 +158,54 @@ def runs_aside(front: str, device: str) -> list[str]:
     return problems + differences(model, plain, front)
 
 
+@on_each_device
+def test_sums_over_meshes_of_two_sizes_arrive_late(run_ranks, device):
+    assert_same(run_ranks(sums_late, device, world=4))
+
+
+def sums_late(device: str) -> list[str]:
+    """What ranks agree on after a backward is on its way to the host while the next ones run, of both meshes at once.
+
+    gloo's all-reduce waits for the device: the copy that follows it is what comes late here.
+    """
+
+    def slow(values: Tensor, out: Tensor) -> torch.Event:
+        torch.cuda._sleep(50_000_000)
+        return begin(values, out)
+
+    mesh, begin = init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "edp")), late.begin_copy_to_host
+    whole = init_device_mesh(device, (4,))
+    weights = []
+    for copy in (begin, slow):
+        model = build().to(device)
+        for number, block in enumerate(list(model)[:BLOCKS]):
+            fullshard.fully_shard(block, mesh=mesh["edp"] if number % 2 else whole)
+        fullshard.fully_shard(model, mesh=whole)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mock.patch.object(late, "begin_copy_to_host", copy):
+            for step in range(2 * STEPS):
+                loss_of(model, batch(step, dist.get_rank(), device)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(whole_parameters(model))
+    return [f"{name} is another" for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
+
+
 @pytest.mark.gpu
 @NO_GPU
+@PROCESSES
 @FRONTS
-def test_running_out_of_memory_leaves_the_next_step_right(run_ranks, front):
-    assert_same(run_ranks(runs_out, front, world=2, timeout=120))
+@pytest.mark.parametrize("clears", [True, False])
+def test_running_out_of_memory_leaves_the_next_step_right(run_ranks, front, clears):
+    assert_same(run_ranks(runs_out, front, clears, world=2, timeout=120))
 
 
-def runs_out(front: str) -> list[str]:
-    """Both ranks may have little more than what they hold, by several amounts; then as much as they like."""
+def runs_out(front: str, clears: bool) -> list[str]:
+    """Both ranks may have little more than what they hold, by several amounts; then as much as they like.
+
+    Args:
+        clears: by `zero_grad`; else gradients are set to None, which nobody notices before the next forward.
+    """
     device, world = "cuda", dist.get_world_size()
     model, plain = shard(front, build(1024).to(device), device), build(1024).to(device)
     problems: list[str] = []
@@ -179,7 +222,11 @@ def runs_out(front: str) -> list[str]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         dist.barrier()
-        model.zero_grad()
+        if clears:
+            model.zero_grad()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
         plain.zero_grad()
         loss_of(model, batch(1, dist.get_rank(), device, 1024)).backward()
         loss_of(plain, torch.cat([batch(1, rank, device, 1024) for rank in range(world)])).backward()

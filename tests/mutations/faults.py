@@ -436,6 +436,63 @@ FAULTS = (
         "    if told.known is not None and known is not None:",
         test="tests/store/test_known.py",
     ),
+    # accelerators, seen on a CPU
+    Fault(
+        "late sums are read without waiting for their copy",
+        "agreement/late.py",
+        "        oldest.arrived.synchronize()\n",
+        "",
+        "tests/device/test_host_waits.py -k weights_are",
+    ),
+    Fault(
+        "late sums of all meshes are kept together",
+        "agreement/use.py",
+        "self._late.get(axes.groups)",
+        "next(iter(self._late.values()), None)",
+        "tests/device/test_host_waits.py -k sizes",
+    ),
+    Fault(
+        "a backward's caller is taken for the thread that runs hooks",
+        "runtime/root.py",
+        "self._thread if on_device else get_ident()",
+        "get_ident()",
+        "tests/test_broken_backward.py",
+    ),
+    Fault(
+        "a backward that raised is over only where autograd has dropped it",
+        "torch_private/autograd_task.py",
+        "return self.alive() is None or self.ended_here()",
+        "return self.alive() is None",
+        "tests/test_broken_backward.py",
+    ),
+    Fault(
+        "a host that waits for nothing counts as one that waits for its device",
+        "watcher/watcher.py",
+        "stands = silence.call.in_pass and silence.issued",
+        "stands = silence.issued",
+        "tests/stuck/test_who_is_stuck.py",
+    ),
+    Fault(
+        "ranks of accelerators compare over the communicator of their gathers",
+        "agreement/aside.py",
+        "aside = axis.aside",
+        "aside = axis",
+        "tests/test_lines.py -k accelerators",
+    ),
+    Fault(
+        "8-bit floats are copied as what no fused kernel takes",
+        "forms/full.py",
+        "        if dtype not in KNOWN:",
+        "        if not KNOWN:",
+        "tests/test_devices.py -k bits",
+    ),
+    Fault(
+        "objects are exchanged on the current device",
+        "comm/objects.py",
+        "self.device = device_of(self._group)",
+        'self.device = torch.device("cpu")',
+        "tests/test_devices.py -k exchanged",
+    ),
     # Planted by somebody who knew none of the others.
     Fault(
         "what a reshard to fewer ranks kept survives a change of the weights",
