@@ -516,9 +516,9 @@ FAULTS = (
     ),
     Fault(
         "which parameters a step used is remembered in the next one",
-        "shard/delivery.py",
-        "            self.used = self.nobody\n            return []",
-        "            return []",
+        "agreement/use.py",
+        "                    delivery.used = delivery.nobody\n",
+        "                    pass\n",
     ),
     Fault(
         "a unit whose gradients an exception dropped is reduced in the next step",
