@@ -345,7 +345,7 @@ class Flaky(Store):
 def test_a_store_that_is_reached_again_serves_again(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """However often it could not be reached, of which is told once; what was not heard meanwhile proves nothing."""
+    """However often it could not be reached, of which is told once."""
     monkeypatch.setattr(roll_call, "RETRY", 0.2)
     ranks = world(2, limit=3.0, line=Flaky)
     watchers = [rank.watcher for rank in ranks.ranks]
@@ -356,18 +356,50 @@ def test_a_store_that_is_reached_again_serves_again(
         until = time.monotonic() + WAITED
         while not all(each.is_alone for each in watchers) and time.monotonic() < until:
             time.sleep(0.05)
-        watchers[0]._heard[1] = 0.0  # long ago
         time.sleep(1.0)
         assert all(each.is_alone for each in watchers), "it is tried again, in vain"
         Flaky.cut.clear()
         while any(each.is_alone for each in watchers) and time.monotonic() < until:
             time.sleep(0.05)
-        assert not any(each.is_alone for each in watchers) and not watchers[0]._heard
+        assert not any(each.is_alone for each in watchers)
     ranks.does(0, waits)
     assert "rank 1 did not come" in ranks.report_of(0)
     printed = capfd.readouterr().err
     for number in (0, 1):
         assert printed.count(f"rank {number}'s watcher could not reach the process group's store (Connection") == 1
+
+
+def test_what_was_not_heard_while_the_store_was_not_reached_is_no_silence(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "RETRY", 0.2)
+    ranks = world(2, limit=300.0, line=Flaky)
+    watching, until = ranks.ranks[0].watcher, time.monotonic() + WAITED
+    monkeypatch.setattr(watching, "_pause", lambda waited: 1.0)
+    ranks.does(0, waits)
+    while 1 not in watching._heard and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks.ranks[1].watcher.end(says_so=False)  # so that it is not heard again
+    Flaky.cut.set()
+    while not watching.is_alone and time.monotonic() < until:
+        time.sleep(0.05)
+    over = time.monotonic()
+    Flaky.cut.clear()
+    while watching.is_alone or (1 not in watching._heard and time.monotonic() < until):
+        time.sleep(0.05)
+    assert watching._heard[1] > over
+
+
+def test_a_store_that_is_tried_in_vain_does_not_lengthen_a_wait(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "RETRY", 0.2)
+    ranks = world(2, limit=1.0)
+    ranks.ranks[1].timeout = 4.0
+    for line in ranks.lines:
+        line.has_ended = True
+    ranks.does(1, waits)
+    assert "the store of the process group (at rank 0, or at the launcher) does not answer" in ranks.report_of(1)
 
 
 class Silent(Store):

@@ -19,7 +19,7 @@ from .judge import (
 )
 
 _MOST_STACKS = 8
-_MOST_LINES = 14  # of a stack
+_MOST_LINES = 20  # of a stack
 _OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "computes": "compute"}
 
 
@@ -34,18 +34,27 @@ def report(statuses: Sequence[Status]) -> str:
     lines.append(f"  longest wait: {max(waits, default=0.0):.1f} s")
     if difference := first_difference(statuses):
         lines.append(f"  First difference: {difference}")
-    for status in [status for status in statuses if has_raised(status)][:1]:
-        lines += [f"What rank {status['rank']} raised:", *_indented(status["raised"])]
-    stacks = grouped([(status["rank"], status["stack"]) for status in statuses if status["stack"]])
-    for who, stack in stacks[:_MOST_STACKS]:
-        lines += [f"Python stack of {who}, innermost first:", *_indented(stack)]
+    for title, quoted in quotes(statuses, statuses).items():
+        lines += [f"{title}:", *(f"    {line.strip()}" for line in quoted)]
     return "\n".join(lines)
 
 
-def _indented(text: str) -> list[str]:
-    lines = text.strip().splitlines()
-    more = [f"... {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
-    return [f"    {line.strip()}" for line in [*lines[:_MOST_LINES], *more]]
+def quotes(raising: Sequence[Status], standing: Sequence[Status]) -> dict[str, list[str]]:
+    """By heading: what the first of these ranks that raised an error raised, and the Python stacks of others."""
+    raised = [status for status in raising if has_raised(status)][:1]
+    stacks = grouped([(status["rank"], status["stack"]) for status in standing if status["stack"]])[:_MOST_STACKS]
+    return {
+        **{f"What rank {status['rank']} raised": cut_short(status["raised"]) for status in raised},
+        **{f"Python stack of {who}, innermost first": cut_short(stack) for who, stack in stacks},
+    }
+
+
+def cut_short(text: str) -> list[str]:
+    """Of a long text the beginning and the end: innermost frames come first in stacks, and last in tracebacks."""
+    lines = [line.rstrip() for line in text.strip().splitlines() if set(line.strip()) - set("^~")]
+    half = _MOST_LINES // 2
+    more = len(lines) - 2 * half
+    return [*lines[:half], f"... {more} more lines", *lines[-half:]] if more > 0 else lines
 
 
 def sentence(found: Verdict) -> str:

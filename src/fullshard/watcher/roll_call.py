@@ -39,7 +39,7 @@ from . import messages, process
 from .judge import Status, stuck, sure, unheard
 from .log import Record, records_of
 from .process import Call, Frame
-from .rank import SLICE, Rank, note_at_the_end
+from .rank import SLICE, Rank, Wait, note_at_the_end
 
 ASK_AFTER = 1.0  # seconds of a wait before the first round
 ANSWER = 3.0  # seconds for answers
@@ -342,9 +342,8 @@ class Watcher:
             if longest >= limit or stuck(statuses, [], limit, hard):
                 self._call(True, lookers)
             return
-        if self._is_stuck(statuses):
-            report, keeps = messages.report(statuses), {s["rank"]: s["seen_by"] for s in statuses if "seen_by" in s}
-            self._keep(report, statuses)
+        if report := self._report_on(statuses):
+            keeps = {status["rank"]: status["seen_by"] for status in statuses if "seen_by" in status}
             self._say_to_all(report=report, keeps=keeps, ranks=[status["rank"] for status in statuses])
             self._receive(report, keeps)
 
@@ -377,9 +376,7 @@ class Watcher:
             statuses.append(self._status_without_store(rank))
         # Whether one that lives waits, too, cannot be known.
         certain = statuses[0]["broken"] or any([s["gone"] is not None or s["state"] == "T" for s in statuses])
-        if certain and self._is_stuck(statuses):
-            report = messages.report(statuses)
-            self._keep(report, statuses)
+        if certain and (report := self._report_on(statuses)):
             self._receive(report, {})
 
     def _status_without_store(self, rank: int) -> Status:
@@ -395,17 +392,19 @@ class Watcher:
         status = self._status_without_store(_KEEPER)
         return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {messages.line_of(status)}"
 
-    def _is_stuck(self, statuses: list[Status]) -> bool:
-        """Whether there is a verdict on what was found, and in the looks before."""
+    def _report_on(self, statuses: list[Status]) -> str:
+        """The report, written down, if there is a verdict on what was found now and in the looks before; else empty."""
         is_stuck = stuck(statuses, self.before, *self.rank.limits())
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
-        return is_stuck and (self._alike >= _LOOKS or sure(statuses))
+        if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
+            return ""
+        report = messages.report(statuses)
+        if self.rank.settings.folder is not None:
+            self._write(Path(self.rank.settings.folder), report, statuses)
+        return report
 
-    def _keep(self, report: str, statuses: Sequence[Status]) -> None:
+    def _write(self, folder: Path, report: str, statuses: Sequence[Status]) -> None:
         """Write the report down, whole or not at all."""
-        if self.rank.settings.folder is None:
-            return
-        folder = Path(self.rank.settings.folder)
         text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -474,37 +473,37 @@ class Watcher:
 
     # What ranks do.
 
-    def _waiting(self) -> tuple[int, float, bool] | None:
-        """What the rank waits for, since when, and whether that has failed; on a device, where it stands in a pass."""
-        waits, silence = self.rank.waits[:1], self._silence
-        if waits:
-            return waits[0].word, waits[0].since, waits[0].broken
-        if not self.rank.idle or silence is None or silence.call is None:
-            return None
-        stands = silence.call.in_pass and silence.issued == self.rank.log[-1]
-        return (silence.issued, silence.since, False) if stands else None
+    def _standing(self) -> Silence | None:
+        """Where the rank has stood since it issued its last; None if it has not been seen there."""
+        silence = self._silence
+        return silence if silence is not None and silence.issued == self.rank.log[-1] else None
+
+    def _waiting(self) -> Wait | None:
+        """The host's wait; that of a device where the host stands in a pass."""
+        stands = self._standing()
+        if self.rank.waits[:1] or stands is None or stands.call is None:
+            return next(iter(self.rank.waits), None)
+        in_pass = self.rank.idle and stands.call.in_pass
+        return Wait(stands.issued, stands.since, self._home) if in_pass else None
 
     def _in_own_collective(self) -> float | None:
         """Seconds for which the rank has stood in a collective of the program's own; None if it does not."""
-        silence = self._silence
-        if silence is None or silence.call is None or not silence.call.waits or silence.issued != self.rank.log[-1]:
-            return None
-        return time.time() - silence.since
+        stands = self._standing()
+        return time.time() - stands.since if stands is not None and stands.call and stands.call.waits else None
 
     def _waited(self) -> float | None:
         """Seconds for which the rank has waited for anything that other ranks have to do."""
         waiting, own = self._waiting(), self._in_own_collective()
         if waiting is not None:
-            return time.time() - waiting[1]
+            return time.time() - waiting.since
         if self._gone and (silent := self._silent_for()) is not None:
             return silent
         return own if own is not None and own > self.rank.limits()[0] else None  # what fails before says so itself
 
     def _silent_for(self) -> float | None:
         """Seconds for which a rank whose device waits has stood at one place; None if it does not."""
-        silence = self._silence
-        stands = self.rank.idle and silence is not None and silence.issued == self.rank.log[-1]
-        return time.time() - silence.since if stands and silence is not None else None
+        stands = self._standing()
+        return time.time() - stands.since if stands is not None and self.rank.idle else None
 
     def _pause(self, waited: float) -> float:
         """Seconds between two rounds: rarely, while a wait is short of the limit."""
@@ -541,7 +540,7 @@ class Watcher:
             samples.append(self._frames())
             time.sleep(0.05)
         waiting, records = self._waiting(), records_of(rank.log, rank.steps)
-        waits_for = next((record for record in records if waiting is not None and record.word == waiting[0]), None)
+        waits_for = next((record for record in records if waiting is not None and record.word == waiting.word), None)
         last, activity = records[-1] if records else None, process.activity(self._task, states, samples)
         return {
             "rank": self.number,
@@ -555,9 +554,9 @@ class Watcher:
             "raised": rank.raised[1] if rank.raised is not None and rank.raised[0] == rank.log[-1] else None,
             "caught": self._caught(records),
             "idle": rank.idle,
-            "waited": time.time() - waiting[1] if waiting is not None else None,
+            "waited": time.time() - waiting.since if waiting is not None else None,
             "waits_for": self._named(waits_for) if waits_for is not None else None,
-            "broken": waiting is not None and waiting[2],
+            "broken": waiting is not None and waiting.broken,
             "last": {**self._named(last), "time": self._moved} if last is not None else None,
             "count": rank.log[-1],
             "steps": rank.steps,

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...watcher.judge import UNKNOWN, Status, grouped, line_of_error, ranks_of, verdict
-from ...watcher.messages import at, first_difference, lines_of, sentence
+from ...watcher.judge import UNKNOWN, Status, grouped, ranks_of, verdict
+from ...watcher.messages import at, cut_short, first_difference, lines_of, quotes, sentence
 from . import messages
 from .evidence import Evidence, WatcherReport, read
 from .recorder import Mismatch, mismatches, without_dump
 
 _APART = 600.0  # seconds between reports that tell of one incident, at most
 _ENDS = ("raised", "gone", "stopped")  # of one rank, which others would have reported; before a cut of the network
+_ALONE = (*_ENDS, "data", "unreachable")  # where the stacks of the others say nothing
 _MOST_STACKS = 4
-_MOST_LINES = 20  # of a stack
 _MOST_GROUPS = 4  # process groups of which something is told
 
 Sections = dict[str, Sequence[str]]
@@ -73,8 +73,7 @@ def doctor(path: str | os.PathLike[str]) -> Diagnosis:
         "When (UTC)": _times(incident, blamed),
         "What each rank did": lines_of(statuses, *(["was not reported by any rank"] if halves else [])),
         "First difference in the order of units": [difference] if difference else [],
-        **{f"What rank {s['rank']} raised": _cut_short(s["raised"]) for s in blamed[:1] if line_of_error(s)},
-        **_stacks(statuses, blamed, kind),
+        **quotes(blamed[:1], [status for status in blamed if status["stack"]] or (() if kind in _ALONE else statuses)),
         **_recorder_sections(evidence, differ),
         "What to do next": _numbered(steps),
         "Read": _sources(evidence, incident),
@@ -188,23 +187,6 @@ def _times(incident: Incident, blamed: Sequence[Status]) -> list[str]:
     return [f"{_moment(when)}  {what}" for when, what in sorted(found)[-12:]]
 
 
-def _stacks(statuses: Sequence[Status], blamed: Sequence[Status], kind: str) -> Sections:
-    """Python stacks of those to blame; of all, if that is nobody, or these left none."""
-    told = [status for status in blamed if status["stack"]]
-    if not told and kind in ("raised", "gone", "data", "stopped", "unreachable"):
-        return {}
-    stacks = grouped([(s["rank"], s["stack"]) for s in told or statuses if s["stack"]])[:_MOST_STACKS]
-    return {f"Python stack of {who}, innermost first": _cut_short(stack) for who, stack in stacks}
-
-
-def _cut_short(text: str) -> list[str]:
-    """Of a long text the beginning and the end: innermost frames come first in stacks, and last in tracebacks."""
-    lines = [line.rstrip() for line in text.strip().splitlines() if set(line.strip()) - set("^~")]
-    half = _MOST_LINES // 2
-    more = len(lines) - 2 * half
-    return [*lines[:half], f"... {more} more lines", *lines[-half:]] if more > 0 else lines
-
-
 def _recorder_sections(evidence: Evidence, differ: Sequence[Mismatch]) -> Sections:
     sections: Sections = {}
     for mismatch in differ[:_MOST_GROUPS]:
@@ -214,7 +196,7 @@ def _recorder_sections(evidence: Evidence, differ: Sequence[Mismatch]) -> Sectio
         blamed = mismatch.to_blame or tuple(mismatch.stacks)
         stacks = grouped([(rank, "\n".join(mismatch.stacks.get(rank, ()))) for rank in blamed])
         for who, stack in stacks[:_MOST_STACKS]:
-            lines += [f"issued by {who} from:", *[f"  {line}" for line in _cut_short(stack)]] if stack else []
+            lines += [f"issued by {who} from:", *[f"  {line}" for line in cut_short(stack)]] if stack else []
         title = f"PyTorch's flight recorder: group {mismatch.name}, collective {mismatch.number}"
         sections[title + (", which none got past" if mismatch.agrees else "")] = lines
     absent = without_dump(evidence.dumps)
