@@ -422,7 +422,8 @@ def test_a_store_that_does_not_answer_is_said_after_the_limit(world: Callable[..
     report = ranks.report_of(1)
     Silent.silent.clear()
     assert "the store of the process group (at rank 0, or at the launcher) does not answer" in report
-    assert "got:" in report and "rank 0 is elsewhere" in report, "the system is asked what rank 0 does"
+    got = report.partition("got:")[2]  # of this process, whose main thread may be running or asleep
+    assert "rank 0 is elsewhere" in got or "rank 0 computes elsewhere" in got, "the system is asked what rank 0 does"
     assert time.monotonic() - began > 2.0
 
 
