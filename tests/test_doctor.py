@@ -75,7 +75,11 @@ CAUSES = {
         ("collective that is not the engine's", "rank == 0"),
     ),
     "absent": (lost(2) | {"state": "absent"}, "absent", ("did not come to a first forward",)),
-    "apart": (status(2, record(9, "reduce", "head")), "apart", ("something else than the others", "reduce of head")),
+    "apart": (
+        status(2, record(9, "reduce", "head")),
+        "apart",
+        ("something different from the others", "reduce of head"),
+    ),
 }
 
 
@@ -85,7 +89,7 @@ def test_who_is_to_blame_and_what_to_do(tmp_path: Path, case: str) -> None:
     found = doctor(write(tmp_path, status(0), status(1), wrong, status(3)))
     assert (found.kind, found.ranks) == (kind, (2,)), found
     assert [word for word in words if word not in str(found)] == [], found
-    assert "What to do next" in str(found) and "ranks 0-1, 3  waits for gather of blocks.2 (step 3)" in str(found)
+    assert "What to do next" in str(found) and "ranks 0-1, 3  wait for gather of blocks.2 (step 3)" in str(found)
     if kind in ("gone", "data"):
         assert "event 9: rank 2: nothing yet; ranks 0-1, 3: gather of blocks.2" in str(found)
         assert "2026-11-21 22:56:48.000  rank 2 issued its last" in str(found)

@@ -34,7 +34,7 @@ ADOPT = "integrations/adopt.py"
 """The one file that may name PyTorch's front-ends: it puts names into them, and imports them when it is called."""
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.testing")
-PURE = ("layout", "runtime/trace.py", "agreement/log.py", "watcher/report.py", "insight/doctor/")
+PURE = ("layout", "runtime/trace.py", "agreement/log.py", "watcher/judge.py", "watcher/messages.py", "insight/doctor/")
 
 EXPORTS = [
     "BackwardPrefetch", "Blocks", "CPUOffload", "CPUOffloadPolicy", "CheckpointError", "Comm", "ConfigError",

@@ -16,6 +16,7 @@ from fullshard.agreement import SharedOrder, shared_order
 from fullshard.agreement.log import ENTER, LEAVE, VERB, Log, following
 from fullshard.agreement.shared_order import Merging, completed, parents_of
 from fullshard.errors import DivergenceError
+from fullshard.watcher.judge import ranks_of, stuck
 from fullshard.watcher.log import (
     COMPARE,
     FORWARD,
@@ -31,10 +32,10 @@ from fullshard.watcher.log import (
     step_word,
     word,
 )
+from fullshard.watcher.messages import first_difference, report
 from fullshard.watcher.rank import Rank
-from fullshard.watcher.report import first_difference, ranks_of, stuck, told, words
 
-PURE = ["agreement.log", "agreement.shared_order", "runtime.trace", "watcher.report"]
+PURE = ["agreement.log", "agreement.shared_order", "runtime.trace", "watcher.judge"]
 NAMES = ["", "a", "a.x", "a.y", "b", "c", "c.z"]
 PARENTS = parents_of(NAMES)
 
@@ -332,10 +333,10 @@ def test_patience_has_an_end_and_a_beginning():
 
 def test_a_report_fits_a_screen_for_a_thousand_ranks():
     many = [status(rank, **WAITS, records=[record(5, GATHER, "a")]) for rank in range(1000) if rank != 7]
-    text = words([*many, status(7, gone="killed by signal 9 (SIGKILL)", records=[record(4, GATHER, "b")], count=4)])
+    text = report([*many, status(7, gone="killed by signal 9 (SIGKILL)", records=[record(4, GATHER, "b")], count=4)])
     assert len(text.splitlines()) < 20 and "rank 7 is gone: killed by signal 9" in text and "ranks 0-6, 8-999" in text
     assert "event 5: rank 7: nothing yet" in (
-        first_difference([*many[:2], status(7, count=4, records=[record(4, 1, "b")])]) or ""
+        first_difference([*many[:2], status(7, count=4, records=[record(4, 1, "b")])])
     )
     assert ranks_of([3]) == "rank 3"
 
@@ -357,14 +358,13 @@ def test_what_a_rank_recorded_is_read_back():
     assert seen == [
         Record(words[number], number, 7 if number < 2000 else 2, ROOT + number % 3, GATHER) for number in there
     ]
-    assert told(seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}) | {"unit": "x", "bytes": 6, "turn": 2500} == told(
-        seen[-1], {1: ["", "x", "y"]}, {1: [5, 6, 7]}
-    )
+    gather = seen[-1].named({1: ["", "x", "y"]}, {1: [5, 6, 7]})
+    assert (gather["unit"], gather["verb"], gather["bytes"], gather["turn"]) == ("x", "gather", 6, 2500)
     rank.record(word(COMPARE, ROOT + 2) + (1 << 32) * TURN - TURN)  # the largest word
     rank.record(word(COMPARE, 2 * ROOT))
     seen = records_of(rank.log, rank.steps)
     assert seen[-1].step == 5
-    assert told(seen[-2], {1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
+    assert seen[-2].named({1: ["", "x", "y"]}, {1: [5, 6, 7]})["bytes"] == 0
 
 
 def test_a_rank_that_is_condemned_raises_when_it_issues_something():

@@ -411,8 +411,14 @@ def test_a_line_sees_the_end_of_its_store(monkeypatch: pytest.MonkeyPatch) -> No
     line = store.StoreLine("test/")
     line.put("key", "a")
     assert line.get(["key"]) == ["a"] and not line.has_ended
+    of_member = dist.TCPStore("127.0.0.1", keeper[0].port, is_master=False, wait_for_workers=False)
     keeper.clear()
     assert line.has_ended
+    monkeypatch.setattr(store, "default_store", lambda: of_member)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="refused"):
+        store.StoreLine("test/")  # at once, not after the store's timeout, in which nobody could be told anything
+    assert time.monotonic() - began < 20.0
     monkeypatch.setattr(store, "default_store", lambda: None)
     with pytest.raises(RuntimeError, match="no store"):
         store.StoreLine("test/")

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from fullshard.watcher import log
-from fullshard.watcher.calls import call_of, frames_of
+from fullshard.watcher.judge import Status, stuck, sure, unheard, verdict
+from fullshard.watcher.messages import report, sentence
+from fullshard.watcher.process import call_of, frames_of, look_at
 from fullshard.watcher.rank import Rank
-from fullshard.watcher.report import Status, stuck, sure, unheard, verdict, words
-from fullshard.watcher.watcher import Silence, Watcher
+from fullshard.watcher.roll_call import Silence, Watcher
 from stores import Store
 
 LIMIT, HARD = 10.0, 100.0
@@ -117,7 +118,7 @@ def test_no_answer_is_no_proof() -> None:
     late = status(0)
     assert not stuck([late, lost(1)], [], LIMIT, HARD)
     assert stuck([late, lost(1)], [late, lost(1)], LIMIT, HARD)
-    assert "no answer from rank 1's watcher" in words([late, lost(1)])
+    assert "no answer from rank 1's watcher" in report([late, lost(1)])
 
 
 def test_no_answer_ends_what_a_broken_connection_has_ended_already() -> None:
@@ -127,12 +128,12 @@ def test_no_answer_ends_what_a_broken_connection_has_ended_already() -> None:
     assert not stuck([broken, elsewhere(1)], [elsewhere(1)], 300.0, 1000.0)
     absent = unheard(1, None)
     assert stuck([broken, absent], [], 300.0, 1000.0) and sure([broken, absent])
-    assert "rank 1 has made no unit, and ended or raised before" in words([broken, absent])
+    assert "rank 1 has made no unit, and ended or raised before" in report([broken, absent])
     assert not stuck([{**broken, "broken": False}, absent], [], 300.0, 1000.0)
 
 
 def test_where_a_rank_is_that_does_not_answer_is_not_known() -> None:
-    text = words([status(0), seen(1, state="T")])
+    text = report([status(0), seen(1, state="T")])
     assert "stopped by a signal (SIGSTOP; where it was is not known)" in text and "last: not known" in text
 
 
@@ -151,7 +152,7 @@ def test_ranks_whose_device_waits_are_stuck_within_a_pass_only() -> None:
 @pytest.fixture
 def watcher() -> Iterator[Watcher]:
     """Of a rank of its own in this process, as number 0 of two."""
-    watcher = Watcher(Rank(), 0, 2, Store())
+    watcher = Watcher(Rank(), 0, 2, Store)
     yield watcher
     watcher.end(says_so=False)
 
@@ -177,7 +178,7 @@ def test_ranks_in_collectives_of_their_own_are_stuck_only_if_all_are() -> None:
     all_reduce = [still(rank, own=50.0, call=reduces) for rank in range(3)]
     gather = still(1, own=50.0, call=gathers)
     now = judged(all_reduce[0], gather, all_reduce[2])
-    assert now and verdict(now).what == (
+    assert now and sentence(verdict(now)) == (
         "rank 1 called full_tensor (train.py:79) while ranks 0, 2 called torch.distributed.all_reduce (train.py:80)."
     )
     for healthy in (still(1), lambda look: {**gather(look), "io": look << 20}):
@@ -191,7 +192,7 @@ def test_the_innocent_are_not_blamed() -> None:
     saves = {**FORWARD, "did": "called fullshard.save", "at": "train.py:79"}
     ranks = [status(0, call=saves)] + [status(n, call=FORWARD, last=compares, waits_for=compares) for n in (1, 2, 3)]
     found = verdict(ranks)
-    assert found.what == (
+    assert sentence(found) == (
         "rank 0 called fullshard.save (train.py:79) while ranks 1-3 ran the model's forward (train.py:80)."
     )
     assert (found.kind, found.ranks) == ("calls", (0,))
@@ -212,8 +213,8 @@ def test_every_verdict_names_the_others_call() -> None:
     ):
         found = verdict([elsewhere(0, **known), *waits])
         assert found.ranks == (0,), found
-        assert found.what.endswith(" while ranks 1-2 ran the model's forward (train.py:80)."), found
-    assert verdict([lost(0), *waits]).what.endswith(" while ranks 1-2 ran the model's forward (train.py:80).")
+        assert sentence(found).endswith(" while ranks 1-2 ran the model's forward (train.py:80)."), found
+    assert sentence(verdict([lost(0), *waits])).endswith(" while ranks 1-2 ran the model's forward (train.py:80).")
 
 
 def test_a_call_that_others_ended_without_is_named_and_not_their_end() -> None:
@@ -221,7 +222,7 @@ def test_a_call_that_others_ended_without_is_named_and_not_their_end() -> None:
     ends = [elsewhere(rank, gone="it ended by itself", state="gone") for rank in (1, 2)]
     found = verdict([status(0, call=saves), *ends])
     assert (found.kind, found.ranks) == ("calls", (0,))
-    assert found.what.startswith("rank 0 called fullshard.save (train.py:90) after the end of ranks 1-2 ("), found
+    assert sentence(found).startswith("rank 0 called fullshard.save (train.py:90) after the end of ranks 1-2 ("), found
     assert verdict([status(0, call=FORWARD), *ends]).kind == "data", "it lacks batches"
     assert verdict([status(0, call=saves), status(3, call=saves), ends[0]]).ranks == (1,), "most ranks save"
 
@@ -241,7 +242,7 @@ def test_what_a_rank_caught_is_told_until_its_next_step_but_one(watcher: Watcher
     rank.record(2 * log.TURN)
     assert watcher.status(False)["caught"] == "ValueError: bad"
     found = verdict([status(0, call=FORWARD, caught="ValueError: bad (train.py:9)"), elsewhere(1)])
-    assert "forward (train.py:80) after catching ValueError: bad (train.py:9)." in found.what, found
+    assert "forward (train.py:80) after catching ValueError: bad (train.py:9)." in sentence(found), found
     rank.record(log.step_word(0, 5))
     rank.record(3 * log.TURN)
     assert watcher.status(False)["caught"] is None
@@ -310,9 +311,9 @@ sys.modules["fullshard"] = package
 sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
 from stores import Store
 from fullshard.watcher.rank import Rank
-from fullshard.watcher.watcher import Watcher
+from fullshard.watcher.roll_call import Watcher
 rank = Rank()
-rank.watcher = watcher = Watcher(rank, 1, 2, Store())
+rank.watcher = watcher = Watcher(rank, 1, 2, Store)
 watcher.end(says_so=False)
 def statuses():
     for _ in range(2):
@@ -369,19 +370,19 @@ def test_what_a_process_does_in_one_line_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_what_a_process_does_that_holds_the_interpreter_its_neighbour_sees(name: str, watcher: Watcher) -> None:
+def test_what_a_process_does_that_holds_the_interpreter_its_neighbour_sees(name: str) -> None:
     program, gets_on = HOLDS[name]
     with process(program) as status_of:
         begins = status_of()
         time.sleep(0.5)
         looks = []
         for _ in range(2):
-            looks.append({**unheard(1, begins), **watcher._look_at(begins), "steps": 3})
+            looks.append({**unheard(1, begins), **look_at(begins), "steps": 3})
             time.sleep(1.0)
         waits = status(0, waited=5 * LIMIT)
         assert "<string>" in looks[1]["samples"][0], "its stack is known all the same"
         assert stuck([waits, looks[1]], [waits, looks[0]], LIMIT, HARD) != gets_on, (name, *looks)
         os.kill(begins["pid"], signal.SIGSTOP)
         time.sleep(0.2)
-        assert watcher._look_at(begins)["state"] == "T"
-    assert watcher._look_at(begins)["gone"] == "killed, or ended by os._exit"
+        assert look_at(begins)["state"] == "T"
+    assert look_at(begins)["gone"] == "killed, or ended by os._exit"

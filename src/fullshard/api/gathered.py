@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, PhaseError
+from ..errors import PhaseError
 from ..names import plain_class
 from ..runtime import Phase, Runner, runner_of, runners_in
 from ..shard import is_parked
+from . import messages
 
 
 def keep_gathered(module: nn.Module) -> AbstractContextManager[None]:
@@ -71,14 +72,7 @@ def _hold(module: nn.Module) -> list[Runner]:
         if runner.root is not None:
             runner.root.recover_if_broken()
         if runner.phase not in (Phase.IDLE, Phase.PARTLY) or runner.unit.showing.summoned:
-            raise PhaseError(
-                f"keep_gathered was entered while unit {runner.unit.name or '(root)'!r} "
-                f"{'shows whole parameters' if runner.unit.showing.summoned else 'runs'}.",
-                expected="a unit whose own forward and backward are over",
-                got=f"phase {runner.phase.name}",
-                remedy="enter it around the call of the unit",
-                code="P005",
-            )
+            raise messages.entered_while_running(runner.unit.name, runner.unit.showing.summoned, runner.phase.name)
     _agree(runners)
     for runner in runners:
         runner.held += 1
@@ -157,24 +151,14 @@ def refuse_running(runners: list[Runner], what: str) -> None:
             continue
         root.recover_if_broken()
         if root.pass_top is not None or root.in_backward:
-            raise PhaseError(
-                f"{what} was called while a forward or backward through unit {runner.unit.name or '(root)'!r} runs.",
-                remedy=f"call {what} between steps",
-                code="P006",
-            )
+            raise messages.called_within_a_pass(what, runner.unit.name)
 
 
 def _units_in(module: nn.Module, what: str) -> list[Runner]:
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{what} takes a module, got {type(module).__name__}", code="C030")
+        raise messages.takes_a_module(what, type(module).__name__)
     found = runners_in(module)
     if not found:
         inside = runner_of(module) is None and any(True for _ in module.parameters())
-        raise ConfigError(
-            f"There is no unit in this {plain_class(module).__name__}.",
-            expected="a unit, or a module that contains units",
-            got="a part of one, or a model that is not sharded" if inside else "a module without parameters",
-            remedy="owner_of(model, module).module is the unit that runs it",
-            code="C031",
-        )
+        raise messages.no_unit_inside(plain_class(module).__name__, inside)
     return found

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..comm import Comm
-from ..errors import ConfigError, PhaseError, UsageError
 from ..runtime import Runner, runners_in
 from ..shard import REDUCTIONS, TokenCount
+from . import messages
 
 
 def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int | torch.Tensor]) -> None:
@@ -36,26 +36,13 @@ def set_token_count(model: nn.Module, counts: int | torch.Tensor | Sequence[int 
         PhaseError: the model is no root; or a backward runs.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"set_token_count takes a model, got {type(model).__name__}", code="C032")
+        raise messages.counts_of_no_model(type(model).__name__)
     checked, tops = _checked(counts), _tops(model)
     for runner in [runner for top in tops for runner in _below(top)]:
         if runner.settings.reduce.reduction != "tokens":
-            raise ConfigError(
-                "set_token_count is for models whose gradients are divided by a count of tokens.",
-                expected='reduction="tokens"',
-                got=f"unit {runner.unit.name!r} with reduction={runner.settings.reduce.reduction!r}",
-                remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
-                code="C033",
-            )
+            raise messages.not_divided_by_tokens(runner.unit.name, runner.settings.reduce.reduction)
         if any(gradients.owed() for gradients in runner.unit.gradients):
-            raise UsageError(
-                "set_token_count was called in the middle of a step.",
-                expected="a call before the first backward, with the counts of all micro-batches of the step",
-                got=f"gradients of unit {runner.unit.name!r} that were accumulated without sync and wait",
-                remedy="call set_token_count(model, [count, ...]) once per step; zero_grad() gives up what waits in "
-                "flat layouts and the wrapper, model.reset_iter_state() in rows",
-                code="P007",
-            )
+            raise messages.counted_within_a_step(runner.unit.name)
     for top in tops:
         axes = top.settings.axes
         own = _summed(checked, axes.device)
@@ -68,25 +55,14 @@ def _tops(model: nn.Module) -> list[Runner]:
     """The outermost units in `model`, each once."""
     found = runners_in(model)
     if not found:
-        raise ConfigError(
-            f"{type(model).__name__} has no units: neither front-end was applied to it",
-            remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
-            code="C034",
-        )
+        raise messages.not_sharded(type(model).__name__)
     inner = {id(one) for runner in found for one in _below(runner) if one is not runner}
     tops = [runner for runner in found if id(runner) not in inner]
     for top in tops:
         if top.root is not None and not top.is_top:
-            raise PhaseError(
-                "set_token_count is for the root.",
-                got=f"unit {top.unit.name!r} below it",
-                remedy="pass the model whose forward is called",
-                code="P008",
-            )
+            raise messages.counted_below_root(top.unit.name)
         if top.root is not None and top.root.in_backward:
-            raise PhaseError(
-                "set_token_count was called within a backward; call it before the step's first one", code="P009"
-            )
+            raise messages.counted_within_backward()
     return tops
 
 
@@ -113,16 +89,9 @@ def _checked(counts: Any) -> list[int | torch.Tensor]:
         else:
             fits = isinstance(count, int) and not isinstance(count, bool) and count >= 0
         if not fits:
-            raise ConfigError(
-                "set_token_count takes how many tokens each micro-batch of this rank has.",
-                expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
-                got=repr(count),
-                code="C035",
-            )
+            raise messages.not_a_count(count)
     if not given:
-        raise ConfigError(
-            "set_token_count was given no counts", expected="one for each backward of the step", code="C036"
-        )
+        raise messages.no_counts()
     return given
 
 
@@ -151,7 +120,7 @@ def set_check_nonfinite(model: nn.Module, enable: bool) -> None:
     """
     runners = runners_in(model)
     if not runners:
-        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", code="C037")
+        raise messages.nothing_to_check(type(model).__name__)
     for runner in runners:
         runner.set(reduce_check_nonfinite=bool(enable))
         if not enable:
@@ -166,20 +135,9 @@ def check_reduction(reduction: Any, comm: Comm) -> str:
         ConfigError: there is none of that name; or `comm` scales gradients itself.
     """
     if reduction not in REDUCTIONS:
-        raise ConfigError(
-            "reduction= has an invalid value.",
-            expected=f"one of {REDUCTIONS}",
-            got=repr(reduction),
-            remedy='leave it out for "mean"',
-            code="C038",
-        )
+        raise messages.unknown_reduction(REDUCTIONS, reduction)
     if reduction != "mean" and getattr(comm, "scales_itself", False):
-        raise ConfigError(
-            f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
-            got=f"comm of kind {comm.kind!r}",
-            remedy='leave reduction= at "mean", and let the comm do what is wanted',
-            code="C039",
-        )
+        raise messages.reduction_beside_scaling(reduction, comm.kind)
     return str(reduction)
 
 
@@ -191,11 +149,4 @@ def refuse_divisor(runner: Runner, what: str) -> None:
     """
     reduction = runner.settings.reduce.reduction
     if reduction != "mean":
-        raise ConfigError(
-            f"{what} has no place beside reduction={reduction!r}, which says what sums are divided by.",
-            expected='reduction="mean"',
-            got=f"reduction={reduction!r} of unit {runner.unit.name!r}",
-            remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
-            'reduction="sum" and scale the loss',
-            code="C040",
-        )
+        raise messages.divisor_beside_reduction(what, reduction, runner.unit.name)

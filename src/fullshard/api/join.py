@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ..comm import Comm, Pending
-from ..errors import ConfigError
 from ..mesh import MeshAxes
 from ..runtime import runners_in
 from ..shard import Share
+from . import messages
 
 Batch = TypeVar("Batch")
 
@@ -54,14 +54,9 @@ class join(Generic[Batch]):
         self._runners = runners_in(model) if isinstance(model, nn.Module) else []
         held = [bucket.axes for runner in self._runners for bucket in runner.unit.buckets]
         if not held:
-            raise ConfigError(
-                "join takes a sharded model and this rank's batches.",
-                got=f"{type(model).__name__}, which has no units",
-                remedy="apply fully_shard or FullyShardedDataParallel first",
-                code="C041",
-            )
+            raise messages.nothing_to_join(type(model).__name__)
         if not isinstance(batches, Iterable) or (isinstance(batches, torch.Tensor) and not batches.dim()):
-            raise ConfigError("join takes this rank's batches, to iterate over.", got=repr(batches)[:80], code="C042")
+            raise messages.not_batches(batches)
         self._axes: MeshAxes = max(held, key=lambda axes: axes.world)
         self._comm: Comm = self._runners[0].settings.comm
         self._batches, self._example = batches, example
@@ -69,9 +64,7 @@ class join(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if any([runner.settings.share is not None for runner in self._runners]):
-            raise ConfigError(
-                "join is used inside another join of the same model.", remedy="iterate over one at a time", code="C043"
-            )
+            raise messages.joined_twice()
         share = Share()
         for runner in self._runners:
             runner.set(share=share)
@@ -106,13 +99,7 @@ class join(Generic[Batch]):
         """Ranks without any batch need an example; whether all have one is asked once, of all."""
         lacks = Count(not has and self._example is None, self._axes, self._comm).read()
         if counts.read() and lacks:
-            raise ConfigError(
-                "join: a rank has no batch at all, which it could be given again.",
-                rank=self._axes.global_rank,
-                got="none here" if not has else f"one here, none on {lacks} other rank(s)",
-                remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
-                code="C044",
-            )
+            raise messages.no_batch(self._axes.global_rank, has, lacks)
 
 
 class Count:

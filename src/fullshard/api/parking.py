@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, PhaseError
 from ..forms import owner_of
 from ..runtime import Runner, runners_in
 from ..shard import Mover, is_parked, park_unit, refuse_unreduced, resume_unit
 from ..torch_private.local_tensor import plain_tensors
+from . import messages
 from .gathered import refuse_running
 
 logger = logging.getLogger("fullshard")
@@ -86,20 +86,10 @@ def park(model: nn.Module, *optimizers: torch.optim.Optimizer, pin_memory: bool 
     refuse_running(runners, "park")
     parked = [runner.unit.name or "(root)" for runner in runners if is_parked(runner.unit)]
     if parked or model in _lots:
-        raise PhaseError(
-            "park was called for a model that is parked.",
-            got=f"parked units {', '.join(parked)}" if parked else None,
-            remedy="call fullshard.resume first",
-            code="P010",
-        )
+        raise messages.parked_already(parked)
     for runner in runners:
         if runner.held or runner.unit.showing.summoned:
-            raise PhaseError(
-                f"park was called inside {'keep_gathered' if runner.held else 'summon_full_params'} of unit "
-                f"{runner.unit.name or '(root)'!r}.",
-                remedy="park the model after that block",
-                code="P011",
-            )
+            raise messages.parked_within_a_block(runner.held > 0, runner.unit.name)
         refuse_unreduced(runner.unit.name, runner.unit.gradients, "parked", "park the model")
     for runner in runners:
         runner.unit.reshard()
@@ -138,21 +128,11 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Moved:
     lot = _lots.get(model)
     if lot is None:
         parked = any(is_parked(runner.unit) for runner in runners)
-        raise PhaseError(
-            "resume was called for a model that is not parked.",
-            got="units that were parked with another module" if parked else None,
-            remedy="give resume the module that park was given" if parked else "call park before, or leave it out",
-            code="P012",
-        )
+        raise messages.not_parked(parked)
     given = {id(optimizer) for optimizer in optimizers}
     left = [one for ref in lot.optimizers if (one := ref()) is not None and id(one) not in given]
     if left:
-        raise ConfigError(
-            "resume was not given an optimizer that was parked with its model: its next step would mix devices.",
-            got=f"{type(left[0]).__name__} left out",
-            remedy="call resume(model, *optimizers) with all that park was given",
-            code="C045",
-        )
+        raise messages.optimizer_left_out(type(left[0]).__name__)
     moved = stayed = 0
     for runner in runners:
         there = resume_unit(runner.unit)
@@ -176,7 +156,7 @@ def _told(what: str, moved: Moved) -> Moved:
 def _runners(model: nn.Module, what: str) -> list[Runner]:
     runners = runners_in(model) if isinstance(model, nn.Module) else []
     if not runners:
-        raise ConfigError(f"{what} takes a sharded model, got {type(model).__name__} without units", code="C046")
+        raise messages.takes_a_sharded_model(what, type(model).__name__)
     return runners
 
 
@@ -186,14 +166,10 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         groups: Any = getattr(optimizer, "param_groups", None)
         if groups is None:
-            raise ConfigError(f"park takes a model and its optimizers, got {type(optimizer).__name__}", code="C047")
+            raise messages.not_an_optimizer(type(optimizer).__name__)
         given = [p for group in groups for p in group["params"]]
         if not any(id(p) in plain or id(owner_of(p)) in units for p in given):
-            raise ConfigError(
-                f"This {type(optimizer).__name__} has no parameter of the model that it is to be parked with.",
-                remedy="park it with the model that it was built from",
-                code="C048",
-            )
+            raise messages.optimizer_of_another_model(type(optimizer).__name__)
 
 
 def _held_apart(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

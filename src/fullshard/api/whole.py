@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from ..checkpoint.functions import get_model_state_dict
 from ..checkpoint.model import in_form
 from ..checkpoint.values import Form
-from ..errors import PhaseError
 from ..names import WRAPPED, plain_class
 from ..runtime import runners_in
 from ..torch_private.store import default_store
+from . import messages
 from .wrapper.markers import wrapper_of
 
 PATIENCE = 120.0
@@ -153,14 +153,6 @@ def _meet(what: str) -> None:
     here = store.add(key, 1)
     while here < world:
         if time.monotonic() > deadline:
-            raise PhaseError(
-                f"{what} of a sharded model gathers its weights, which takes all ranks.",
-                rank=dist.get_rank(),
-                expected=f"{world} ranks",
-                got=f"{here} after {PATIENCE:g} s",
-                remedy=f"call {what} on every rank (it writes on the main one), or pass "
-                "state_dict=accelerator.get_state_dict(model), called on every rank",
-                code="P030",
-            )
+            raise messages.ranks_missing(what, dist.get_rank(), world, here, PATIENCE)
         time.sleep(0.01)
         here = store.add(key, 0)

@@ -2,7 +2,7 @@
 
 Private torch API: `torch.distributed.distributed_c10d._get_default_store`. The public alternative is to have the user
 pass the store, which programs do not keep. Without it hangs are not explained. `tests/test_private_api.py` says when it
-goes. All else here is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.underlying_store`, `TCPStore.port`.
+goes. All else here is public: `Store.clone`, `compare_set`, `check`, `PrefixStore.underlying_store`, `TCPStore.host`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.distributed import distributed_c10d
 
 _default_store: Any = getattr(distributed_c10d, "_get_default_store", None)
 _PATIENCE = timedelta(seconds=30)
+_REACHED = 2.0
+"""Seconds within which a store that is there takes a connection; torch would try for the group's timeout."""
 
 
 def default_store() -> Any:
@@ -33,14 +35,16 @@ class StoreLine:
         prefix: of all keys.
 
     Raises:
-        RuntimeError, OSError: there is no store, or it takes no other connection.
+        RuntimeError, OSError: there is no store, or it takes no other connection (now).
     """
 
     def __init__(self, prefix: str) -> None:
         store = default_store()
         if store is None:
             raise RuntimeError("the process group has no store")
-        port = _port_of(store)
+        host, port = _address_of(store)
+        if port:
+            socket.create_connection((host, port), timeout=_REACHED).close()
         before = set(_sockets_to(port))
         own = store.clone()
         own.set_timeout(_PATIENCE)
@@ -77,11 +81,11 @@ class StoreLine:
         return bool(self._store.compare_set(key, before, after).decode() == after)
 
 
-def _port_of(store: Any) -> int:
-    """The TCP port of a store's process; 0 if it has none."""
+def _address_of(store: Any) -> tuple[str, int]:
+    """Host and TCP port of a store's process; port 0 if it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return int(getattr(store, "port", 0))
+    return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
 
 
 def _sockets_to(port: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The watcher: a thread of each rank that says what ranks wait for, who is gone, and why.
 
-`log.py` is what a rank issued, `rank.py` what it tells and how it waits, `watcher.py` the thread, `report.py` what is
-concluded and said, `calls.py` what stacks say, `proc.py` what the operating system does.
+To be read in this order: `log.py` is what a rank issued, `rank.py` what it tells its watcher and how it waits,
+`roll_call.py` the thread, `judge.py` what is concluded, `messages.py` what is said; `process.py` what a process does.
 """
 
 from .log import (
@@ -20,27 +20,10 @@ from .log import (
     step_word,
     word,
 )
-from .rank import RANK, SLICE, WatchSettings, watch
-from .watcher import start
+from .rank import RANK, SLICE, watch
+from .roll_call import start
 
 __all__ = [
-    "BACKWARD",
-    "CHECK",
-    "COMPARE",
-    "END",
-    "FORWARD",
-    "GATHER",
-    "KEEP",
-    "RANK",
-    "REDUCE",
-    "REGATHER",
-    "SLICE",
-    "TURN",
-    "VERBS",
-    "VERB_BITS",
-    "WatchSettings",
-    "start",
-    "step_word",
-    "watch",
-    "word",
-]
+    "BACKWARD", "CHECK", "COMPARE", "END", "FORWARD", "GATHER", "KEEP", "RANK", "REDUCE", "REGATHER", "SLICE", "TURN",
+    "VERBS", "VERB_BITS", "start", "step_word", "watch", "word",
+]  # fmt: skip

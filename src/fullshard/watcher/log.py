@@ -8,7 +8,7 @@ Which step it is stands before each pass, as a number of its own, with the steps
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VERBS = (
     *("forward", "gather", "backward", "gather for backward", "reduce", "end of backward", "compare", "agreement"),
@@ -16,6 +16,7 @@ VERBS = (
 )
 """What a record may tell; written as an index."""
 FORWARD, GATHER, BACKWARD, REGATHER, REDUCE, END, COMPARE, AGREEMENT, CHECK, KEEP, STEP = range(len(VERBS))
+_MOVES = (GATHER, REGATHER, REDUCE)
 LENGTH = 2048
 
 VERB_BITS = 4
@@ -43,6 +44,24 @@ class Record(NamedTuple):
     step: int
     unit: int
     verb: int
+
+    def named(self, names: dict[int, list[str]], nbytes: dict[int, list[int]]) -> dict[str, Any]:
+        """It with names in place of numbers, and the bytes that its unit gathers or reduces (0 where it does not).
+
+        Args:
+            names, nbytes: of the units of a root, by its number.
+        """
+        root, index = divmod(self.unit, ROOT)
+        units, sizes = names.get(root, []), nbytes.get(root, [])
+        return {
+            "number": self.word,
+            "root": root,
+            "verb": VERBS[self.verb],
+            "unit": (units[index] or "(root)") if index < len(units) else f"unit {index}",
+            "bytes": sizes[index] if self.verb in _MOVES and index < len(sizes) else 0,
+            "turn": self.turn,
+            "step": self.step,
+        }
 
 
 def word(verb: int, unit: int) -> int:

@@ -16,13 +16,14 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..errors import ConfigError, DivergenceError, FullshardError
-from .calls import frames_of_trace
+from ..errors import DivergenceError, FullshardError
+from . import messages
 from .log import AGREEMENT, LENGTH, MOST_ROOTS, ROOT, TURN, word
+from .process import frames_of_trace
 
 TALKS = (
     *("texts", "the same model", "the first pass", "shared order", "counts of tokens", "starting states", "batches"),
@@ -39,7 +40,7 @@ _EXPLAINED = 20.0
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What users set by `watch`.
+    """What users set by `watch`; replaced whole, also while the watcher runs.
 
     Attributes:
         enabled: whether there is a watcher.
@@ -202,7 +203,8 @@ class Rank:
                 if self.verdict is not None:
                     return self._divergence()
                 time.sleep(0.05)
-        return self._unexplained(f"a connection to another rank broke ({error}).")
+        self.leave()
+        return messages.connection_broke(error)
 
     @contextlib.contextmanager
     def _waiting(self, label: int, broken: bool = False) -> Iterator[Wait]:
@@ -220,25 +222,13 @@ class Rank:
         watcher, (limit, hard) = self.watcher, self.limits()
         waited = time.time() - wait.since
         if watcher is not None and waited > (hard if watcher.is_alone else limit) and watcher.hears_nothing_for(limit):
-            raise self._unexplained(
-                f"this rank has waited for {waited:.0f} s, and the store of the process group (at rank 0, or at the "
-                "launcher) does not answer.",
-                watcher.word_on_keeper(),
-            )
+            self.leave()
+            raise messages.store_is_silent(waited, watcher.word_on_keeper())
 
     def leave(self) -> None:
         """The rank cannot go on, and knows why."""
         self.leaves = True
         self.break_off()
-
-    def _unexplained(self, what: str, why: str = "") -> DivergenceError:
-        self.leave()
-        return DivergenceError(
-            what,
-            got=why or "no word from the watchers of other ranks on why",
-            remedy="look at what the other ranks printed",
-            code="D015",
-        )
 
     # Verdicts.
 
@@ -252,22 +242,12 @@ class Rank:
         self.verdict = report
         self.record = self._refuse
 
-    def raise_verdict(self) -> None:
-        """Raise what the watchers found."""
-        raise self._divergence()
-
     def _refuse(self, word: int) -> None:
         raise self._divergence()
 
     def _divergence(self) -> DivergenceError:
         self.leave()
-        return DivergenceError(
-            self.verdict or "",
-            remedy="let every rank make the same calls in the same order; with unequal numbers of batches, train in "
-            "fullshard.join(model, loader); end all ranks when one fails; the time allowed is set by "
-            "fullshard.watch(limit=...)",
-            code="D016",
-        )
+        return messages.stuck_ranks(self.verdict or "")
 
     # Settings.
 
@@ -275,10 +255,6 @@ class Rank:
         """Seconds of a wait before ranks are compared, and before they are told in any case."""
         limit = self.settings.limit or min(300.0, self.timeout / 3)
         return limit, max(limit, 0.8 * self.timeout)
-
-    def configure(self, **changes: Any) -> None:
-        """Change settings; also while the watcher runs."""
-        self.settings = replace(self.settings, **changes)
 
 
 RANK = Rank()
@@ -333,21 +309,15 @@ def watch(
     for name, value in (("limit", limit), ("grace", grace)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if not fits and not (name == "limit" and value is None):
-            raise ConfigError(
-                f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value), code="C203"
-            )
+            raise messages.not_a_time(name, value)
     if not isinstance(enabled, bool):
-        raise ConfigError("watch(enabled=) is True or False.", got=repr(enabled), code="C204")
+        raise messages.not_a_bool(enabled)
     if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
-        raise ConfigError(
-            "watch() takes the path of a folder, which is made when needed.", got=repr(folder), code="C205"
-        )
-    at = None if folder is None else os.path.abspath(folder)
-    if at is not None and os.path.exists(at) and not os.path.isdir(at):
-        raise ConfigError(
-            "watch() takes the path of a folder, which is made when needed.", got=f"the file {at}", code="C206"
-        )
-    RANK.configure(limit=limit, grace=grace, folder=at, enabled=enabled)
+        raise messages.not_a_path(folder)
+    path = None if folder is None else os.path.abspath(folder)
+    if path is not None and os.path.exists(path) and not os.path.isdir(path):
+        raise messages.is_a_file(path)
+    RANK.settings = WatchSettings(enabled, limit, grace, path)
 
 
 def note_at_the_end(rank: Rank) -> None:
@@ -356,10 +326,8 @@ def note_at_the_end(rank: Rank) -> None:
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         rank.note(error)
-        if rank.verdict is not None and not isinstance(
-            error, DivergenceError
-        ):  # a backend's own error, after the others left
-            error.add_note(f"fullshard had found before: {rank.verdict}")
+        if rank.verdict is not None and not isinstance(error, DivergenceError):
+            error.add_note(messages.found_before(rank.verdict))  # to a backend's own error, after the others left
         before(kind, error, trace)
 
     sys.excepthook = hook

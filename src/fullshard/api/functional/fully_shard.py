@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...checkpoint.model import after_state_dict, before_load
 from ...comm import Comm, make_comm
-from ...errors import ConfigError, message
 from ...forms import Ignored, SpmdMesh
 from ...layout import Blocks
 from ...mesh import DataParallelMeshDims, MeshAxes, data_parallel_mesh, refuse_misread, resolve_mesh, subdivide
@@ -54,6 +53,7 @@ from ...shard import (
 from ..gradients import check_reduction
 from ..whole import saving_methods
 from ..wrapping import plan_wrapping
+from . import messages
 from .arguments import LAYOUTS, check_arguments, check_ignored, check_policy, has_forward
 from .module import FSDPModule
 from .reduce_dtype import log_difference, reduces_as_computed
@@ -159,7 +159,7 @@ def fully_shard(
     check_arguments(modules, offload_policy, layout, prefetch)
     checked(check, unused)
     if not isinstance(sync_module_states, bool):
-        raise ConfigError("sync_module_states is True or False.", got=repr(sync_module_states)[:80], code="C003")
+        raise messages.sync_not_a_bool(sync_module_states)
     check_policy(mp_policy)
     spmd = None
     if dp_mesh_dims is None:
@@ -186,7 +186,7 @@ def fully_shard(
     planned: list[tuple[Sequence[nn.Module], tuple[BuildSettings, Any, set[int], int]]] = []
     if auto_wrap_policy is not None:
         if len(modules) != 1:
-            raise ConfigError("auto_wrap_policy needs one module, not a list", code="C005")
+            raise messages.policy_for_a_list()
         blocks = _blocks(modules[0], auto_wrap_policy, ignored_params or set())
         planned = [([block], _override(own, settings, keep, ignored, prefetch)) for block, own in blocks]
     planned.append((modules, (settings, keep, ignored, prefetch)))
@@ -221,25 +221,16 @@ def _blocks(model: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[t
     for name, block, own in planned:
         wrong = sorted(set(own) - set(PER_UNIT))
         if wrong:
-            raise ConfigError(
-                f"auto_wrap_policy has arguments for {name!r} ({type(block).__name__}) that a unit cannot have.",
-                expected=f"any of {', '.join(PER_UNIT)}",
-                got=", ".join(wrong),
-                code="C006",
-            )
+            raise messages.unknown_block_arguments(name, type(block).__name__, PER_UNIT, wrong)
         policy_given = own.get("mp_policy")
         if "mp_policy" in own and not isinstance(policy_given, MixedPrecisionPolicy):
-            raise ConfigError(
-                f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}", code="C007"
-            )
+            raise messages.block_precision_type(name, policy_given)
         if not is_unit(block) and has_forward(block):
             layout, prefetch = own.get("layout", LAYOUTS[0]), own.get("prefetch", 0)
             check_arguments([block], OffloadPolicy(), layout, prefetch)
             reshard = own.get("reshard_after_forward")
             if reshard is not None and not isinstance(reshard, bool):
-                raise ConfigError(
-                    f"reshard_after_forward for {name!r} must be a bool or None, got {reshard!r}", code="C008"
-                )
+                raise messages.block_reshard_type(name, reshard)
     return [(block, own) for _, block, own in planned if not is_unit(block) and has_forward(block)]
 
 
@@ -267,28 +258,14 @@ def _refuse_inside(modules: Sequence[nn.Module], ignored: set[int]) -> None:
     if not all(map(is_managed, modules)) or find_parameters(modules, unit_of, ignored):
         return
     for item in find_shared(modules, unit_of, ignored)[:1]:
-        raise ConfigError(
-            f"fully_shard was applied to a {plain_class(modules[0]).__name__} after the module around it, which has "
-            "taken its parameters: the inner call would change nothing.",
-            parameter=item.name,
-            expected="inner modules first, the model last",
-            got="the model first",
-            remedy="apply fully_shard bottom-up, to blocks first and to the model last; or once, with "
-            "auto_wrap_policy=",
-            code="C270",
-        )
+        raise messages.parameters_taken(plain_class(modules[0]).__name__, item.name)
 
 
 def _data_parallel_part(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, SpmdMesh]:
     """The data-parallel mesh in `mesh`, and which dims of `mesh` it is made of."""
     names = [getattr(dims, field, None) for field in ("shard", "replicate")]  # PyTorch's own class serves as well
     if mesh is None or not isinstance(mesh, DeviceMesh) or not hasattr(dims, "shard"):
-        raise ConfigError(
-            "dp_mesh_dims says which dims of mesh= are data-parallel.",
-            expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
-            got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
-            code="C016",
-        )
+        raise messages.mesh_dims_without_mesh(mesh, dims)
     ours = DataParallelMeshDims(*names)
     found = data_parallel_mesh(mesh, ours)
     taken = {*ours.shard_names, *ours.replicate_names}
@@ -300,22 +277,9 @@ def _check_reshard(reshard: bool | int | None, axes: MeshAxes) -> Any:
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
     if not isinstance(reshard, int):
-        raise ConfigError(
-            "fully_shard(reshard_after_forward=) has an invalid type.",
-            expected="a bool, an int or None",
-            got=repr(reshard),
-            remedy="leave it out; True frees parameters after forward, False keeps them for backward",
-            code="C017",
-        )
+        raise messages.reshard_type(reshard)
     if reshard == 1:
-        warnings.warn(
-            message(
-                "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
-                "True (bool) frees them.",
-                code="W001",
-            ),
-            stacklevel=3,
-        )
+        warnings.warn(messages.reshard_of_one(), stacklevel=3)
         return False, None
     return True, subdivide(axes, reshard) if reshard != axes.shard.size else None
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ...comm import AllGather, CustomComm, GroupMemory, ReduceScatter, custom, separate_group
-from ...errors import ArgumentTypeError, ConfigError, PhaseError
 from ...names import plain_class
 from ...runtime import (
     RUNNER_KEY,
@@ -26,6 +25,7 @@ from ...runtime import (
 )
 from ...runtime.reduce_kept import GradientReductionHandle, finalize, reset_iteration
 from ..gradients import refuse_divisor
+from . import messages
 from .state import UnitState
 
 logger = logging.getLogger("fullshard")
@@ -78,7 +78,7 @@ class FSDPModule:
     def _runner(self) -> Runner:
         found = runner_of(self)  # type: ignore[arg-type]
         if found is None:
-            raise PhaseError(f"{plain_class(self).__name__} has lost its unit; apply fully_shard again", code="P002")
+            raise messages.unit_lost(plain_class(self).__name__)
         return found
 
     def _get_fsdp_state(self) -> UnitState:
@@ -121,7 +121,7 @@ class FSDPModule:
         if runner.root is None:
             return
         if not runner.is_top:
-            raise PhaseError(f"reset_iter_state() is for the root unit; {runner.unit.name!r} is below it", code="P003")
+            raise messages.reset_below_root(runner.unit.name)
         reset_iteration(runner.root)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -149,11 +149,7 @@ class FSDPModule:
         if runner.settings.manual_finalization is bool(enabled):
             return
         if root is not None and (root.in_backward or root.unfinalized or root.finalizing is not None):
-            raise PhaseError(
-                "set_manual_backward_finalization() cannot change within an iteration whose backward has begun.",
-                remedy="call it before the first forward, or after finalize_backward()",
-                code="P346",
-            )
+            raise messages.finalization_within_iteration()
         runner.set(manual_finalization=bool(enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -174,11 +170,7 @@ class FSDPModule:
         handle = GradientReductionHandle(None)
         if runner.root is not None:
             if not runner.settings.manual_finalization:
-                raise PhaseError(
-                    "finalize_backward() needs manual finalization.",
-                    expected="set_manual_backward_finalization(True) before the forward",
-                    code="P347",
-                )
+                raise messages.no_manual_finalization()
             handle = finalize(runner.root)
         if async_op:
             return handle
@@ -188,7 +180,7 @@ class FSDPModule:
     def _root_runner(self, method: str) -> Runner:
         runner = self._runner()
         if runner.root is not None and not runner.is_top:
-            raise PhaseError(f"{method} is for the root unit; {runner.unit.name!r} is below it", code="P348")
+            raise messages.method_of_root(method, runner.unit.name)
         return runner
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -207,7 +199,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free units after forward (True) or keep them until their backward (False)."""
         if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}", code="C018")
+            raise messages.reshard_not_a_bool(reshard_after_forward)
         for runner in self._units(recurse):
             runner.set(reshard_after_forward=reshard_after_forward)
             runner.unit.drop_kept()
@@ -273,17 +265,9 @@ class FSDPModule:
 
     def _check_callable(self, comm: Any, what: str) -> None:
         if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-            raise ConfigError(
-                f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).",
-                got=repr(comm),
-                code="C019",
-            )
+            raise messages.invalid_collective(what, comm)
         if self._runner().settings.group_memory:
-            raise ConfigError(
-                f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
-                "call the latter with False first",
-                code="C020",
-            )
+            raise messages.collective_beside_group_memory(what)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate this unit through memory that the process group's backend allocates (NCCL's for NVLink SHARP).
@@ -303,11 +287,7 @@ class FSDPModule:
         if runner.settings.group_memory or not runner.unit.buckets:
             return
         if isinstance(comm, CustomComm) and comm.replaces:
-            raise ConfigError(
-                "memory from the process group and custom collectives exclude each other",
-                remedy="leave one of them out: a collective of one's own allocates its memory itself",
-                code="C021",
-            )
+            raise messages.group_memory_beside_collective()
         axes = runner.unit.buckets[0].axes
         memory = GroupMemory(axes.shard, axes.device)
         runner.set(comm=custom(comm, all_gather=memory.gather(), reduce_scatter=memory.reduce()), group_memory=True)
@@ -344,12 +324,10 @@ class FSDPModule:
             ConfigError: not an event; or this is not the root.
         """
         if not callable(getattr(event, "wait", None)):
-            raise ConfigError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}", code="C023")
+            raise messages.not_an_event(type(event).__name__)
         runner = self._runner()
         if runner.root is not None and not runner.is_top:
-            raise ConfigError(
-                f"set_post_optim_event is for the root unit; {runner.unit.name!r} is below it", code="C024"
-            )
+            raise messages.event_below_root(runner.unit.name)
         runner.post_optim_event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -359,7 +337,7 @@ class FSDPModule:
             ConfigError: not a positive number; or the unit's `reduction` is not "mean".
         """
         if not factor > 0:
-            raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}", code="C025")
+            raise messages.divide_factor_not_positive(factor)
         refuse_divisor(self._runner(), "a gradient divide factor")
         self._runner().set(reduce_divide_factor=float(factor))
 
@@ -391,9 +369,9 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many units' reductions may be in flight at once; 1 by default. Each holds one full gradient buffer."""
         if type(max_input_buffers) is not int:
-            raise ArgumentTypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}", code="C381")
+            raise messages.max_buffers_type(max_input_buffers)
         if max_input_buffers < 1:
-            raise ConfigError(f"max_input_buffers must be at least 1, got {max_input_buffers}", code="C026")
+            raise messages.max_buffers_too_few(max_input_buffers)
         for runner in self._units(recurse):
             runner.set(reduce_max_in_flight=max_input_buffers)
 
@@ -430,12 +408,7 @@ def _units_of(modules: Sequence[FSDPModule], what: str = "be prefetched") -> tup
     for module in modules:
         runner = runner_of(module) if isinstance(module, nn.Module) else None
         if runner is None:
-            raise ConfigError(
-                f"Only units can {what}.",
-                expected="modules that fully_shard was applied to",
-                got=type(module).__name__,
-                code="C027",
-            )
+            raise messages.not_units(what, type(module).__name__)
         found.append(runner)
     return tuple(found)
 
@@ -453,12 +426,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     runners = list(_units_of(modules, "share a communication context"))
     for one, module in zip(runners, modules, strict=True):
         if one.root is not None and not one.is_top:
-            raise ConfigError(
-                "share_comm_ctx takes roots, whose forward is called from outside.",
-                got=f"{plain_class(module).__name__}, unit {one.unit.name!r} of another root",
-                remedy="pass the root modules alone: what is below them comes along",
-                code="C028",
-            )
+            raise messages.not_a_root(plain_class(module).__name__, one.unit.name)
     if not runners:
         return
     first = runners[0]
@@ -485,5 +453,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not callable(getattr(module, method_name, None)):
         name = plain_class(module).__name__
-        raise ConfigError(f"{name} has no method {method_name!r} to register as a forward", code="C029")
+        raise messages.no_such_method(name, method_name)
     run_method(module, module._runner(), method_name)

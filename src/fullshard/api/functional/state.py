@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import PhaseError
 from ...runtime import Root, Runner, runner_of
 from ...runtime.reduce_kept import reduce_kept
+from . import messages
 
 
 class UnitState:
@@ -61,7 +61,7 @@ class UnitState:
         """
         root = self._root()
         if not self._runner.is_top:
-            raise PhaseError(f"gradients are reduced by the root; {self._runner.unit.name!r} is below it", code="P004")
+            raise messages.reduced_by_root(self._runner.unit.name)
         reduce_kept(root)
 
     def _root(self) -> Root:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...agreement import broadcast_states, checked
 from ...comm import Comm, make_comm
 from ...containers import Borrowed, borrowed_from, map_tensors
-from ...errors import PhaseError, UsageError
 from ...names import WRAPPED, clean_name
 from ...optim import guard as optimizer_guard
 from ...policies import Check, Unused
@@ -34,6 +33,7 @@ from ...runtime import (
     run,
     shown_part,
 )
+from . import messages
 from .instances import Plan, check_plans, flat_of, mixed_precision_of, plan_blocks, policy_of, put_in_place
 from .markers import Markers, mark_wrapped
 from .model_state import StateDictMethods
@@ -254,12 +254,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
         arguments = self._arguments
         if runner.unit.showing.summoned:
             if not may_run_summoned(self):
-                raise UsageError(
-                    "forward() was called inside summon_full_params() of the same model",
-                    expected="a rank that shows whole parameters",
-                    got="rank0_only=True, on another rank",
-                    code="P013",
-                )
+                raise messages.forward_without_parameters()
             return without_backward(self._modules[WRAPPED](*args, **kwargs))  # type: ignore[misc]
         if runner.root is None:
             self._lazy_init()
@@ -291,7 +286,7 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
     def __getitem__(self, key: int) -> Any:
         if hasattr(self, WRAPPED):
             return self.module.__getitem__(key)  # type: ignore[operator]
-        raise PhaseError("the instance wraps nothing yet", code="P014")
+        raise messages.wraps_nothing()
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         """A copy with shards of its own on the same ranks; see `fullshard.runtime.copy.deepcopy_module`."""
@@ -390,17 +385,12 @@ class FullyShardedDataParallel(Markers, StateDictMethods, OptimizerStateMethods,
             ConfigError: the hook is not callable; or `reduction` is not "mean".
         """
         if not self.check_is_root():
-            raise UsageError("register_comm_hook can only be called on a root instance.", code="P015")
+            raise messages.hook_below_root()
         register_hook(self, state, hook)
 
     def _must_be_root(self, what: str) -> None:
         if not self.check_is_root():
-            raise PhaseError(
-                f"{what} is for the root instance.",
-                got=f"the instance {self._runner().unit.name!r} below it",
-                remedy=f"call {what} on the outermost FullyShardedDataParallel",
-                code="P016",
-            )
+            raise messages.method_of_root(what, self._runner().unit.name)
 
     @staticmethod
     def summon_full_params(
@@ -452,16 +442,7 @@ def refuse_bypass(module: nn.Module, args: Any) -> None:
     """
     for owner in own_modules(module):
         if (name := shown_part(owner)) is not None:
-            raise UsageError(
-                "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
-                "it would compute with this rank's parts of its parameters.",
-                parameter=name,
-                expected="a call of the instance: model(x)",
-                got="a call of the module that it wraps: model.module(x)",
-                remedy="call the instance; to generate or evaluate with the plain module, do it inside "
-                "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
-                code="P381",
-            )
+            raise messages.called_past_instance(name)
 
 
 def _find_root(top: Runner) -> Root:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ...comm import Comm, make_comm
-from ...errors import ArgumentTypeError, ConfigError, message
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name, plain_class
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
@@ -34,6 +33,7 @@ from ...shard import (
 )
 from ..gradients import check_reduction
 from ..wrapping import plan_wrapping, post_order
+from . import messages
 from .settings import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from .setup import Arguments, check_arguments, check_initialisable
 
@@ -170,12 +170,7 @@ def plan_blocks(
     module = root.module
     for name, child in module.named_modules():
         if is_unit(child):
-            raise ConfigError(
-                "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
-                got=f"{name or 'the module itself'}, a {plain_class(child).__name__}",
-                remedy="wrap by the policy or by hand, not both",
-                code="C049",
-            )
+            raise messages.wrapped_already(name, plain_class(child).__name__)
     ignored = root.arguments.ignored_modules
     planned = plan_wrapping(module, policy, ignored)
     answers = {id(child): own for _, child, own in planned}
@@ -188,14 +183,7 @@ def plan_blocks(
                 answers[id(child)] = {**answers.get(id(child), {}), "mixed_precision": _full_precision(mixed)}
                 exempt.add(type(child).__name__)
         if exempt:
-            warnings.warn(
-                message(
-                    f"Modules of type {', '.join(sorted(exempt))} become instances of their own, "
-                    "without mixed precision.",
-                    code="W002",
-                ),
-                stacklevel=4,
-            )
+            warnings.warn(messages.without_mixed_precision(exempt), stacklevel=4)
     known = inspect.signature(constructor).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     blocks = []
@@ -204,11 +192,7 @@ def plan_blocks(
             continue
         unknown = sorted(name for name in answers[id(child)] if name not in known and not takes_any)
         if unknown:
-            raise ArgumentTypeError(
-                f"auto_wrap_policy has arguments for a {type(child).__name__} that no instance has.",
-                got=", ".join(unknown),
-                code="C050",
-            )
+            raise messages.unknown_block_arguments(type(child).__name__, unknown)
         blocks.append(_block(child, {**common, **answers[id(child)]}))
     return blocks
 
@@ -295,14 +279,7 @@ def check_uniform(found: Sequence[Found]) -> None:
         first = found[0] if found else None
         for item in found:
             if first is not None and value(item.parameter) != value(first.parameter):
-                raise ConfigError(
-                    f"Must flatten tensors with uniform {what} when use_orig_params=False.",
-                    parameter=item.name,
-                    expected=f"{value(first.parameter)}, as {first.name}",
-                    got=value(item.parameter),
-                    remedy="set use_orig_params=True, or wrap these modules separately",
-                    code="C051",
-                )
+                raise messages.not_uniform(what, item.name, value(first.parameter), first.name, value(item.parameter))
 
 
 def flat_of(bucket: Bucket) -> nn.Parameter:

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import UsageError
 from ...forms import FlatParamShardMetadata, Owner, shard_metadata
 from ...names import WRAPPED
 from ...runtime import Runner, mark_managed, own_modules, runner_of, runners_in
 from ...shard import Bucket, Unit
+from . import messages
 from .instances import flat_of
 from .settings import StateDictType, TrainingState
 
@@ -134,9 +134,7 @@ class Markers:
             UsageError: it is to be a root.
         """
         if value and not self._is_root:
-            raise UsageError(
-                "_is_root cannot be set: the instance whose forward is called from outside is the root", code="P062"
-            )
+            raise messages.root_not_settable()
 
     @property
     def _all_handles(self) -> list[Handle]:

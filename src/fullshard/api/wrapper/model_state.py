@@ -10,9 +10,9 @@ from torch import nn
 
 from ...checkpoint import model as core
 from ...checkpoint.values import Form
-from ...errors import CheckpointError, PhaseError
 from ...forms import ATTRIBUTE
 from ...names import clean_name
+from . import messages
 from .settings import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -81,11 +81,7 @@ class StateDictMethods:
             if given is not None:
                 expected = type(getattr(new, name))
                 if type(given).__name__ != expected.__name__:
-                    raise CheckpointError(
-                        f"Expected {name} of type {expected.__name__} but got {type(given).__name__}: "
-                        f"it goes with {kind.name}",
-                        code="K001",
-                    )
+                    raise messages.config_of_another_type(name, expected.__name__, type(given).__name__, kind.name)
                 setattr(new, name, accept(given, expected, name))
         before = StateDictMethods.get_state_dict_type(module)
         for instance in instances_of(module):
@@ -103,12 +99,10 @@ class StateDictMethods:
         for instance in instances_of(module):
             one = instance._fullshard_settings or default_settings(StateDictType.FULL_STATE_DICT)
             if found is not None and one != found:
-                raise CheckpointError(
-                    "instances in this module have different state dict types; set one for all", code="K002"
-                )
+                raise messages.different_types()
             found = one
         if found is None:
-            raise CheckpointError("this module contains no FullyShardedDataParallel instance", code="K003")
+            raise messages.no_instance_to_ask()
         return found
 
     @staticmethod
@@ -152,7 +146,7 @@ class StateDictMethods:
             return result
         root = instance._lazy_init()
         if root.pass_top is not None or root.in_backward:
-            raise PhaseError("state_dict() was called inside forward or backward; call it between steps", code="P017")
+            raise messages.saved_within_a_pass()
 
         def save() -> Any:
             return plain(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -167,7 +161,7 @@ class StateDictMethods:
         """Load pre-hook: names as the wrapped module knows them, and values as this rank holds them."""
         missing = lists[0]
         if is_summoned(instance):
-            raise PhaseError("load_state_dict() was called inside summon_full_params(); call it outside", code="P018")
+            raise messages.loaded_while_summoned()
         core.load_instance(instance, instance._runner(), state_dict, prefix, missing)
 
     @staticmethod

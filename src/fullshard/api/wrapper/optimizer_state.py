@@ -13,7 +13,8 @@ from ...checkpoint.held import held_by
 from ...checkpoint.names import Table, settle
 from ...checkpoint.optimizer import load_state, named_state, state_to_load
 from ...checkpoint.values import Form
-from ...errors import AssertedError, CheckpointError, message
+from ...errors import AssertedError
+from . import messages
 from .model_state import form_of, instances_of
 from .settings import OptimStateKeyType, accept
 
@@ -162,13 +163,7 @@ class OptimizerStateMethods:
         groups = optim_state_dict.get("param_groups", [])
         for key in [*optim_state_dict["state"], *(p for g in groups for p in g["params"])]:
             if key not in to:
-                raise CheckpointError(
-                    "The optimizer state has a key that the optimizer does not.",
-                    parameter=str(key),
-                    expected=f"keys such as {next(iter(to), 'none at all')!r}, of which there are {len(to)}",
-                    remedy="give the model, and the optimizer, whose state it is",
-                    code="K004",
-                )
+                raise messages.unknown_key(str(key), next(iter(to), "none at all"), len(to))
         rekeyed: dict[str, Any] = {"state": {to[key]: value for key, value in optim_state_dict["state"].items()}}
         if "param_groups" in optim_state_dict:
             order: Any = sorted if kind is OptimStateKeyType.PARAM_ID else list
@@ -177,31 +172,19 @@ class OptimizerStateMethods:
 
 
 def _warn(old: str, new: str, optim_input: Any = None) -> None:
-    warnings.warn(
-        message(
-            f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
-            f"``FullyShardedDataParallel.{new}``.",
-            code="W003",
-        ),
-        FutureWarning,
-        stacklevel=3,
-    )
+    warnings.warn(messages.deprecated_method(old, new), FutureWarning, stacklevel=3)
     _warn_of_input(optim_input, 4)
 
 
 def _warn_of_input(optim_input: Any, stacklevel: int = 3) -> None:
     if optim_input is not None:
-        warnings.warn(
-            message("The `optim_input` argument is deprecated: give the optimizer itself, as `optim`.", code="W004"),
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+        warnings.warn(messages.deprecated_input(), FutureWarning, stacklevel=stacklevel)
 
 
 def _first(model: nn.Module) -> Any:
     found = instances_of(model)
     if not found:
-        raise CheckpointError("this model contains no FullyShardedDataParallel instance", code="K005")
+        raise messages.no_instance()
     return found[0]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, class_and_value
+from . import messages
 
 T = TypeVar("T")
 
@@ -108,15 +109,10 @@ class _Checked:
 
     def _expect(self, name: str, value: Any, fits: bool, expected: str) -> Any:
         if name not in self.__dataclass_fields__:  # type: ignore[attr-defined]
-            raise ConfigError(f"{type(self).__name__} has no field {name!r}", code="C052")
+            raise messages.unknown_field(type(self).__name__, name)
         if not fits:
-            raise ConfigError(
-                f"{type(self).__name__}.{name} does not fit.",
-                expected=expected,
-                got=class_and_value(value),
-                remedy=f"pass torch.{_DTYPES[value]}" if isinstance(value, str) and value in _DTYPES else "",
-                code="C053",
-            )
+            dtype = _DTYPES.get(value, "") if isinstance(value, str) else ""
+            raise messages.invalid_field(type(self).__name__, name, expected, value, dtype)
         return value
 
 

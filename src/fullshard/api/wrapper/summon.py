@@ -11,12 +11,13 @@ from torch import nn
 
 from ...comm import reduce_value
 from ...dtypes import as_bits
-from ...errors import ConfigError, NotSupportedError, ReplacementError, UsageError
+from ...errors import ConfigError
 from ...forms import OWNER_KEY, FlatParameterForm, Member
 from ...runtime import Runner, runner_of
 from ...runtime.outputs import tensors_behind
 from ...shard import Bucket, Gradients
 from ...torch_private.local_tensor import local_part, read_grad
+from . import messages
 
 _open: list[nn.Module] = []  # instances inside the context now, in the order in which they entered it
 
@@ -86,11 +87,7 @@ def summon_full_params(
         ConfigError: on leaving, a parameter was replaced by one of another shape.
     """
     if writeback and rank0_only:
-        raise NotSupportedError(
-            "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
-            remedy="set writeback=False, or rank0_only=False",
-            code="C067",
-        )
+        raise messages.writes_back_from_one_rank()
     instances = [child for child in module.modules() if hasattr(child, "_arguments") and runner_of(child) is not None]
     if not recurse:
         instances = [child for child in instances if child is module]
@@ -112,24 +109,10 @@ def _check_idle(instance: Any) -> None:
         else f"unit {runner.unit.name or '(root)'!r}"
     )
     if is_summoned(instance):
-        raise UsageError(
-            "Cannot manually unshard parameters when already unsharding parameters",
-            rank=rank,
-            expected="an instance that is not inside summon_full_params",
-            got=f"{unit} inside summon_full_params",
-            remedy="leave the context before entering it again",
-            code="P019",
-        )
+        raise messages.summoned_twice(rank, unit)
     # Without a root nothing runs; asking for one here would make an inner instance the root.
     if root is not None and (root.pass_top is not None or root.in_backward):
-        raise UsageError(
-            "Cannot manually unshard parameters during forward/backward",
-            rank=rank,
-            expected="a call between steps",
-            got=f"{unit} during its model's {'forward' if root.pass_top is not None else 'backward'}",
-            remedy="call summon_full_params before the forward, or after the backward",
-            code="P020",
-        )
+        raise messages.summoned_within_a_pass(rank, unit, root.pass_top is not None)
 
 
 @contextmanager
@@ -158,11 +141,7 @@ def _one(instance: Any, writeback: bool, rank0_only: bool, to_cpu: bool, with_gr
 
 def _refuse_gradient(grad: Any) -> None:
     """Of a whole parameter: nothing would be trained by it."""
-    raise UsageError(
-        "backward() goes through whole parameters that summon_full_params() showed, which are not trained",
-        remedy="call the model outside of summon_full_params() to train it",
-        code="P021",
-    )
+    raise messages.backward_through_whole()
 
 
 def _refuse_gradients_of_graphs(parameter: nn.Parameter) -> None:
@@ -305,13 +284,7 @@ class _Whole:
         if error is not None:
             raise error
         if writeback and stepped:
-            raise UsageError(
-                "A FlatParameter was changed inside summon_full_params, which shows its whole values apart from it: "
-                "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
-                parameter=", ".join(member.name for member in bucket.members),
-                remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
-                code="P022",
-            )
+            raise messages.flat_parameter_changed(member.name for member in bucket.members)
 
     def _collect(self, member: Member, parameter: nn.Parameter, writeback: bool) -> None:
         """What was assigned in place of the parameter or its memory comes back into `whole`."""
@@ -322,13 +295,7 @@ class _Whole:
         value = local_part(value)
         view = self._view(self.whole, member)
         if value.shape != view.shape:
-            raise ReplacementError(
-                "A parameter was replaced inside summon_full_params by one of another shape; it was not kept.",
-                parameter=member.name,
-                expected=slot.shape,
-                got=tuple(value.shape),
-                code="C068",
-            )
+            raise messages.replaced_by_another_shape(member.name, slot.shape, tuple(value.shape))
         if writeback and value.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(value)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ...comm import HookComm
-from ...errors import ConfigError, UsageError
 from ...forms import owner_of
 from ...optim.clip import clip_local_gradients, shard_groups
 from ...torch_private.local_tensor import local_part
 from ..gradients import refuse_divisor
+from . import messages
 
 
 def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -49,24 +49,14 @@ def clip_gradients(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
 def register_hook(root: Any, state: object, hook: Callable[..., Any]) -> None:
     """`FullyShardedDataParallel.register_comm_hook`, for the root instance."""
     if not callable(hook):
-        raise ConfigError(f"a communication hook must be callable, got {hook!r}", code="C069")
+        raise messages.hook_not_callable(hook)
     instances = root.fsdp_modules(root)
     for child in instances:
         if isinstance(child._runner().settings.comm, HookComm):
-            raise UsageError(
-                "a communication hook is already registered",
-                expected="one hook a model, set once",
-                remedy="register one function that calls both",
-                code="P023",
-            )
+            raise messages.second_hook()
         axes = child._arguments.axes
         if axes.shard.size > 1 and axes.replicate is not None:
-            raise UsageError(
-                "Communication hooks do not work with hybrid strategies.",
-                got=child.sharding_strategy.name,
-                remedy="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                code="P024",
-            )
+            raise messages.hook_beside_hybrid(child.sharding_strategy.name)
         refuse_divisor(child._runner(), "a communication hook, which scales gradients itself,")
     for child in instances:
         runner = child._runner()

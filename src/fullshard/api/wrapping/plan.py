@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ArgumentTypeError, ConfigError, message
 from ...names import plain_class
+from . import messages
 from .policies import CustomPolicy, ModuleWrapPolicy
 
 logger = logging.getLogger("fullshard")
@@ -122,11 +122,7 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
         return lambda module: {} if id(module) in chosen else None
     if isinstance(policy, (set, frozenset, tuple, list)):
         if not all(isinstance(cls, type) for cls in policy):
-            raise ConfigError(
-                f"auto_wrap_policy must hold module classes, got {policy!r}",
-                remedy="name the classes of the model's blocks, {Block}, not modules of them nor their names",
-                code="C070",
-            )
+            raise messages.not_classes(policy)
         return ModuleWrapPolicy(policy).choose
     if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
         return policy.choose
@@ -135,12 +131,7 @@ def _choice(model: nn.Module, policy: Any) -> Callable[[nn.Module], dict[str, An
     one_class = isinstance(policy, type)  # callable, but to make modules
     if callable(policy) and not one_class:
         return None
-    raise ArgumentTypeError(
-        'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
-        f"got {policy!r}",
-        remedy=f"give a set of it: {{{policy.__name__}}}" if one_class else 'give "auto", or {Block}',
-        code="C071",
-    )
+    raise messages.not_a_policy(policy, one_class)
 
 
 def _warn_of_none(model: nn.Module, policy: Any) -> None:
@@ -152,16 +143,7 @@ def _warn_of_none(model: nn.Module, policy: Any) -> None:
         if module is not model and any(True for _ in module.children()) and not isinstance(module, nn.ModuleList):
             sizes[plain_class(module).__name__] += _numel(module)
     largest = ", ".join(name for name, _ in sizes.most_common(8)) or "none that hold other modules"
-    warnings.warn(
-        message(
-            "auto_wrap_policy chose no module: the model becomes one unit, gathered whole.",
-            expected="modules of the classes that it names" if policy != "auto" else "blocks that the model repeats",
-            got=f"a {plain_class(model).__name__}, in which the largest classes are: {largest}",
-            remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
-            code="W034",
-        ),
-        stacklevel=5,
-    )
+    warnings.warn(messages.nothing_chosen(policy == "auto", plain_class(model).__name__, largest), stacklevel=5)
 
 
 def post_order(model: nn.Module) -> list[nn.Module]:

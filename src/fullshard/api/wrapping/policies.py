@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ConfigError
+from . import messages
 
 
 class ModuleWrapPolicy:
@@ -68,12 +68,7 @@ class CustomPolicy:
         if isinstance(answer, dict):
             return dict(answer)
         if not isinstance(answer, bool):
-            raise ConfigError(
-                f"CustomPolicy's lambda_fn gave no answer for a {type(module).__name__}.",
-                expected="False, True or a dict of arguments",
-                got=repr(answer),
-                code="C072",
-            )
+            raise messages.no_answer(type(module).__name__, answer)
         return {} if answer else None
 
 
@@ -166,7 +161,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         ConfigError: `wrapper_cls` cannot be called.
     """
     if not callable(wrapper_cls):
-        raise ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}", code="C073")
+        raise messages.wrapper_not_callable(wrapper_cls)
     before = _wrapping.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -192,5 +187,5 @@ def _checked_classes(given: Any, argument: str) -> tuple[type[nn.Module], ...]:
     classes = tuple(given) if isinstance(given, Iterable) else (given,)
     for cls in classes:
         if not isinstance(cls, type):
-            raise ConfigError(f"{argument} must hold module classes, got {cls!r}", code="C074")
+            raise messages.not_module_classes(argument, cls)
     return tuple(dict.fromkeys(classes))

@@ -8,28 +8,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...watcher.report import Status, first_difference, grouped, line_of, line_of_error, ranks_of
-from . import remedies
-from .causes import Cause, cause_of, place
-from .evidence import Evidence
-from .merge import Incident, merged
-from .read import read
+from ...watcher.judge import UNKNOWN, Status, grouped, ranks_of, verdict
+from ...watcher.messages import at, cut_short, first_difference, lines_of, quotes, sentence
+from . import messages
+from .evidence import Evidence, WatcherReport, read
 from .recorder import Mismatch, mismatches, without_dump
 
+_APART = 600.0  # seconds between reports that tell of one incident, at most
+_ENDS = ("raised", "gone", "stopped")  # of one rank, which others would have reported; before a cut of the network
+_ALONE = (*_ENDS, "data", "unreachable")  # where the stacks of the others say nothing
 _MOST_STACKS = 4
-_MOST_LINES = 20  # of a stack
 _MOST_GROUPS = 4  # process groups of which something is told
 
-
-@dataclass(frozen=True)
-class Section:
-    """A heading and what is under it, a line each."""
-
-    title: str
-    lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join([self.title, *[f"  {line}" for line in self.lines]])
+Sections = dict[str, Sequence[str]]
+"""By heading what is under it, a line each; those without a line are not shown."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,8 @@ class Diagnosis:
 
     Attributes:
         what: one sentence.
-        kind: see `Cause`; "recorder" where only the flight recorder tells, "nothing" if nothing is wrong.
+        kind: as that of a `Verdict`; "cut" if the network was; "recorder" where only the flight recorder tells,
+            "nothing" if nothing is wrong.
         ranks: those to blame; empty if nobody is, or nobody can be told.
         sections: why it is believed, when, what ranks did, stacks, what to do.
     """
@@ -46,10 +39,11 @@ class Diagnosis:
     what: str
     kind: str
     ranks: tuple[int, ...]
-    sections: tuple[Section, ...]
+    sections: Sections
 
     def __str__(self) -> str:
-        return "\n\n".join([self.what, *[str(section) for section in self.sections if section.lines]])
+        texts = ["\n  ".join([title, *lines]) for title, lines in self.sections.items() if lines]
+        return "\n\n".join([self.what, *texts])
 
 
 def doctor(path: str | os.PathLike[str]) -> Diagnosis:
@@ -61,78 +55,117 @@ def doctor(path: str | os.PathLike[str]) -> Diagnosis:
         ConfigError: there is no such path, or nothing of use at it.
     """
     evidence = read(Path(path))
-    found = mismatches(evidence.dumps)
+    differ = mismatches(evidence.dumps)
     if not evidence.reports:
-        return _by_recorder(evidence, found)
+        return _by_recorder(evidence, differ)
     incident = merged(evidence.reports)
-    cause = cause_of(incident)
-    by_rank = {status["rank"]: status for status in incident.statuses}
-    blamed = [by_rank[rank] for rank in cause.ranks]
-    told = grouped([(status["rank"], _line_of(status, incident)) for status in incident.statuses])
-    width = max(len(who) for who, _ in told)
-    difference = first_difference(incident.statuses)
-    sections = [
-        Section("Why this is believed", _marked(cause.because)),
-        Section("When (UTC)", tuple(_times(incident, blamed))),
-        Section("What each rank did", tuple(f"{who:<{width}}  {what}" for who, what in told)),
-        Section("First difference in the order of units", (difference,) if difference else ()),
-        *_raised(blamed),
-        *_stacks(incident, cause),
-        *_recorder_sections(evidence, found),
-        Section("What to do next", _numbered(cause.remedies)),
-        Section("Read", tuple(_sources(evidence, incident))),
-    ]
-    return Diagnosis(cause.what, cause.kind, cause.ranks, tuple(sections))
+    statuses, halves = incident.statuses, incident.halves
+    found = verdict(statuses)
+    what, kind, ranks = sentence(found), found.kind, found.ranks
+    because, steps = messages.because(found), messages.next_steps(found)
+    if halves and kind not in _ENDS:
+        what, kind, ranks = messages.cut(statuses, halves), "cut", ()
+        because, steps = messages.because_cut(halves), messages.CUT
+    blamed = [status for status in statuses if status["rank"] in ranks]
+    difference = first_difference(statuses)
+    sections: Sections = {
+        "Why this is believed": _marked(because),
+        "When (UTC)": _times(incident, blamed),
+        "What each rank did": lines_of(statuses, *(["was not reported by any rank"] if halves else [])),
+        "First difference in the order of units": [difference] if difference else [],
+        **quotes(blamed[:1], [status for status in blamed if status["stack"]] or (() if kind in _ALONE else statuses)),
+        **_recorder_sections(evidence, differ),
+        "What to do next": _numbered(steps),
+        "Read": _sources(evidence, incident),
+    }
+    return Diagnosis(what, kind, ranks, sections)
 
 
-def _by_recorder(evidence: Evidence, found: Sequence[Mismatch]) -> Diagnosis:
-    read_ = Section("Read", tuple(_sources(evidence, None)))
+# Reports of one run put together: several are written when the network was cut, or when ranks end one by one.
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What all reports of one incident know.
+
+    Attributes:
+        statuses: the best that is known of each rank, in their order.
+        halves: groups of ranks that reached each other and not the others, though these lived; empty if there are none.
+        reports: those that were put together, oldest first.
+        older: how many reports tell of other incidents, before.
+    """
+
+    statuses: tuple[Status, ...]
+    halves: tuple[tuple[int, ...], ...]
+    reports: tuple[WatcherReport, ...]
+    older: int
+
+
+def merged(reports: Sequence[WatcherReport]) -> Incident:
+    """The newest incident. Reports belong to one if they are of the same processes and near in time."""
+    newest_first = sorted(reports, key=lambda report: report.time, reverse=True)
+    taken = [newest_first[0]]
+    for report in newest_first[1:]:
+        if taken[-1].time - report.time <= _APART and all([_one_run(report, other) for other in taken]):
+            taken.append(report)
+    taken.reverse()
+    best: dict[int, Status] = {}
+    for report in taken:  # what was known first is nearest to the cause: later ranks are gone because of it
+        for status in report.ranks:
+            known = best.get(status["rank"])
+            if known is None or (known["state"] in UNKNOWN and status["state"] not in UNKNOWN):
+                best[status["rank"]] = status
+    statuses = tuple(best[rank] for rank in sorted(best))
+    return Incident(statuses, _halves(taken, best), tuple(taken), len(reports) - len(taken))
+
+
+def _one_run(one: WatcherReport, other: WatcherReport) -> bool:
+    if len(one.ranks) != len(other.ranks):
+        return False
+    processes = {status["rank"]: (status["host"], status["pid"]) for status in one.ranks if status["pid"]}
+    return all(
+        [processes.get(s["rank"], (s["host"], s["pid"])) == (s["host"], s["pid"]) for s in other.ranks if s["pid"]]
+    )
+
+
+def _halves(reports: Sequence[WatcherReport], best: dict[int, Status]) -> tuple[tuple[int, ...], ...]:
+    """Who reached whom, if somebody could not be reached by some and lived for others."""
+    heard = {tuple(s["rank"] for s in report.ranks if s["state"] not in UNKNOWN) for report in reports}
+    lost = {s["rank"] for report in reports for s in report.ranks if s["state"] == "unreachable"}
+    alive = [rank for rank in lost if best[rank]["state"] not in UNKNOWN and best[rank]["gone"] is None]
+    return tuple(sorted(heard)) if alive and len(heard) > 1 else ()
+
+
+# In words.
+
+
+def _by_recorder(evidence: Evidence, differ: Sequence[Mismatch]) -> Diagnosis:
     absent = without_dump(evidence.dumps)
-    if not found:
-        what = "nothing is wrong: all that the flight recorder holds was issued alike on all ranks, and ended."
-        note = Section("But", (remedies.NO_DUMP.format(who=ranks_of(absent)),) if absent else ())
-        return Diagnosis(what, "recorder" if absent else "nothing", tuple(absent), (note, read_))
-    first = found[0]
-    advice: tuple[str, ...]
+    missing = [messages.NO_DUMP.format(who=ranks_of(absent))] if absent else []
+    sources: Sections = {"Read": _sources(evidence, None)}
+    if not differ:
+        kind = "recorder" if absent else "nothing"
+        return Diagnosis(messages.NOTHING_IS_WRONG, kind, tuple(absent), {"But": missing, **sources})
+    first = differ[0]
     ranks = first.to_blame or (tuple(absent) if first.agrees else ())
-    if first.missing:
-        what = (
-            f"{ranks_of(ranks)} did not issue collective {first.number} of group {first.name}, for which others wait."
-        )
-        advice = remedies.NOT_ISSUED
-    elif first.agrees:
-        what = (
-            f"collective {first.number} of group {first.name} was issued alike by all ranks that tell, and did not end."
-        )
-        advice = remedies.TRANSPORT[:1]
-    else:
-        what = f"ranks disagree on collective {first.number} of group {first.name}."
-        advice = remedies.DEPARTED[:1]
-    if absent:
-        advice = (remedies.NO_DUMP.format(who=ranks_of(absent)), *advice)
-    because = (f"collectives of a group are numbered alike on all ranks; all before {first.number} matched",)
-    sections = [
-        Section("Why this is believed", _marked(because)),
-        Section("When (UTC)", (f"{_moment(first.time)}  it was issued first",) if first.time else ()),
-        *_recorder_sections(evidence, found),
-        Section("What to do next", _numbered(advice)),
-        read_,
-    ]
-    return Diagnosis(what, "recorder", ranks, tuple(sections))
+    what, steps = messages.by_recorder(first.name, first.number, sorted(first.missing), first.agrees)
+    because = f"collectives of a group are numbered alike on all ranks; all before {first.number} matched"
+    sections: Sections = {
+        "Why this is believed": _marked([because]),
+        "When (UTC)": [f"{_moment(first.time)}  it was issued first"] if first.time else [],
+        **_recorder_sections(evidence, differ),
+        "What to do next": _numbered([*missing, *steps]),
+        **sources,
+    }
+    return Diagnosis(what, "recorder", ranks, sections)
 
 
-def _line_of(status: Status, incident: Incident) -> str:
-    if incident.halves and status["state"] == "unreachable":
-        return f"told of by nobody; last: {place(status)}"
-    return line_of(status)
+def _marked(lines: Sequence[str]) -> list[str]:
+    return [f"- {line}" for line in lines]
 
 
-def _marked(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"- {line}" for line in lines)
-
-
-def _numbered(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{number}. {line}" for number, line in enumerate(lines, 1))
+def _numbered(lines: Sequence[str]) -> list[str]:
+    return [f"{number}. {line}" for number, line in enumerate(lines, 1)]
 
 
 def _moment(seconds: float) -> str:
@@ -143,7 +176,7 @@ def _moment(seconds: float) -> str:
 
 
 def _times(incident: Incident, blamed: Sequence[Status]) -> list[str]:
-    found = [(s["last"]["time"], f"rank {s['rank']} issued its last: {place(s)}") for s in blamed if s["last"]]
+    found = [(s["last"]["time"], f"rank {s['rank']} issued its last: {at(s)}") for s in blamed if s["last"]]
     waiting = [s for s in incident.statuses if s["waited"] is not None]
     if waiting:
         longest = max(waiting, key=lambda status: status["waited"])
@@ -154,47 +187,21 @@ def _times(incident: Incident, blamed: Sequence[Status]) -> list[str]:
     return [f"{_moment(when)}  {what}" for when, what in sorted(found)[-12:]]
 
 
-def _raised(blamed: Sequence[Status]) -> list[Section]:
-    return [
-        Section(f"What rank {status['rank']} raised", _cut_short(status["raised"]))
-        for status in blamed[:1]
-        if line_of_error(status)
-    ]
-
-
-def _stacks(incident: Incident, cause: Cause) -> list[Section]:
-    """Python stacks of those to blame; of all, if that is nobody, or these left none."""
-    blamed = [s for s in incident.statuses if s["rank"] in cause.ranks and s["stack"]]
-    if not blamed and cause.kind in ("raised", "gone", "data", "stopped", "unreachable"):
-        return []
-    told = grouped([(s["rank"], s["stack"]) for s in blamed or incident.statuses if s["stack"]])
-    return [Section(f"Python stack of {who}, innermost first", _cut_short(stack)) for who, stack in told[:_MOST_STACKS]]
-
-
-def _cut_short(text: str) -> tuple[str, ...]:
-    """Of a long text the beginning and the end: innermost frames come first in stacks, and last in tracebacks."""
-    lines = [line.rstrip() for line in text.strip().splitlines() if set(line.strip()) - set("^~")]
-    if len(lines) > _MOST_LINES:
-        half = _MOST_LINES // 2
-        lines = [*lines[:half], f"... {len(lines) - 2 * half} more lines", *lines[-half:]]
-    return tuple(lines)
-
-
-def _recorder_sections(evidence: Evidence, found: Sequence[Mismatch]) -> list[Section]:
-    sections = []
-    for mismatch in found[:_MOST_GROUPS]:
-        told = [(rank, what) for rank, what in mismatch.issued.items()]
-        told += [(rank, f"nothing yet; last: {what}") for rank, what in mismatch.missing.items()]
-        lines = [f"{who}: {what}" for who, what in grouped(told)]
+def _recorder_sections(evidence: Evidence, differ: Sequence[Mismatch]) -> Sections:
+    sections: Sections = {}
+    for mismatch in differ[:_MOST_GROUPS]:
+        issued = [*mismatch.issued.items()]
+        issued += [(rank, f"nothing yet; last: {what}") for rank, what in mismatch.missing.items()]
+        lines = [f"{who}: {what}" for who, what in grouped(issued)]
         blamed = mismatch.to_blame or tuple(mismatch.stacks)
         stacks = grouped([(rank, "\n".join(mismatch.stacks.get(rank, ()))) for rank in blamed])
         for who, stack in stacks[:_MOST_STACKS]:
-            lines += [f"issued by {who} from:", *[f"  {line}" for line in _cut_short(stack)]] if stack else []
+            lines += [f"issued by {who} from:", *[f"  {line}" for line in cut_short(stack)]] if stack else []
         title = f"PyTorch's flight recorder: group {mismatch.name}, collective {mismatch.number}"
-        sections.append(Section(title + (", which none got past" if mismatch.agrees else ""), tuple(lines)))
+        sections[title + (", which none got past" if mismatch.agrees else "")] = lines
     absent = without_dump(evidence.dumps)
     if evidence.reports and absent:
-        sections.append(Section("No dump of the flight recorder", (remedies.NO_DUMP.format(who=ranks_of(absent)),)))
+        sections["No dump of the flight recorder"] = [messages.NO_DUMP.format(who=ranks_of(absent))]
     return sections
 
 

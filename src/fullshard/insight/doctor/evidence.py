@@ -1,15 +1,25 @@
 """What was found on disk, as plain values: watchers' reports and the flight recorder's dumps, checked field by field.
 
-Pure: parsed values in, frozen records out. What is not as expected raises `Foreign`, with one line that says what.
+Files are hostile until shown otherwise: nothing in them is ever imported or called. What is not as expected raises
+`Foreign`, with one line that says what; it is left out, and told.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import pickle
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...watcher.report import Status
+from ...store.pickles import look_through
+from ...watcher.judge import Status
+from . import messages
 
+_MOST = 512 << 20  # bytes of a file
+_NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files in a folder that may be evidence
 FORMAT = 1
 """The newest format of a watcher's report that is known here."""
 
@@ -92,6 +102,94 @@ class Evidence:
     reports: tuple[WatcherReport, ...] = ()
     dumps: tuple[Dump, ...] = ()
     left_out: tuple[str, ...] = ()
+
+
+def read(path: Path) -> Evidence:
+    """Everything of use at `path`, a file or a folder.
+
+    Raises:
+        ConfigError: there is no such path, or nothing of use at it.
+    """
+    if not path.exists():
+        raise messages.no_such_path(path)
+    if path.is_file():
+        candidates = [path]
+    else:
+        candidates = sorted(
+            each for each in path.iterdir() if each.is_file() and each.name[0] != "." and _NAMES.search(each.name)
+        )
+    reports, dumps, left_out = [], [], []
+    for each in candidates:
+        try:
+            found = _read_one(each)
+        except Foreign as error:
+            left_out.append(f"{each.name}: {error}")
+        else:
+            if isinstance(found, Dump):
+                dumps.append(found)
+            else:
+                reports.append(found)
+    if not reports and not dumps:
+        raise messages.unreadable(path, left_out[0]) if path.is_file() else messages.no_evidence(path, left_out)
+    return Evidence(tuple(reports), tuple(dumps), tuple(left_out))
+
+
+def _read_one(path: Path) -> WatcherReport | Dump:
+    number = re.search(r"(\d+)$", path.name if path.suffix[1:].isdecimal() else path.stem)
+    try:
+        if path.stat().st_size > _MOST:
+            raise Foreign(f"it has more than {_MOST >> 20} MiB")
+        with path.open("rb") as file:
+            data = file.read()
+        value = _unpickled(data) if data[:1] == b"\x80" else _parsed(data)
+    except OSError as error:
+        raise Foreign(f"the system says: {error.strerror}") from error
+    if not isinstance(value, dict):
+        raise Foreign("it is neither a watcher's report nor a flight recorder's dump")
+    if "format" in value and "ranks" in value:
+        return report_of(path.name, value)
+    if "entries" in value:
+        return dump_of(int(number[1]) if number else None, value)
+    raise Foreign("it is neither a watcher's report nor a flight recorder's dump")
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except UnicodeDecodeError as error:
+        raise Foreign("it is neither JSON nor a pickle") from error
+    except json.JSONDecodeError as error:
+        if error.pos >= len(data.decode(errors="replace").rstrip()) or error.msg.startswith("Unterminated"):
+            raise Foreign(
+                f"it ends in the middle (JSON, line {error.lineno}): it was not written to its end"
+            ) from error
+        raise Foreign(f"it is not JSON (line {error.lineno}: {error.msg})") from error
+    except RecursionError as error:
+        raise Foreign("its JSON is nested too deep") from error
+
+
+def _unpickled(data: bytes) -> Any:
+    try:
+        look_through(data)
+        return Plain(io.BytesIO(data)).load()
+    except Foreign:
+        raise
+    except Exception as error:  # whatever a broken pickle makes of the machine that reads it
+        raise Foreign(f"it is a broken or truncated pickle ({type(error).__name__})") from error
+
+
+class Plain(pickle.Unpickler):
+    """Loads containers, strings and numbers, which a pickle holds without naming any class, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse: a pickle that names anything could run it."""
+        raise Foreign(
+            f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse likewise."""
+        raise Foreign("it is a pickle that refers to something outside itself; not loaded")
 
 
 def report_of(source: str, value: Any) -> WatcherReport:

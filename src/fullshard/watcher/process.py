@@ -1,16 +1,28 @@
-"""What a rank has called, read from its Python stacks: the function of ours or PyTorch's, and the user's line."""
+"""What a process does, as its Python stacks and the operating system tell: what it called, whether it gets on, its end.
+
+A stack says which function of ours or PyTorch's was called, and from which line of the program. Linux's `/proc` says
+whether a process runs and what it has used; a neighbour that does not answer is asked for its stack by a signal. Where
+there is no `/proc` (macOS) nothing here fails: what is not known is empty or 0.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""By which neighbours ask for Python stacks; one that programs do not use."""
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 _OURS = f"{Path(__file__).parent.parent}/"
 _MODULE_CALLS = f"{_OURS}api/"  # whose `__call__` and `forward` run a sharded model
@@ -167,3 +179,144 @@ def _did(called: Sequence[Frame], user: Frame) -> str:
     of = next((prefix for path, prefix in _PREFIXES.items() if first.path.endswith(path)), "")
     of = "fullshard." if first.is_ours else of
     return f"called {'' if first.path.startswith(_METHODS) else of}{first.function}"
+
+
+# What the operating system tells (proc(5)).
+
+
+def state(pid: int) -> str:
+    """Of a process or thread, a letter of proc(5): R runs, S and D sleep, T is stopped, Z has ended; "?" unknown."""
+    return (_stat(pid) or "?")[0]
+
+
+def started(pid: int) -> int:
+    """When the process was started, in ticks since the machine was: no other has its number and this."""
+    return int("".join(_stat(pid)[19:20]) or 0)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU that the process and the children it waited for have used."""
+    return sum(map(int, _stat(pid)[11:15])) / _TICKS
+
+
+def moved_bytes_of_others() -> int:
+    """Bytes that this process has read and written, but for the thread that asks."""
+    mine = _read(f"/proc/self/task/{threading.get_native_id()}/io")
+    return _moved(_read("/proc/self/io")) - _moved(mine) - len(mine)  # what reading `mine` read
+
+
+def machine() -> str:
+    """What processes have in common that see each other: a machine's boot, and a name space of process numbers."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{_read('/proc/sys/kernel/random/boot_id').strip()} {space}"
+
+
+def activity(task: int, states: Sequence[str], samples: Sequence[Sequence[Frame]]) -> dict[str, Any]:
+    """What shows whether a process gets on, as a part of its status.
+
+    Args:
+        task: its thread that was looked at.
+        states: of that thread, a letter of `state` for each look.
+        samples: its stack, at each look.
+    """
+    frames = samples[-1] if samples else ()
+    call = call_of(frames)
+    return {
+        "state": state(task),
+        "wakes": int(_field(task, "voluntary_ctxt_switches:") or 0),  # to wait for a lock, a peer, a disk, a time
+        "runs": set(states) == {"R"},
+        "stack": readable(frames),
+        "samples": ["\n".join(map(str, each)) for each in samples],
+        "call": call._asdict() if call is not None else None,
+    }
+
+
+def children_seconds(pid: int) -> float:
+    """Seconds of CPU that its children use now (compilers, loaders)."""
+    children = " ".join(map(_read, glob.glob(f"/proc/{pid}/task/*/children")))
+    return sum(cpu_seconds(int(child)) for child in children.split())
+
+
+# What a neighbour sees of a rank that does not answer.
+
+
+def lives(last: dict[str, Any]) -> bool:
+    """Whether the process that said this last is alive."""
+    return _ending(last["pid"]) is None and started(last["pid"]) == last["start"]
+
+
+def look_at(last: dict[str, Any]) -> dict[str, Any]:
+    """What the system tells of a process of this machine.
+
+    Args:
+        last: what it said last.
+    """
+    pid, known = last["pid"], {"time": time.time(), "gone": None}
+    if not lives(last):
+        how = _ending(pid) or "killed, or ended by os._exit"
+        return {**known, "state": "gone", "gone": "os._exit(0)" if how == "exit code 0" else how}
+    states, samples = [], []
+    for _ in range(2):
+        states.append(state(pid))
+        samples.append(_stack_of(last))
+    used = {"cpu": cpu_seconds(pid), "children": children_seconds(pid), "io": _moved(_read(f"/proc/{pid}/io"))}
+    return {**known, **used, **activity(pid, states, samples)}
+
+
+def _stack_of(last: dict[str, Any]) -> list[Frame]:
+    """A neighbour's Python stack: `faulthandler` writes it when a signal arrives, whoever holds the interpreter."""
+    pid, path = last["pid"], f"/proc/{last['pid']}/fd/{last['stacks']}"
+    if state(pid) == "T" or not int(_field(pid, "SigCgt:") or "0", 16) >> (SIGNAL - 1) & 1:
+        return []  # it would end a process that is past its own end, or runs another program now
+    try:
+        with open(path, "rb") as stacks:
+            before = os.fstat(stacks.fileno()).st_size
+            os.kill(pid, SIGNAL)
+            size, deadline = before, time.monotonic() + 0.5
+            while time.monotonic() < deadline:
+                time.sleep(0.02)
+                grown = os.fstat(stacks.fileno()).st_size
+                if grown == size and grown > before:
+                    break
+                size = grown
+            return frames_of(os.pread(stacks.fileno(), 1 << 16, before).decode(errors="replace"))
+    except OSError:
+        return []
+
+
+def _ending(pid: int) -> str | None:
+    """How a process that nobody has waited for yet ended; None if it lives or cannot be asked any more."""
+    fields = _stat(pid)
+    if not fields or fields[0] not in "ZX" or len(fields) < 50:
+        return None
+    code, number = int(fields[49]), int(fields[49]) & 0x7F
+    if not number:
+        return f"exit code {code >> 8}"
+    known = number in set(signal.Signals)
+    return f"killed by signal {number} ({signal.Signals(number).name if known else 'a real-time signal'})"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `/proc/PID/stat` from the third on; empty if there is none."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _field(pid: int, name: str) -> str:
+    """The first word that `/proc/PID/status` has under this name; empty if there is none."""
+    lines = _read(f"/proc/{pid}/status").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(name)), "")
+
+
+def _moved(text: str) -> int:
+    """Bytes that a process or thread has read and written, whatever by."""
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("rchar", "wchar")))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

@@ -11,6 +11,8 @@ The rank that called a round calls the next ones, and judges; another one that w
 not answer is looked at by the ranks of its machine, in `/proc`: whether it is gone, stopped, or lives and holds the
 interpreter (then they get its Python stack by a signal, which `faulthandler` answers all the same). Of a rank that has
 no neighbours nothing is known but its silence, which counts only once it has lasted for the limit.
+
+A watcher that cannot reach the store is alone: it judges by what is certain without, and tries again now and then.
 """
 
 from __future__ import annotations
@@ -33,30 +35,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import message
-from . import proc
-from .calls import Call, Frame, call_of, frames_at, frames_of, readable
+from . import messages, process
+from .judge import Status, stuck, sure, unheard
 from .log import Record, records_of
-from .rank import SLICE, Rank, note_at_the_end
-from .report import Status, line_of, stuck, sure, told, unheard, words
+from .process import Call, Frame
+from .rank import SLICE, Rank, Wait, note_at_the_end
 
 ASK_AFTER = 1.0  # seconds of a wait before the first round
 ANSWER = 3.0  # seconds for answers
+RETRY = 5.0  # seconds between attempts to reach a store that was not reached
 _TICK = 0.5
 _SOON = 0.1  # the same while answers are awaited
 _LOOKS = 2  # more than one at which nobody got on, unless somebody is gone for good
 _SAMPLES = 4  # of a rank's stack, in a look
-_TOLD = 256  # of a rank's records, in a look
+_RECORDS = 256  # of a rank, in a look
 _MOST_SILENT = 16  # ranks that neighbours look at in a round
 _LINGER = 3.0  # seconds for which the rank that may keep the store waits for others to read its last word
 _KEPT = 8  # keys of rounds
 _KEEPER = 0  # the rank whose process keeps the store, unless the launcher does
-_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""By which neighbours ask for Python stacks; one that programs do not use."""
 
 
 class StoreGone(Exception):
-    """The process group's store does not answer, and will not."""
+    """The process group's store was not reached."""
 
 
 class Silence(NamedTuple):
@@ -97,50 +97,47 @@ class Watcher:
     Args:
         rank: this process.
         number, world: of the default process group.
-        line: to the store, a `StoreLine`.
+        connect: makes a connection of the watcher's own to the group's store (`StoreLine`).
 
     Attributes:
-        is_alone: whether the store is gone.
+        is_alone: whether the store was not reached at the last attempt.
         known: what is known of each rank that said anything.
         before: all ranks' statuses at the last look.
     """
 
-    def __init__(self, rank: Rank, number: int, world: int, line: Any) -> None:
+    def __init__(self, rank: Rank, number: int, world: int, connect: Callable[[], Any]) -> None:
         self.rank, self.number, self.world = rank, number, world
         self.known: dict[int, Status] = {}
         self.before: list[Status] = []
         self.is_alone = False
-        self._line, self._prefix = line, f"{line.add(f'came/{number}', 1)}/"
+        self._connect, self._line = connect, connect()
+        self._prefix = f"{self._line.add(f'came/{number}', 1)}/"
         self._home, self._task = threading.get_ident(), threading.get_native_id()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
-        faulthandler.register(_SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self._gone: list[int] = []  # ranks of which we were told that they ended
+        faulthandler.register(process.SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._heard: dict[int, float] = {}  # when a rank's answer came last
         self._roll: dict[str, Any] = {"round": 0, "by": None, "full": False, "silent": {}}
         self._roll_at = self._called = self._looked = 0.0  # when: seen; called by this rank; the rank's stack
         self._since = 0.0  # the wait for which this rank called
         self._round: Round | None = None
         self._answers: dict[int, Status] = {}  # of the round
-        self._existing: set[int] = set()  # ranks that said anything
         self._issued, self._moved = 0, 0.0  # the rank's last record, and when it was seen first
         self._silence: Silence | None = None
         self._alike = 0  # looks in a row at which nothing moved
         self._condemned: dict[int, float] = {}  # when: this rank, and silent ones of this machine that it ends
-        self._said: set[int] = set()  # those of which this was printed
+        self._printed: set[object] = set()  # what is said once
         self._silent: dict[int, int] = {}  # who did not answer the last round, and which neighbour looks
-        self._read_at = time.monotonic()
-        self._asked_store = 0.0  # since when; 0: it has answered
-        self._answered_store = time.monotonic()
-        self._fault = ""
+        self._read_at = self._answered_store = time.monotonic()
+        self._asked_store = self._tried_store = 0.0  # since when (0: it has answered); when it was not reached last
         self._over, self._ends = threading.Event(), False
         self._put({"round": 0, **self.status(False)})
-        self._ask(lambda line: line.replace(f"{self._prefix}roll", "", json.dumps(self._roll)))
+        self._ask("replace", f"{self._prefix}roll", "", json.dumps(self._roll))
         self._thread = threading.Thread(target=self._run, name="fullshard-watcher", daemon=True)
         self._thread.start()
 
     def hears_nothing_for(self, seconds: float) -> bool:
         """Whether the store has not answered for so long."""
-        since = self._asked_store or (self._answered_store if self.is_alone else 0.0)
+        since = self._answered_store if self.is_alone else self._asked_store
         return since > 0.0 and time.monotonic() - since > seconds
 
     def end(self, says_so: bool = True) -> None:
@@ -159,13 +156,13 @@ class Watcher:
         while not self._over.wait(pause):
             try:
                 self._tick()
-            except StoreGone:
-                self.is_alone, self._round = True, None
-            except Exception:
-                fault = traceback.format_exc()  # of ours, which must not be taken for silence; the rank is watched on
-                if fault != self._fault:  # once, not twice a second
-                    self._fault = fault
-                    sys.stderr.write(fault)
+            except StoreGone as error:
+                self.is_alone, self._round, self._tried_store = True, None, time.monotonic()
+                if _KEEPER not in self._gone:  # else it was to be expected
+                    self._print_once(StoreGone, messages.store_unreachable(self.number, error, RETRY))
+            except Exception:  # of ours, which must not be taken for silence; the rank is watched on
+                fault = traceback.format_exc()
+                self._print_once(fault, fault)
             pause = _SOON if self._round is not None else max(_TICK, self.world / 4000)
         if self._ends:
             if not self.is_alone:
@@ -179,6 +176,8 @@ class Watcher:
         last = self.rank.log[-1]
         if last != self._issued:
             self._issued, self._moved = last, time.time()
+        if self.is_alone and time.monotonic() - self._tried_store > RETRY:
+            self._come_back()
         if not self.is_alone:
             self._read_roll()
         if self.rank.verdict is None:
@@ -191,31 +190,50 @@ class Watcher:
 
     # The store.
 
-    def _ask(self, what: Callable[[Any], Any]) -> Any:
-        """An answer of the store. While it does not come, `hears_nothing_for` counts."""
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        """An answer of the store. While it does not come, `hears_nothing_for` counts.
+
+        Raises:
+            StoreGone: it was not reached. The next call connects anew: an answer to this one may yet come.
+        """
         self._asked_store = time.monotonic()
         try:
+            if self._line is None:
+                self._line = self._connect()
             if self._line.has_ended:
-                raise StoreGone
-            return what(self._line)
-        except RuntimeError as error:
-            raise StoreGone from error
+                raise StoreGone("its process has closed the connection")
+            answer = getattr(self._line, what)(*arguments)
+        except (RuntimeError, OSError, StoreGone) as error:
+            self._line = None
+            raise StoreGone(str(error)) from error
         finally:
-            self._asked_store, self._answered_store = 0.0, time.monotonic()
+            self._asked_store = 0.0
+        self._answered_store = time.monotonic()
+        return answer
+
+    def _come_back(self) -> None:
+        """Reach the store again. What was not heard meanwhile says nothing of other ranks."""
+        self._put({"round": self._roll["round"], **self.status(False)})
+        self.is_alone, self._alike, self._read_at = False, 0, -math.inf
+        self.before.clear()
+        self._heard.clear()
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda line: line.has(self._prefix + key)))
+        return bool(self._ask("has", self._prefix + key))
 
     def _get(self, *keys: str) -> list[Any]:
-        texts = self._ask(lambda line: line.get([self._prefix + key for key in keys]))
-        return [json.loads(text) for text in texts]
+        return [json.loads(text) for text in self._ask("get", [self._prefix + key for key in keys])]
 
     def _get_ranks(self, ranks: Sequence[int]) -> list[Status]:
         return self._get(*[f"rank/{rank}" for rank in ranks])
 
     def _put(self, status: Status) -> None:
-        text = json.dumps(status)
-        self._ask(lambda line: line.put(f"{self._prefix}rank/{self.number}", text))
+        self._ask("put", f"{self._prefix}rank/{self.number}", json.dumps(status))
+
+    @property
+    def _gone(self) -> set[int]:
+        """Ranks that said that they ended."""
+        return {rank for rank, status in self.known.items() if status["gone"] is not None}
 
     def _read_roll(self) -> None:
         """See whether there is a new round, and answer it."""
@@ -233,7 +251,6 @@ class Watcher:
         gone = roll.get("gone")
         if gone is not None and gone != self.number:
             (self.known[gone],) = self._get_ranks([gone])
-            self._gone.append(gone)
         if self.number in roll.get("ranks", ()):
             self._receive(roll["report"], roll["keeps"])
         if self._round is None or roll["by"] != self.number:
@@ -247,13 +264,13 @@ class Watcher:
         if time.monotonic() - self._roll_at < ANSWER:  # the answers to the round before may be on their way
             roll["full"] |= self._roll["full"]
         before, after = json.dumps(self._roll), json.dumps(roll)
-        if not self._ask(lambda line: line.replace(f"{self._prefix}roll", before, after)):
+        if not self._ask("replace", f"{self._prefix}roll", before, after):
             self._read_at = -math.inf  # look at it: who was faster may have ended before saying so
             return False
         self._roll, self._roll_at = roll, time.monotonic()
-        self._ask(lambda line: line.put(f"{self._prefix}round/{number}", ""))
+        self._ask("put", f"{self._prefix}round/{number}", "")
         if number > _KEPT:
-            self._ask(lambda line: line.remove(f"{self._prefix}round/{number - _KEPT}"))
+            self._ask("remove", f"{self._prefix}round/{number - _KEPT}")
         return True
 
     def _say_to_all(self, **what: Any) -> None:
@@ -290,10 +307,8 @@ class Watcher:
     def _collect(self, turn: Round) -> None:
         """See who has answered; go on when all have, or time is over."""
         now = time.monotonic()
-        for rank in self.rank.peers:
-            if rank not in self._existing and self._has(f"rank/{rank}"):
-                self._existing.add(rank)
-        missing = sorted(self._existing - set(self._answers))
+        there = {rank for rank in self.rank.peers if rank in self.known or self._has(f"rank/{rank}")}
+        missing = sorted(there - set(self._answers))
         for rank, status in zip(missing, self._get_ranks(missing), strict=True):
             if status["round"] != self.known.get(rank, {}).get("round"):
                 self._heard[rank] = now
@@ -301,7 +316,7 @@ class Watcher:
             self.known[rank] = status
             if status["round"] >= turn.number or status["gone"] is not None:
                 self._answers[rank] = status
-        left = self._existing - set(self._answers)
+        left = there - set(self._answers)
         patience = ANSWER if left - set(turn.silent) else 2 * _TICK if left else 0.0
         if now - turn.begun >= patience:
             self._round = None
@@ -311,7 +326,7 @@ class Watcher:
         """See what the answers of a round say; give the verdict, or ask further."""
         limit, hard = self.rank.limits()
         lookers = {rank: by for rank, by in turn.silent.items() if rank not in self._answers and by in self._answers}
-        left = [rank for rank in self._existing if rank not in self._answers and rank not in lookers]
+        left = sorted(self.rank.peers & set(self.known) - set(self._answers) - set(lookers))
         if new := {rank: by for rank in left[:_MOST_SILENT] if (by := self._neighbour_of(rank)) is not None}:
             self._call(turn.full, lookers | new)
             return
@@ -327,9 +342,8 @@ class Watcher:
             if longest >= limit or stuck(statuses, [], limit, hard):
                 self._call(True, lookers)
             return
-        if self._is_stuck(statuses):
-            report, keeps = words(statuses), {s["rank"]: s["seen_by"] for s in statuses if "seen_by" in s}
-            self._keep(report, statuses)
+        if report := self._report_on(statuses):
+            keeps = {status["rank"]: status["seen_by"] for status in statuses if "seen_by" in status}
             self._say_to_all(report=report, keeps=keeps, ranks=[status["rank"] for status in statuses])
             self._receive(report, keeps)
 
@@ -362,35 +376,35 @@ class Watcher:
             statuses.append(self._status_without_store(rank))
         # Whether one that lives waits, too, cannot be known.
         certain = statuses[0]["broken"] or any([s["gone"] is not None or s["state"] == "T" for s in statuses])
-        if certain and self._is_stuck(statuses):
-            report = words(statuses)
-            self._keep(report, statuses)
+        if certain and (report := self._report_on(statuses)):
             self._receive(report, {})
 
     def _status_without_store(self, rank: int) -> Status:
         last = self.known.get(rank)
         if last is not None and last["gone"] is not None:
             return last
-        if last is not None and last["machine"] == proc.machine():
-            return {**unheard(rank, last), **self._look_at(last)}
+        if last is not None and last["machine"] == process.machine():
+            return {**unheard(rank, last), **process.look_at(last)}
         return unheard(rank, last or {}, time.monotonic() - self._answered_store)
 
     def word_on_keeper(self) -> str:
         """What the rank does that may keep the store, if it is on this machine."""
         status = self._status_without_store(_KEEPER)
-        return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {line_of(status)}"
+        return "" if status["state"] in ("absent", "unreachable") else f"rank {_KEEPER} {messages.line_of(status)}"
 
-    def _is_stuck(self, statuses: list[Status]) -> bool:
-        """Whether there is a verdict on what was found, and in the looks before."""
+    def _report_on(self, statuses: list[Status]) -> str:
+        """The report, written down, if there is a verdict on what was found now and in the looks before; else empty."""
         is_stuck = stuck(statuses, self.before, *self.rank.limits())
         self.before, self._alike = statuses, self._alike + 1 if is_stuck else 0
-        return is_stuck and (self._alike >= _LOOKS or sure(statuses))
+        if not is_stuck or not (self._alike >= _LOOKS or sure(statuses)):
+            return ""
+        report = messages.report(statuses)
+        if self.rank.settings.folder is not None:
+            self._write(Path(self.rank.settings.folder), report, statuses)
+        return report
 
-    def _keep(self, report: str, statuses: Sequence[Status]) -> None:
+    def _write(self, folder: Path, report: str, statuses: Sequence[Status]) -> None:
         """Write the report down, whole or not at all."""
-        if self.rank.settings.folder is None:
-            return
-        folder = Path(self.rank.settings.folder)
         text = json.dumps({"format": 1, "time": time.time(), "report": report, "ranks": statuses}, indent=1)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -398,7 +412,7 @@ class Watcher:
             beside.write_text(text, encoding="utf-8")
             beside.replace(folder / f"stuck-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.number}.json")
         except OSError as error:
-            sys.stderr.write(f"fullshard: the report could not be written to {folder}: {error}\n")
+            sys.stderr.write(messages.not_written(folder, error))
 
     def _receive(self, report: str, keeps: dict[Any, int]) -> None:
         """All ranks are told this; those that do not hear it are ended by a neighbour.
@@ -420,22 +434,23 @@ class Watcher:
             if own and self.rank.leaves:
                 del self._condemned[rank]
                 continue
-            if not own and (not self._lives(self.known[rank]) or proc.state(self.known[rank]["pid"]) == "T"):
+            if not own and (not process.lives(self.known[rank]) or process.state(self.known[rank]["pid"]) == "T"):
                 del self._condemned[rank]
                 continue
-            late = time.time() - since - self.rank.settings.grace
+            grace = self.rank.settings.grace
+            late = time.time() - since - grace
             if late <= 0:
                 continue
-            if rank not in self._said:
-                self._said.add(rank)
-                sys.stderr.write(
-                    f"fullshard: rank {rank} has not raised this within {self.rank.settings.grace:.0f} s (it is "
-                    f"in code that is not the engine's), and is ended:\n{self.rank.verdict or ''}\n"
-                )
-                sys.stderr.flush()
+            self._print_once(rank, messages.ended_by_watcher(rank, grace, self.rank.verdict or ""))
             with contextlib.suppress(ProcessLookupError):
                 pid = os.getpid() if own else self.known[rank]["pid"]
                 os.kill(pid, signal.SIGKILL if late > 5.0 else signal.SIGTERM)
+
+    def _print_once(self, what: object, text: str) -> None:
+        if what not in self._printed:
+            self._printed.add(what)
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def _last_word(self) -> None:
         """The rank ends: that it did, and what it raised."""
@@ -458,37 +473,37 @@ class Watcher:
 
     # What ranks do.
 
-    def _waiting(self) -> tuple[int, float, bool] | None:
-        """What the rank waits for, since when, and whether that has failed; on a device, where it stands in a pass."""
-        waits, silence = self.rank.waits[:1], self._silence
-        if waits:
-            return waits[0].word, waits[0].since, waits[0].broken
-        if not self.rank.idle or silence is None or silence.call is None:
-            return None
-        stands = silence.call.in_pass and silence.issued == self.rank.log[-1]
-        return (silence.issued, silence.since, False) if stands else None
+    def _standing(self) -> Silence | None:
+        """Where the rank has stood since it issued its last; None if it has not been seen there."""
+        silence = self._silence
+        return silence if silence is not None and silence.issued == self.rank.log[-1] else None
+
+    def _waiting(self) -> Wait | None:
+        """The host's wait; that of a device where the host stands in a pass."""
+        stands = self._standing()
+        if self.rank.waits[:1] or stands is None or stands.call is None:
+            return next(iter(self.rank.waits), None)
+        in_pass = self.rank.idle and stands.call.in_pass
+        return Wait(stands.issued, stands.since, self._home) if in_pass else None
 
     def _in_own_collective(self) -> float | None:
         """Seconds for which the rank has stood in a collective of the program's own; None if it does not."""
-        silence = self._silence
-        if silence is None or silence.call is None or not silence.call.waits or silence.issued != self.rank.log[-1]:
-            return None
-        return time.time() - silence.since
+        stands = self._standing()
+        return time.time() - stands.since if stands is not None and stands.call and stands.call.waits else None
 
     def _waited(self) -> float | None:
         """Seconds for which the rank has waited for anything that other ranks have to do."""
         waiting, own = self._waiting(), self._in_own_collective()
         if waiting is not None:
-            return time.time() - waiting[1]
+            return time.time() - waiting.since
         if self._gone and (silent := self._silent_for()) is not None:
             return silent
         return own if own is not None and own > self.rank.limits()[0] else None  # what fails before says so itself
 
     def _silent_for(self) -> float | None:
         """Seconds for which a rank whose device waits has stood at one place; None if it does not."""
-        silence = self._silence
-        stands = self.rank.idle and silence is not None and silence.issued == self.rank.log[-1]
-        return time.time() - silence.since if stands and silence is not None else None
+        stands = self._standing()
+        return time.time() - stands.since if stands is not None and self.rank.idle else None
 
     def _pause(self, waited: float) -> float:
         """Seconds between two rounds: rarely, while a wait is short of the limit."""
@@ -506,12 +521,12 @@ class Watcher:
             before, frames, issued = self._silence, self._frames(), self.rank.log[-1]
             self._looked = now
             if before is None or before.issued != issued or before.frames != frames:
-                self._silence = Silence(frames, call_of(frames), now, issued)
+                self._silence = Silence(frames, process.call_of(frames), now, issued)
 
     def _frames(self) -> list[Frame]:
         """The Python stack of the thread that waits, or else of the one that made the first unit."""
         waits = self.rank.waits[:1]
-        return frames_at(waits[0].thread if waits else self._home)
+        return process.frames_at(waits[0].thread if waits else self._home)
 
     def status(self, full: bool) -> Status:
         """What the rank does.
@@ -519,47 +534,41 @@ class Watcher:
         Args:
             full: with records and stacks.
         """
-        rank, pid, samples, runs = self.rank, os.getpid(), [], full
+        rank, pid, states, samples = self.rank, os.getpid(), [], []
         for _ in range(_SAMPLES if full else 0):
-            runs = runs and proc.state(self._task) == "R"
+            states.append(process.state(self._task))
             samples.append(self._frames())
             time.sleep(0.05)
-        frames = samples[-1] if samples else []
         waiting, records = self._waiting(), records_of(rank.log, rank.steps)
-        waits_for = next((record for record in records if waiting is not None and record.word == waiting[0]), None)
-        call, last = call_of(frames), records[-1] if records else None
+        waits_for = next((record for record in records if waiting is not None and record.word == waiting.word), None)
+        last, activity = records[-1] if records else None, process.activity(self._task, states, samples)
         return {
             "rank": self.number,
             "host": socket.gethostname(),
-            "machine": proc.machine(),
+            "machine": process.machine(),
             "pid": pid,
-            "start": proc.started(pid),
+            "start": process.started(pid),
             "stacks": self._stacks.fileno(),
             "time": time.time(),
             "gone": None,
-            "state": proc.state(self._task),
             "raised": rank.raised[1] if rank.raised is not None and rank.raised[0] == rank.log[-1] else None,
             "caught": self._caught(records),
             "idle": rank.idle,
-            "waited": time.time() - waiting[1] if waiting is not None else None,
-            "waits_for": self._told(waits_for) if waits_for is not None else None,
-            "broken": waiting is not None and waiting[2],
-            "last": {**self._told(last), "time": self._moved} if last is not None else None,
+            "waited": time.time() - waiting.since if waiting is not None else None,
+            "waits_for": self._named(waits_for) if waits_for is not None else None,
+            "broken": waiting is not None and waiting.broken,
+            "last": {**self._named(last), "time": self._moved} if last is not None else None,
             "count": rank.log[-1],
             "steps": rank.steps,
             "ticks": int(time.time() / SLICE) if rank.reading else 0,
-            "cpu": proc.cpu_seconds(pid) - time.thread_time(),
-            "children": proc.children_seconds(pid),
-            "io": proc.moved_bytes_of_others(),
-            "records": [self._told(record) for record in records[-_TOLD:]] if full else [],
-            "stack": readable(frames),
-            "samples": ["\n".join(map(str, each)) for each in samples],
-            "call": call._asdict() if call is not None else None,
+            "cpu": process.cpu_seconds(pid) - time.thread_time(),
+            "children": process.children_seconds(pid),
+            "io": process.moved_bytes_of_others(),
+            "records": [self._named(record) for record in records[-_RECORDS:]] if full else [],
             "silent": self._silent_for(),
-            "own": self._in_own_collective() if waiting is None and call is not None and call.waits else None,
-            "runs": runs,
-            "wakes": proc.wakes(self._task),
+            "own": self._in_own_collective() if waiting is None and (activity["call"] or {}).get("waits") else None,
             "seen": {},
+            **activity,
         }
 
     def _caught(self, records: Sequence[Record]) -> str | None:
@@ -568,8 +577,8 @@ class Watcher:
         steps = [record.step for record in records[:-1] if record.word == at]
         return text if steps and records[-1].step - steps[0] <= 1 else None
 
-    def _told(self, record: Record) -> dict[str, Any]:
-        return told(record, self.rank.names, self.rank.nbytes)
+    def _named(self, record: Record) -> dict[str, Any]:
+        return record.named(self.rank.names, self.rank.nbytes)
 
     # What neighbours do.
 
@@ -579,61 +588,8 @@ class Watcher:
         for rank in [int(rank) for rank, looker in silent.items() if looker == self.number]:
             if rank not in self.known:
                 (self.known[rank],) = self._get_ranks([rank])
-            seen[str(rank)] = self._look_at(self.known[rank])
+            seen[str(rank)] = process.look_at(self.known[rank])
         return {"seen": seen}
-
-    def _look_at(self, last: Status) -> Status:
-        """What the system tells of a process of this machine.
-
-        Args:
-            last: what it said last.
-        """
-        pid, known = last["pid"], {"time": time.time(), "gone": None}
-        if not self._lives(last):
-            how = proc.ending(pid) or "killed, or ended by os._exit"
-            return {**known, "state": "gone", "gone": "os._exit(0)" if how == "exit code 0" else how}
-        states, samples = [], []
-        for _ in range(2):
-            states.append(proc.state(pid))
-            samples.append(self._sample(last))
-        frames = samples[-1]
-        call = call_of(frames)
-        return {
-            **known,
-            "state": proc.state(pid),
-            "cpu": proc.cpu_seconds(pid),
-            "children": proc.children_seconds(pid),
-            "io": proc.moved_bytes(pid),
-            "wakes": proc.wakes(pid),
-            "runs": set(states) == {"R"},
-            "stack": readable(frames),
-            "samples": ["\n".join(map(str, each)) for each in samples],
-            "call": call._asdict() if call is not None else None,
-        }
-
-    def _lives(self, last: Status) -> bool:
-        pid = last["pid"]
-        return proc.ending(pid) is None and proc.started(pid) == last["start"]
-
-    def _sample(self, last: Status) -> list[Frame]:
-        """A neighbour's Python stack: `faulthandler` writes it when a signal arrives, whoever holds the interpreter."""
-        pid, path = last["pid"], f"/proc/{last['pid']}/fd/{last['stacks']}"
-        if proc.state(pid) == "T" or not proc.catches(pid, _SIGNAL):
-            return []  # it would end a process that is past its own end, or runs another program now
-        try:
-            with open(path, "rb") as stacks:
-                before = os.fstat(stacks.fileno()).st_size
-                os.kill(pid, _SIGNAL)
-                size, deadline = before, time.monotonic() + 0.5
-                while time.monotonic() < deadline:
-                    time.sleep(0.02)
-                    grown = os.fstat(stacks.fileno()).st_size
-                    if grown == size and grown > before:
-                        break
-                    size = grown
-                return frames_of(os.pread(stacks.fileno(), 1 << 16, before).decode(errors="replace"))
-        except OSError:
-            return []
 
 
 def start(rank: Rank, number: int, world: int, timeout: float, connect: Callable[[], Any]) -> None:
@@ -652,11 +608,9 @@ def start(rank: Rank, number: int, world: int, timeout: float, connect: Callable
     if not rank.settings.enabled:
         return
     try:
-        rank.watcher = Watcher(rank, number, world, connect())
+        rank.watcher = Watcher(rank, number, world, connect)
     except (StoreGone, OSError, RuntimeError, ValueError, MemoryError, NotImplementedError) as error:
-        what = error.__cause__ or error
-        warnings.warn(message(f"no watcher could be started ({what}): hangs will not be explained", code="W015"),
-                      stacklevel=2)  # fmt: skip
+        warnings.warn(messages.no_watcher(error.__cause__ or error), stacklevel=2)
         return
     if not rank.tells_its_end:
         rank.tells_its_end = True
