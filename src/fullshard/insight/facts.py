@@ -8,8 +8,8 @@ import torch
 
 from ..comm import Comm
 from ..mesh import MeshAxes
-from ..runtime import ReduceSettings, Runner
-from ..shard import Bucket, Unit
+from ..runtime import Runner
+from ..shard import Bucket, ReduceSettings, Unit
 
 
 @dataclass(frozen=True)

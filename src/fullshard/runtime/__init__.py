@@ -7,7 +7,7 @@ from .phases import Phase
 from .reducer import InFlight
 from .root import Root, all_roots
 from .runner import Runner
-from .settings import PrefetchSettings, ReduceSettings, UnitSettings
+from .settings import PrefetchSettings, UnitSettings
 from .step import run, run_method
 from .units import (
     RUNNER_KEY,
@@ -31,7 +31,6 @@ __all__ = [
     "InFlight",
     "Phase",
     "PrefetchSettings",
-    "ReduceSettings",
     "Root",
     "Runner",
     "UnitSettings",

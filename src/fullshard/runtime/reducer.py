@@ -26,6 +26,7 @@ from ..events import Ledger, stream
 from ..shard import (
     Bucket,
     GradState,
+    ReduceSettings,
     TokenCount,
     Unit,
     has_gradients,
@@ -39,7 +40,7 @@ from ..torch_private.local_tensor import plain_access, read_grad, write_grad
 from ..torch_private.profiler import in_range, recording
 from ..watcher import END, RANK, REDUCE, VERB_BITS
 from .attached import step_attached
-from .settings import ReduceSettings, UnitSettings
+from .settings import UnitSettings
 from .usual import UsualReduction, plan_usual_reduction
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,47 +11,7 @@ from ..comm import Comm
 from ..forms import Ignored
 from ..mesh import MeshAxes
 from ..policies import Check, MixedPrecisionPolicy, Unused
-from ..shard import Share, TokenCount
-
-
-@dataclass(frozen=True)
-class ReduceSettings:
-    """How a unit's gradients are reduced.
-
-    Attributes:
-        sync: reduce after backward; False keeps gradients unsharded, without communication.
-        all_reduce: reduce over the replicate axis too; False: over the shard axis only, for now.
-        reduction: "mean" over ranks, "sum", or "tokens": the sum divided by the step's count of tokens.
-        divide_factor: divides the sum over ranks; None: the number of ranks. With "mean" only, as `force_sum`.
-        force_sum: sum and scale apart, in place of the backend's averaging.
-        hook: called with each reduced slice [shard_numel] before it becomes `.grad`.
-        fill_unused: parameters that no rank used get zeros, and the unit takes part in every reduction.
-        max_in_flight: units whose reduction buffers may be alive at once.
-        check_nonfinite: note which of this rank's own gradients are not finite, before they are reduced.
-        tokens: the step's count, of a root whose units divide by it; None: none was given yet.
-        usual: whether a reduction starts and ends as most do, see `Reducer.close`.
-    """
-
-    sync: bool = True
-    all_reduce: bool = True
-    reduction: str = "mean"
-    divide_factor: float | None = None
-    force_sum: bool = False
-    hook: Callable[[torch.Tensor], None] | None = None
-    fill_unused: bool = False
-    max_in_flight: int = 1
-    check_nonfinite: bool = False
-    tokens: TokenCount | None = None
-    usual: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        asks = self.hook is not None or self.fill_unused or self.check_nonfinite or self.reduction == "tokens"
-        object.__setattr__(self, "usual", self.sync and self.all_reduce and not asks)
-
-    @property
-    def fact(self) -> str:
-        """What ranks compare of it, where it is not the default."""
-        return "" if self.reduction == "mean" else f", reduction {self.reduction}"
+from ..shard import ReduceSettings, Share
 
 
 @dataclass(frozen=True)

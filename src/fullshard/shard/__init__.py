@@ -15,7 +15,7 @@ from .offload import Home, home_of, settle
 from .optimizer_view import FlatView, OptimizerView
 from .parking import Mover, is_parked, park_unit, refuse_parked, resume_unit
 from .reduce_buffer import PlannedReduction
-from .scaling import MEAN, REDUCTIONS
+from .scaling import MEAN, REDUCTIONS, ReduceSettings
 from .share import Share
 from .tokens import TokenCount
 from .unit import State, Unit
@@ -36,6 +36,7 @@ __all__ = [
     "Mover",
     "OptimizerView",
     "PlannedReduction",
+    "ReduceSettings",
     "Rehearsal",
     "Share",
     "State",

@@ -33,7 +33,8 @@ from .gradient_set import free_all
 from .hooks import sees_gradients
 from .messages import collected_while_reduced, not_reduced_yet
 from .reduce_buffer import PlannedReduction, ReduceBuffer
-from .scaling import MEAN, Rules, Total, scaling_of
+from .scaling import MEAN, ReduceSettings, scaling_of
+from .tokens import TokenCount
 
 
 class GradState(Enum):
@@ -142,7 +143,7 @@ class Gradients:
 
     # Reduce.
 
-    def issue_reduce(self, comm: Comm, rules: Rules, total: Total | None, unit: str) -> None:
+    def issue_reduce(self, comm: Comm, rules: ReduceSettings, total: TokenCount | None, unit: str) -> None:
         """Start the reduction of the buffer over the shard axis.
 
         Args:
@@ -190,7 +191,9 @@ class Gradients:
         adds = not fresh and self._version == self._shown_version()
         self.own = torch.maximum(self.own, mine) if adds and self.own is not None else mine  # the maximum keeps NaN
 
-    def _plan(self, comm: Comm, rules: Rules, total: Total | None, buffer: ReduceBuffer) -> PlannedReduction:
+    def _plan(
+        self, comm: Comm, rules: ReduceSettings, total: TokenCount | None, buffer: ReduceBuffer
+    ) -> PlannedReduction:
         """The reduction into the kept slice, if nobody but the engine holds that now; else into another one."""
         bucket, delivery, axis = self.bucket, self.delivery, self.bucket.axes.shard
         scaling = scaling_of(comm, bucket.axes.world, self.reduce_dtype, rules, total)

@@ -22,7 +22,7 @@ from ..mesh import Axis
 from ..torch_private.foreach import add_all, columns_in, copies_to, copy_all, same_form, zero_all
 from .bucket import Bucket
 from .messages import not_dense
-from .scaling import MEAN, Rules
+from .scaling import MEAN, ReduceSettings
 
 _FORM = attrgetter("layout", "dtype")
 
@@ -228,7 +228,7 @@ class PlannedReduction:
 
     def __init__(self, comm: Comm, axis: Axis, out: torch.Tensor, buffer: ReduceBuffer, mean: bool) -> None:
         self.comm, self.out, self.buffer, self.mean = comm, out, buffer, mean
-        self.rules: Rules | None = None
+        self.rules: ReduceSettings | None = None
         self.scaling = MEAN
         segments, parts = buffer.segments, [out]
         if len(segments) > 1:

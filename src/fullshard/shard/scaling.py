@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from .tokens import TokenCount
 
 REDUCTIONS = ("mean", "sum", "tokens")
 """What `reduction=` may be: the mean over ranks, their sum, or the sum divided by a step's count of tokens."""
 
 
-class Rules(Protocol):
-    """What a reduction is told; the fields of `runtime.settings.ReduceSettings` of these names."""
+@dataclass(frozen=True)
+class ReduceSettings:
+    """How a unit's gradients are reduced.
+
+    Attributes:
+        sync: reduce after backward; False keeps gradients unsharded, without communication.
+        all_reduce: reduce over the replicate axis too; False: over the shard axis only, for now.
+        reduction: "mean" over ranks, "sum", or "tokens": the sum divided by the step's count of tokens.
+        divide_factor: divides the sum over ranks; None: the number of ranks. With "mean" only, as `force_sum`.
+        force_sum: sum and scale apart, in place of the backend's averaging.
+        hook: called with each reduced slice [shard_numel] before it becomes `.grad`.
+        fill_unused: parameters that no rank used get zeros, and the unit takes part in every reduction.
+        max_in_flight: units whose reduction buffers may be alive at once.
+        check_nonfinite: note which of this rank's own gradients are not finite, before they are reduced.
+        tokens: the step's count, of a root whose units divide by it; None: none was given yet.
+        usual: whether a reduction starts and ends as most do, see `runtime/usual.py`.
+    """
+
+    sync: bool = True
+    all_reduce: bool = True
+    reduction: str = "mean"
+    divide_factor: float | None = None
+    force_sum: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    fill_unused: bool = False
+    max_in_flight: int = 1
+    check_nonfinite: bool = False
+    tokens: TokenCount | None = None
+    usual: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        asks = self.hook is not None or self.fill_unused or self.check_nonfinite or self.reduction == "tokens"
+        object.__setattr__(self, "usual", self.sync and self.all_reduce and not asks)
 
     @property
-    def reduction(self) -> str: ...
-
-    @property
-    def divide_factor(self) -> float | None: ...
-
-    @property
-    def force_sum(self) -> bool: ...
-
-    @property
-    def check_nonfinite(self) -> bool: ...
-
-
-class Total(Protocol):
-    """A number that sums are divided by, which the host need not know."""
-
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        """[1], on the device, to divide a buffer of `dtype` by."""
+    def fact(self) -> str:
+        """What ranks compare of it, where it is not the default."""
+        return "" if self.reduction == "mean" else f", reduction {self.reduction}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ MEAN = Scaling(True)
 """The collective averages."""
 
 
-def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: Rules, total: Total | None) -> Scaling:
+def scaling_of(comm: Any, world: int, dtype: torch.dtype, rules: ReduceSettings, total: TokenCount | None) -> Scaling:
     """How a sum of `dtype` over the `world` ranks of a bucket becomes the gradient.
 
     In float16 a sum over many ranks overflows and a division by all of them first underflows, so the division is split:

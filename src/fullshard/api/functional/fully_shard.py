@@ -24,7 +24,6 @@ from ...policies import Check, MixedPrecisionPolicy, OffloadPolicy, Unused
 from ...runtime import (
     RUNNER_KEY,
     PrefetchSettings,
-    ReduceSettings,
     Runner,
     UnitSettings,
     find_root,
@@ -41,6 +40,7 @@ from ...runtime import (
 )
 from ...shard import (
     BuildSettings,
+    ReduceSettings,
     Rehearsal,
     build_unit,
     check_parameters,

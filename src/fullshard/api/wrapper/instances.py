@@ -15,12 +15,13 @@ from ...comm import Comm, make_comm
 from ...forms import ATTRIBUTE, FlatParameter, FlatParameterForm, Ignored, LocalForm, successor_of
 from ...names import clean_name, plain_class
 from ...policies import Check, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Unused
-from ...runtime import PrefetchSettings, ReduceSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
+from ...runtime import PrefetchSettings, UnitSettings, is_unit, left_alone, runners_in, unit_of
 from ...shard import (
     Bucket,
     BuildSettings,
     FlatView,
     Found,
+    ReduceSettings,
     Rehearsal,
     Unit,
     build_unit,
