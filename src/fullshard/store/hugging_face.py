@@ -316,6 +316,8 @@ class _Plan:
         for name in present:
             check_fit(own, tuple(value.shape), dtype, entries[name], self.cast)
         for piece in self._pieces(row, own):
+            if not piece.tensor.numel():
+                continue
             for other in present[1:]:
                 self._compare(piece, present[0], other)
             self.reads.append((piece, present[0]))

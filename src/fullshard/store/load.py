@@ -17,10 +17,9 @@ from torch import nn
 from ..checkpoint.names import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
-from .contents import Contents, contents_of, lacking_state
+from .contents import Contents, check_given, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
-from .given import check_given
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
