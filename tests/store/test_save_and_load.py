@@ -121,3 +121,12 @@ def test_in_the_middle_of_a_step_a_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fullshard.FullshardError, match="in the middle of a step"):
         model(torch.arange(6))
     assert not fullshard.Folder(tmp_path).names()
+
+
+def test_a_warning_names_the_line_that_called_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = Path(fullshard.save(tmp_path, model).wait())
+    (path / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match=r"no manifest\.json") as found:
+        fullshard.load(path, model)
+    assert found[0].filename == __file__

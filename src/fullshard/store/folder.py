@@ -75,6 +75,10 @@ class Folder:
         """Whether files of a checkpoint lie in the folder itself: it is one, or something was moved here."""
         return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
 
+    def has(self, name: str) -> bool:
+        """Whether a checkpoint of this name is here; "" is the folder itself."""
+        return name in self.names() if name else self.is_checkpoint
+
     def step_of(self, name: str) -> int | None:
         """The step in a checkpoint's name."""
         found = step_and_turn(name)
