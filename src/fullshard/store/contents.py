@@ -22,7 +22,7 @@ from ..checkpoint.held import Held, held_by, kinds_of
 from ..checkpoint.names import Named, Table
 from ..checkpoint.optimizer import blank_states
 from ..errors import ConfigError
-from ..names import clean_name
+from ..names import plain_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER
@@ -137,7 +137,7 @@ def contents_of(
         found.model += value_pieces(MODEL + name, buffer, turn, first)
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found.extra[MODEL + clean_name(f"{path}." if path else "") + "_extra_state"] = module
+            found.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
     taken: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
         _add_optimizer(found, optimizer, number, taken, first, lacking)

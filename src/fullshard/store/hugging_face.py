@@ -16,9 +16,9 @@ from torch import nn
 
 from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
-from ..names import plain_class
+from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
-from .adapters import STEM, Adapter, table_name
+from .adapters import STEM, Adapter
 from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
@@ -163,7 +163,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, mer
         config = module.__dict__.get("config")
         if config is None or is_peft_model(module) or not hasattr(config, "save_pretrained"):
             continue
-        path = table_name(f"{path}.") if path else ""
+        path = plain_name(f"{path}.") if path else ""
         if path != prefix:
             return
         config = copy.deepcopy(config)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...store.pickles import look_through
+from ...store.pickles import read_pickle
 from .evidence import Dump, Evidence, Foreign, WatcherReport, dump_of, report_of
 
 _MOST = 512 << 20  # bytes of a file
 _NAMES = re.compile(r"(\.json|\.pkl|\.pickle|\d)$")  # of files in a folder that may be evidence
 
 
-class Plain(pickle.Unpickler):
-    """Loads containers, strings and numbers, which a pickle holds without naming any class, and nothing else."""
+def _named(module: str, name: str) -> Any:
+    """Refuse: a pickle that names anything could run it."""
+    raise Foreign(
+        f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
+    )
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse: a pickle that names anything could run it."""
-        raise Foreign(
-            f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
-        )
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse likewise."""
-        raise Foreign("it is a pickle that refers to something outside itself; not loaded")
+def _outside(pid: Any) -> Any:
+    """Refuse likewise."""
+    raise Foreign("it is a pickle that refers to something outside itself; not loaded")
 
 
 def read(path: Path) -> Evidence:
@@ -104,8 +100,7 @@ def _parsed(data: bytes) -> Any:
 
 def _unpickled(data: bytes) -> Any:
     try:
-        look_through(data)
-        return Plain(io.BytesIO(data)).load()
+        return read_pickle(data, _named, _outside)
     except Foreign:
         raise
     except Exception as error:  # whatever a broken pickle makes of the machine that reads it
