@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..folder import Folder, make_folders, put_in_place, remove_empty, write_synced
+from ..folder import Folder
 from ..hashed import Hashed
+from ..in_place import make_folders, put_in_place, remove_empty, write_synced
 from ..manifest import NAME as MANIFEST
 from ..manifest import Manifest, versions
 from ..piece import Piece, whole_piece
