@@ -361,9 +361,8 @@ FAULTS = (
     Fault(
         "'latest' is written before the checkpoint is in its place",
         "store/folder.py",
-        '        final = name.rpartition(".saving-")[0]\n        here.rename(self.path / final)\n',
-        '        final = name.rpartition(".saving-")[0]\n'
-        '        (self.path / LATEST).write_text(f"{final}\\n")\n        here.rename(self.path / final)\n',
+        '        final = name.rpartition(".saving-")[0]\n',
+        '        final = name.rpartition(".saving-")[0]\n        (self.path / LATEST).write_text(f"{final}\\n")\n',
         test="tests/store/test_faults.py",
     ),
     Fault(
