@@ -26,6 +26,16 @@ def clean_name(name: str) -> str:
     return name
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name (or a prefix that ends in a dot) without what wrapping, checkpointing and compiling put in."""
+    return clean_name(name).replace("_orig_mod.", "")
+
+
+def plain_path(path: str) -> str:
+    """A module's name, likewise."""
+    return plain_name(f"{path}.")[:-1]
+
+
 def clean_path(path: str) -> str:
     """A module's name, likewise."""
     return clean_name(f"{path}.")[:-1]

@@ -31,7 +31,7 @@ from fullshard.store.piece import whole_piece
 from fullshard.store.record import RecordFinder
 from fullshard.store.source import Entry
 from fullshard.store.storage import LocalStorage, Stored
-from fullshard.store.write import RecordWriter, saved, write_items
+from fullshard.store.write import RecordWriter, saved
 
 NEWEST = "step-000000003"
 WITHOUT = MappingProxyType({**hashed.KINDS, "xxh3_128": None})
@@ -88,14 +88,11 @@ def test_records_are_those_of_torch_save():
         stream = Hashed(kept)
         records = RecordWriter(stream, "a file")
         tensors = [torch.randint(0, 2, shape).to(dtype) + number for number in range(3)]
-        places = []
-        for number, tensor in enumerate(tensors):
-            (item,) = write_items([whole_piece(f"tensor {number}", tensor, True)])
-            places.append(records.write(tensor, item).storage_data)
+        places = [records.piece(whole_piece(f"tensor {n}", tensor, True)) for n, tensor in enumerate(tensors)]
         for tensor, place in zip(tensors, places, strict=True):
             wanted = io.BytesIO()
             saved(tensor, Hashed(wanted))
-            assert kept.getvalue()[place.offset : place.offset + place.length] == wanted.getvalue()
+            assert kept.getvalue()[place.begin : place.begin + place.nbytes] == wanted.getvalue()
 
 
 def test_records_that_look_alike_are_still_looked_at(tmp_path):

@@ -95,7 +95,7 @@ def test_a_folder_takes_anothers_place(tmp_path: Path, monkeypatch: Any) -> None
             for folder, text in ((path, "old"), (fresh, "new")):
                 folder.mkdir()
                 (folder / "text").write_text(text)
-            if not killed(tmp_path, number, lambda: in_place.put_folder(fresh, path)):  # noqa: B023
+            if not killed(tmp_path, number, lambda: in_place.replace_folder(fresh, path)):  # noqa: B023
                 break
             assert path.exists() or not exchanges
             in_place.recover_folder(path)

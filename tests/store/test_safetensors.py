@@ -25,7 +25,7 @@ import files
 import fullshard
 from fullshard import CheckpointError
 from fullshard.errors import DamagedCheckpointError
-from fullshard.store import folder as folders
+from fullshard.store import in_place
 from fullshard.store.formats import safetensors_folder
 from fullshard.store.formats.dcp import DcpSink
 from fullshard.store.formats.safetensors_folder import SafetensorsSink, SafetensorsSource
@@ -464,7 +464,7 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch, what):
     fails = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     sync = mock.Mock(side_effect=lambda path: path == target.parent and fails())
     patched = {"a write": (os, "fsync", fails), "room": (shutil, "disk_usage", fails),
-               "the last sync": (folders, "sync_folder", sync)}  # fmt: skip
+               "the last sync": (in_place, "sync", sync)}  # fmt: skip
     monkeypatch.setattr(*patched[what])
 
     def dcp() -> None:

@@ -121,3 +121,32 @@ def test_in_the_middle_of_a_step_a_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fullshard.FullshardError, match="in the middle of a step"):
         model(torch.arange(6))
     assert not fullshard.Folder(tmp_path).names()
+
+
+def test_a_warning_names_the_line_that_called_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = Path(fullshard.save(tmp_path, model).wait())
+    (path / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match=r"no manifest\.json") as found:
+        fullshard.load(path, model)
+    assert found[0].filename == __file__
+
+
+class Counting(nn.Module):
+    """A module with state that is not a tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_state_of_a_compiled_model_loads_into_one_that_is_not(tmp_path: Path) -> None:
+    saved, loaded = nn.Sequential(nn.Linear(2, 2), Counting()), nn.Sequential(nn.Linear(2, 2), Counting())
+    saved[1].count = 3
+    fullshard.save(tmp_path, torch.compile(saved))
+    fullshard.load(tmp_path, loaded)
+    assert loaded[1].count == 3

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as torc
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as torch_set_optimizer_state_dict
 
 from ..errors import CheckpointError, ConfigError
-from ..names import clean_name, clean_path
+from ..names import clean_path, plain_name
 from ..runtime import take_over_replaced
 from . import values
 from .held import held_by
@@ -351,7 +351,7 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
             code="K008",
         )
     if not table.wrapped:  # names as PyTorch's functions have them
-        table = Table(model, lambda name: clean_name(name).replace("_orig_mod.", ""))
+        table = Table(model, plain_name)
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
             "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change", code="C075"

@@ -6,7 +6,7 @@ from .hook import HookComm
 from .lanes import ONE_STREAM, Lanes, OneStream, Turns, begin_copy_to_host, has_streams, host_buffer, lanes_of, turns_on
 from .meeting import apart_of, can_open, new_name, own_lines
 from .messages import not_a_comm
-from .objects import object_from, objects_from_first, objects_of_all, objects_to_first
+from .objects import object_from, objects_of_all, objects_to_first
 from .protocol import (
     Call,
     Comm,
@@ -69,7 +69,6 @@ __all__ = [
     "make_comm",
     "new_name",
     "object_from",
-    "objects_from_first",
     "objects_of_all",
     "objects_to_first",
     "own_lines",

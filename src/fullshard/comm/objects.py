@@ -7,7 +7,7 @@ each, sizes and bytes, whose waits the watcher sees (`watched.py`); over gloo by
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,17 +51,6 @@ def objects_to_first(value: Any, group: Group, what: str) -> list[Any]:
     sent = talk.padded(mine, max(sizes))
     talk.run(lambda group: dist.gather(sent, found, group=group, async_op=True, group_dst=0))
     return [_unpickled(data, size) for data, size in zip(found or [], sizes if found else [], strict=True)]
-
-
-def objects_from_first(each: Sequence[Any], group: Group, what: str) -> Any:
-    """For every rank one of the first rank's values; `each` counts there only. See `objects_of_all`."""
-    talk = _Talk(group, what)
-    data = [_pickled(value) for value in each] if talk.is_first else []
-    sizes = talk.sizes_from_first([one.numel() for one in data] or [0] * talk.world)
-    found = talk.empty(max(sizes))
-    given = [talk.padded(one, max(sizes)) for one in data] if talk.is_first else None
-    talk.run(lambda group: dist.scatter(found, given, group=group, async_op=True, group_src=0))
-    return _unpickled(found, sizes[talk.rank])
 
 
 def object_from(source: int, value: Any, group: Group, what: str) -> Any:
@@ -110,12 +99,6 @@ class _Talk:
         found = [torch.zeros_like(mine) for _ in range(self.world)]
         self.run(lambda group: dist.all_gather(found, mine, group=group, async_op=True))
         return [int(one) for one in torch.cat(found).tolist()]
-
-    def sizes_from_first(self, sizes: list[int]) -> list[int]:
-        """The first rank's numbers, one a rank."""
-        found = torch.tensor(sizes, dtype=torch.int64, device=self.device)
-        self.run(lambda group: dist.broadcast(found, group=group, async_op=True, group_src=0))
-        return [int(one) for one in found.tolist()]
 
     def run(self, issue: Callable[[Any], Any]) -> None:
         """Issue a collective and wait for its end."""

@@ -31,8 +31,7 @@ from ..api.functional.module import FSDPModule
 from ..checkpoint.functions import get_model_state_dict, set_model_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..optim import clip_grad_norm_
-from ..store.folder import write_synced
-from ..store.in_place import put_folder, recover_folder, remove
+from ..store.in_place import recover_folder, remove, replace_folder, write_synced
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
@@ -111,7 +110,7 @@ def _save(path: Path, model: nn.Module, optimizers: list[Any], step: int, rest: 
             data = io.BytesIO()
             torch.save(rest, data)
             write_synced(fresh / META, data.getvalue())
-            put_folder(fresh, path)
+            replace_folder(fresh, path)
 
 
 def _load(path: Path, model: nn.Module, optimizers: list[Any], strict: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint.names import Table
 from ..errors import CheckpointError, ConfigError
-from ..names import clean_name, plain_class
+from ..names import plain_class, plain_name
 from .lora import is_peft_model
 
 STEM = "adapter_model"
@@ -90,7 +90,7 @@ class Adapter:
         for row in Table(self.model, lambda name: name).parameters:
             for name in row.names:
                 stand_ins[name] = torch.empty(row.shape, device="meta")
-                known[id(stand_ins[name])] = table_name(self._prefix + name)
+                known[id(stand_ins[name])] = plain_name(self._prefix + name)
         rows = {name: row for row in table.parameters for name in row.names}
         found = {}
         names_of: Any = self._names_of  # whose annotations differ between versions of PEFT
@@ -107,7 +107,7 @@ class Adapter:
                     remedy="save it from a model on one rank, by PEFT",
                     code="K038",
                 )
-            found[table_name(name)] = owner.name
+            found[plain_name(name)] = owner.name
         return found
 
     def save_config(self, folder: Path) -> None:
@@ -148,8 +148,3 @@ class Adapter:
                     remedy="make the model's adapter from the folder: peft.PeftConfig.from_pretrained(folder)",
                     code="K040",
                 )
-
-
-def table_name(name: str) -> str:
-    """A parameter's name without what wrapping and compiling put in."""
-    return clean_name(name).replace("_orig_mod.", "")

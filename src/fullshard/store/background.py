@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,8 +42,8 @@ from ..comm import lanes
 from ..errors import CheckpointError, message
 from ..watcher import RANK
 from .folder import Folder
-from .job import Ending, Job
 from .piece import Piece
+from .plan import Ending, Plan
 from .ranks import Ranks
 
 PAGE = 4096  # bytes: of the header, and what the job and the snapshot are aligned to
@@ -60,19 +61,33 @@ class Order:
     """What a writer is told.
 
     Attributes:
-        job: what to write.
-        pieces: name, shape, offsets, sizes and dtype of each piece, and where in the snapshot it lies, in bytes.
+        folder: where checkpoints are kept.
+        name: of the one being written, as `Folder.begin` gave it.
         rank, world: of the ranks that save.
-        ending: on the first rank.
+        values, ending: see `Plan`.
+        pieces: name, shape, offsets, sizes and dtype of each piece, and where in the snapshot it lies, in bytes.
+        data_bytes: that the pieces take in the snapshot.
         patience: seconds that the first rank's writer waits for another one.
     """
 
-    job: Job
-    pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, int]]
+    folder: Folder
+    name: str
     rank: int
     world: int
+    values: dict[str, Any]
     ending: Ending | None
-    patience: float
+    pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, int]]
+    data_bytes: int
+    patience: float = 1800.0
+
+    @classmethod
+    def of(cls, folder: Folder, name: str, plan: Plan, rank: int, world: int) -> Order:
+        """The order to carry out a rank's plan."""
+        pieces, at = [], 0
+        for p in plan.pieces:
+            pieces.append((p.name, p.shape, p.offsets, p.sizes, p.dtype, at))
+            at += -(-p.nbytes // ALIGN) * ALIGN
+        return cls(folder, name, rank, world, plan.values, plan.ending, pieces, at)
 
 
 @dataclass
@@ -120,8 +135,8 @@ class Writer:
         self._partial = b""  # of an answer
         self.part: Part | None = None
 
-    def start(self, job: Job, pieces: Sequence[Piece], ending: Ending | None, rank: int, world: int, lock: int) -> None:
-        """Copy the pieces, and let the process write them.
+    def start(self, order: Order, pieces: Sequence[Piece], lock: int) -> Part:
+        """Copy the pieces that an order is of, and let the process write them.
 
         Args:
             lock: file descriptor of the folder's lock, which the process takes over; -1 if there is none.
@@ -130,43 +145,38 @@ class Writer:
             CheckpointError: the process cannot be started: the limit of processes, files or memory is reached.
         """
         self._end_abandoned()
-        mine = [piece for piece in pieces if piece.writes]
-        places, at = [], 0
-        for piece in mine:
-            places.append(at)
-            at += -(-piece.nbytes // ALIGN) * ALIGN
-        told = [(p.name, p.shape, p.offsets, p.sizes, p.dtype, place) for p, place in zip(mine, places, strict=True)]
-        order = Order(job, told, rank, world, ending, 1800.0)
         text = pickle.dumps(order)
         begin = data_begin(len(text))
-        memory = self._room(begin + at)
-        memory[: HEADER.size] = HEADER.pack(0, sum(piece.nbytes for piece in mine))
+        memory = self._room(begin + order.data_bytes)
+        memory[: HEADER.size] = HEADER.pack(0, sum(piece.nbytes for piece in pieces))
         memory[PAGE : PAGE + len(text)] = text
         self._launch()
         copies = [
             (_view(memory, begin + place, piece), piece.tensor)
-            for piece, place in zip(mine, places, strict=True)
+            for piece, (*_, place) in zip(pieces, order.pieces, strict=True)
             if piece.nbytes
         ]
         copied = lanes.copy_to_host(copies, self._locked)
         del copies
-        self._running, self._answer, self.part = order, None, Part(ending is not None)
-        job_message, lock = MESSAGE.pack(len(text), begin + at), os.dup(lock) if lock >= 0 else -1
+        part = self.part = Part(order.ending is not None)
+        self._running, self._answer = order, None
+        message, lock = MESSAGE.pack(len(text), begin + order.data_bytes), os.dup(lock) if lock >= 0 else -1
         if not copied:
-            self._hand_over(order, job_message, lock, copied)
-            return
+            self._hand_over(order, message, lock, copied)
+            return part
         self._handing = threading.Thread(
-            target=self._hand_over, args=(order, job_message, lock, copied), name="fullshard-snapshot", daemon=True
+            target=self._hand_over, args=(order, message, lock, copied), name="fullshard-snapshot", daemon=True
         )
         self._handing.start()
+        return part
 
-    def _hand_over(self, order: Order, job_message: bytes, lock: int, copied: Sequence[torch.Event]) -> None:
+    def _hand_over(self, order: Order, message: bytes, lock: int, copied: Sequence[torch.Event]) -> None:
         """Send the job when the device has copied everything; what goes wrong is the save's answer."""
         assert self._channel is not None
         try:
             for event in copied:
                 event.synchronize()
-            socket.send_fds(self._channel, [job_message], [self._memory, *([lock] if lock >= 0 else [])])
+            socket.send_fds(self._channel, [message], [self._memory, *([lock] if lock >= 0 else [])])
         except BrokenPipeError:  # the process ended: `poll` tells
             pass
         except Exception as error:  # whatever devices raise
@@ -262,7 +272,7 @@ class Writer:
     def _fail(order: Order, told: str) -> None:
         """Let the writers of other ranks know."""
         with contextlib.suppress(OSError):  # the folder may be gone, with the other writers
-            note_written(order.job.folder.at(order.job.name), order.rank, told, failed=True)
+            note_written(order.folder.at(order.name), order.rank, told, failed=True)
 
     def finish(self) -> None:
         """Wait for the end of the save that was started, and note in its `part` how it ended."""

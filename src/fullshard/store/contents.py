@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,40 @@ from ..checkpoint.held import Held, held_by, kinds_of
 from ..checkpoint.names import Named, Table
 from ..checkpoint.optimizer import blank_states
 from ..errors import ConfigError
-from ..names import clean_name
+from ..names import plain_name
 from .piece import Piece, Scalar, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, OPTIMIZER
 from .table import table_of
+
+_REMEDIES = {
+    "model": "pass the model itself, not its state dict: {call}(folder, model, optimizer)",
+    "optimizers": "pass an optimizer or a list of them; a step is named: {call}(folder, model, optimizer, step=3)",
+    "state": 'pass a dict by name: state={{"scheduler": scheduler}}',
+}
+
+
+def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that `call` ("save" or "load") was given, as a list.
+
+    Raises:
+        ConfigError: an argument is of another type; it is named.
+    """
+    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping, nn.Module))
+    given = list(optimizers) if several else [optimizers]
+    checked: list[tuple[str, Any, type]] = [("model", model, nn.Module)]
+    checked += [("optimizers", one, torch.optim.Optimizer) for one in given]
+    checked += [("state", {} if state is None else state, Mapping)]
+    for what, value, kind in checked:
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{call}({what}=) has an invalid type.",
+                expected=kind.__name__,
+                got=type(value).__name__,
+                remedy=_REMEDIES[what].format(call=call),
+                code="C199",
+            )
+    return given
 
 
 @dataclass(eq=False)
@@ -108,7 +137,7 @@ def contents_of(
         found.model += value_pieces(MODEL + name, buffer, turn, first)
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found.extra[MODEL + clean_name(f"{path}." if path else "") + "_extra_state"] = module
+            found.extra[MODEL + plain_name(f"{path}." if path else "") + "_extra_state"] = module
     taken: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
         _add_optimizer(found, optimizer, number, taken, first, lacking)

@@ -17,7 +17,6 @@ import torch
 
 from ..errors import CheckpointError
 from .piece import Piece, value_pieces, whole_piece
-from .ranks import Ranks
 from .tree import to_json
 from .write import bytes_of
 
@@ -77,6 +76,27 @@ class Generators:
         of_torch.set_state(state_dict["torch"])
 
 
+Digest = tuple[str, int]
+"""What tells whether ranks have the same value, and its length as JSON."""
+
+
+@dataclass
+class Values:
+    """What this rank is to save of them, before it knows whether the others have the same.
+
+    Attributes:
+        json: by name.
+        tensors: those in each value that are whole on this rank, by their names in the checkpoint.
+        sharded: pieces of the others, which are one tensor of all ranks.
+        digests: by name.
+    """
+
+    json: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    sharded: list[Piece] = field(default_factory=list)
+    digests: dict[str, Digest] = field(default_factory=dict)
+
+
 @dataclass
 class Entries:
     """What one rank writes of them.
@@ -84,49 +104,67 @@ class Entries:
     Attributes:
         common: JSON of what all ranks have, by name.
         own: JSON of what is this rank's, by name.
-        pieces: tensors in them.
+        common_pieces, own_pieces: tensors in them, without those that are sharded.
+        differ: whether any rank has values of its own; the same on all.
     """
 
-    common: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
+    common: dict[str, Any]
+    own: dict[str, Any]
+    common_pieces: list[Piece]
+    own_pieces: list[Piece]
+    differ: bool
 
 
-def entries_of(state: Mapping[str, Callable[[], Any]], ranks: Ranks) -> Entries:
-    """The values to save. Collective.
+def values_of(state: Mapping[str, Callable[[], Any]], first: bool) -> Values:
+    """The values of this rank. No communication.
 
     Args:
-        state: by name, what gives a plain value; an error of it is raised on all ranks.
+        state: by name, what gives a plain value.
+        first: whether this is the first rank.
 
     Raises:
         CheckpointError: a value that is not plain.
     """
-    found, made = Entries(), {}
-    digests: dict[str, tuple[str, int]] = {}
-    sharded: dict[str, list[Piece]] = {}
+    found = Values()
     every: dict[str, torch.Tensor] = {}  # of all keys: no two get one name
-    with ranks.step("reading the state to save"):
-        for key, give in state.items():
-            known = len(every)
-            told = to_json(give(), f"{STATE}{key}", every)
-            tensors = dict(list(every.items())[known:])
-            made[key], digests[key] = (told, tensors), _digest(told, tensors)
-            for turn, (name, tensor) in enumerate(tensors.items()):
-                if not _is_whole(tensor):
-                    sharded[name] = list(value_pieces(name, tensor, turn, ranks.is_first))
-    everyone = ranks.all(digests)
-    _check_size(everyone)
-    for key, (told, tensors) in made.items():
-        same = all(other.get(key) == digests[key] for other in everyone)
-        (found.common if same else found.own)[key] = told
-        for name, tensor in tensors.items():
-            if name in sharded:
-                found.pieces += sharded[name]
-            elif same:
-                found.pieces.append(whole_piece(name, tensor.detach(), ranks.is_first))
-            else:
-                found.pieces.append(whole_piece(of_rank(ranks.rank, name), tensor.detach(), True))
+    for key, give in state.items():
+        before = len(every)
+        found.json[key] = to_json(give(), f"{STATE}{key}", every)
+        tensors = dict(list(every.items())[before:])
+        found.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
+        found.digests[key] = _digest(found.json[key], found.tensors[key])
+        for turn, (name, tensor) in enumerate(tensors.items()):
+            if not _is_whole(tensor):
+                found.sharded += value_pieces(name, tensor, turn, first)
     return found
+
+
+def entries_of(values: Values, everyone: Sequence[Mapping[str, Digest]], rank: int) -> Entries:
+    """What this rank writes of its values.
+
+    Args:
+        everyone: each rank's digests.
+
+    Raises:
+        CheckpointError: values that are too long.
+    """
+    _check_size(everyone)
+    same = {key for key in values.json if all(other.get(key) == values.digests[key] for other in everyone)}
+    common: list[Piece] = []
+    own: list[Piece] = []
+    for key, tensors in values.tensors.items():
+        for name, tensor in tensors.items():
+            if key in same:
+                common.append(whole_piece(name, tensor, rank == 0))
+            else:
+                own.append(whole_piece(of_rank(rank, name), tensor, True))
+    return Entries(
+        {key: value for key, value in values.json.items() if key in same},
+        {key: value for key, value in values.json.items() if key not in same},
+        common,
+        own,
+        any(each != everyone[0] for each in everyone),
+    )
 
 
 def of_rank(rank: int, name: str) -> str:
@@ -138,7 +176,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _check_size(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+def _check_size(everyone: Sequence[Mapping[str, Digest]]) -> None:
     """Refuse values that make a manifest which is too long to be read; on all ranks alike.
 
     Raises:
@@ -161,15 +199,10 @@ def _check_size(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
         )
 
 
-def _digest(told: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int]:
-    """What tells whether ranks have the same, and its length as JSON.
-
-    Sharded tensors are one tensor of all ranks, and do not count.
-    """
-    text = json.dumps(told).encode()
+def _digest(json_value: Any, tensors: Mapping[str, torch.Tensor]) -> Digest:
+    text = json.dumps(json_value).encode()
     found = hashlib.sha256(text)
     for name, tensor in tensors.items():
-        if _is_whole(tensor):
-            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            found.update(bytes_of(tensor) if tensor.numel() else b"")
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(bytes_of(tensor) if tensor.numel() else b"")
     return found.hexdigest(), len(text)

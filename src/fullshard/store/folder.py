@@ -32,6 +32,7 @@ from typing import Any
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from . import manifest
+from .in_place import placed, replace_file, sync, write_synced
 from .storage import LocalStorage, Storage
 from .write import LocalWriter
 
@@ -74,6 +75,10 @@ class Folder:
     def is_checkpoint(self) -> bool:
         """Whether files of a checkpoint lie in the folder itself: it is one, or something was moved here."""
         return any((self.path / name).is_file() for name in (manifest.NAME, ".metadata"))
+
+    def has(self, name: str) -> bool:
+        """Whether a checkpoint of this name is here; "" is the folder itself."""
+        return name in self.names() if name else self.is_checkpoint
 
     def step_of(self, name: str) -> int | None:
         """The step in a checkpoint's name."""
@@ -216,21 +221,10 @@ class Folder:
         here = self.path / name
         for file, data in files.items():
             write_synced(here / file, data)
-        sync_folder(here)
         final = name.rpartition(".saving-")[0]
-        here.rename(self.path / final)
-        try:
-            sync_folder(self.path)
-            with contextlib.suppress(FileNotFoundError):
-                (
-                    self.path / f"{LATEST}.new"
-                ).unlink()  # left by a save that was broken off, or put there by another user
-            write_synced(self.path / f"{LATEST}.new", f"{final}\n".encode())
-            (self.path / f"{LATEST}.new").replace(self.path / LATEST)
-        except BaseException:  # nothing names it yet, and nothing shall be left of it
-            (self.path / final).rename(here)
-            raise
-        sync_folder(self.path)
+        with placed(here, self.path / final):  # until something names it, nothing shall be left of it
+            replace_file(self.path / LATEST, f"{final}\n".encode())
+        sync(self.path)
         return final
 
     def discard(self, name: str) -> None:
@@ -273,7 +267,7 @@ class Folder:
         """Remove a checkpoint, which is not there from the first moment on: nobody writes into it any more."""
         doomed = self.path / f"{name.partition('.saving-')[0]}.deleting-{secrets.token_hex(4)}"
         (self.path / name).rename(doomed)
-        sync_folder(self.path)  # else files may be gone from it after a crash, and the name be there
+        sync(self.path)  # else files may be gone from it after a crash, and the name be there
         shutil.rmtree(doomed, ignore_errors=True)
 
     def refuse_file(self) -> None:
@@ -310,7 +304,7 @@ class Folder:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in missing:
-            sync_folder(path.parent)
+            sync(path.parent)
         fd = self._open_lock()
         try:
             deadline = time.monotonic() + patience
@@ -366,53 +360,3 @@ def step_and_turn(name: str) -> tuple[int, int] | None:
     """The step in a checkpoint's name, and which of that step it is; None if it is no checkpoint's."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 1))
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
-    with path.open("xb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-def make_folders(path: Path) -> list[Path]:
-    """Make a folder, and those above that are missing; the ones that were made, innermost first."""
-    made: list[Path] = []
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        for folder in reversed(missing):
-            folder.mkdir()
-            made.insert(0, folder)
-    except BaseException:
-        remove_empty(made)
-        raise
-    return made
-
-
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that are empty, in this order."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-def put_in_place(fresh: Path, path: Path) -> None:
-    """Give a folder its name, for good; or, with the error, leave it where it was."""
-    sync_folder(fresh)
-    fresh.rename(path)
-    try:
-        sync_folder(path.parent)
-    except BaseException:
-        path.rename(fresh)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -83,8 +83,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def _given(
     model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, merge_lora: bool, buffers: bool, ranks: Ranks
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with ranks.step("full_parameters"):
-        wanted = wanted_of(model, dtype, merge_lora, buffers)
+    wanted = ranks.together("full_parameters", lambda: wanted_of(model, dtype, merge_lora, buffers))
     yield from stream(wanted, bucket_bytes, ranks)
 
 
@@ -111,8 +110,7 @@ def stream(wanted: Sequence[Given], bucket_bytes: int, ranks: Ranks) -> Iterator
     name = "the first parameter"
     while left:
         batch = left.pop()
-        with ranks.step("full_parameters"):
-            batch.pack()
+        ranks.together("full_parameters", batch.pack)
         found = batch.gather()[::-1]
         del batch
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from torch import nn
 
 from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
-from ..names import plain_class
+from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
-from .adapters import STEM, Adapter, table_name
+from .adapters import STEM, Adapter
 from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
@@ -162,7 +163,7 @@ def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None, mer
         config = module.__dict__.get("config")
         if config is None or is_peft_model(module) or not hasattr(config, "save_pretrained"):
             continue
-        path = table_name(f"{path}.") if path else ""
+        path = plain_name(f"{path}.") if path else ""
         if path != prefix:
             return
         config = copy.deepcopy(config)
@@ -236,27 +237,27 @@ def load_safetensors(
         raise ConfigError("adapter and base exclude each other: files hold one or the other.", code="C192")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
-    made: list[SafetensorsSource] = []
-    try:
-        with ranks.step("comparing safetensors files with the model"):
-            table = table_of(model) if own is None else own.table
-            for _, runner in table.units:
-                if runner is not None:
-                    runner.reshard()  # what is gathered is about to be out of date
-            if own is not None:
-                own.adapter.check_config(Path(folder))
-            made.append(SafetensorsSource(folder, "model" if own is None else STEM))
-            if rename is not None:
-                made[0].rename(rename)
-            plan = _Plan(made[0], table, ranks.is_first, cast)
-            for row, known in _names_of(model, table, own, base):
-                plan.add(row, known)
-            left = plan.close(strict)
-        with ranks.step("reading safetensors files, of which the model may hold a part now,"), torch.no_grad():
-            plan.fill()
-    finally:
-        for source in made:
-            source.close()
+
+    def compare() -> tuple[_Plan, LoadedNames]:
+        table = table_of(model) if own is None else own.table
+        for _, runner in table.units:
+            if runner is not None:
+                runner.reshard()  # what is gathered is about to be out of date
+        if own is not None:
+            own.adapter.check_config(Path(folder))
+        source = SafetensorsSource(folder, "model" if own is None else STEM)
+        opened.callback(source.close)
+        if rename is not None:
+            source.rename(rename)
+        plan = _Plan(source, table, ranks.is_first, cast)
+        for row, known in _names_of(model, table, own, base):
+            plan.add(row, known)
+        return plan, plan.close(strict)
+
+    with ExitStack() as opened:
+        plan, left = ranks.together("comparing safetensors files with the model", compare)
+        with torch.no_grad():
+            ranks.together("reading safetensors files, of which the model may hold a part now,", plan.fill)
     return left
 
 
@@ -316,6 +317,8 @@ class _Plan:
         for name in present:
             check_fit(own, tuple(value.shape), dtype, entries[name], self.cast)
         for piece in self._pieces(row, own):
+            if not piece.tensor.numel():
+                continue
             for other in present[1:]:
                 self._compare(piece, present[0], other)
             self.reads.append((piece, present[0]))

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from torch import nn
 from ..checkpoint.names import settle
 from ..errors import CheckpointError, ConfigError, DamagedCheckpointError, DivergenceError, message
 from .background import settle_background
-from .contents import Contents, contents_of, lacking_state
+from .contents import Contents, check_given, contents_of, lacking_state
 from .entries import RNG, STATE, Generators, Stateful, of_rank
 from .folder import Folder
-from .given import check_given
 from .piece import value_pieces
 from .ranks import Ranks
 from .read import Files
@@ -72,23 +72,42 @@ def read(wanted: Wanted, folder: Folder, name: str, ranks: Ranks) -> Loaded:
         DamagedCheckpointError: it is not what was written; nothing was changed.
         CheckpointError: it does not fit; nothing was changed.
     """
-    made: list[tuple[Files, Reader, Loaded]] = []
     lacking = lacking_state(wanted.optimizers, ranks)
     with ExitStack() as opened:
-        with ranks.step("comparing a checkpoint with the model", files=True):
-            files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
-            made.append((files, *_planned(wanted, files, folder, name, ranks, lacking)))
-        files, reader, loaded = made[0]
-        _compare_checkpoints(files, loaded, ranks)
-        with ranks.step("checking a checkpoint's files", files=True):
-            files.check(reader.copies)
-        reading = "reading a checkpoint's files, of which the model may hold a part now,"
-        with ranks.step(reading, files=True), torch.no_grad():
-            files.fill(reader.copies)
-        with ranks.step("taking over what a checkpoint holds"), torch.no_grad():
-            for action in reader.after:
-                action()
-    return loaded
+        found = ranks.together(
+            "comparing a checkpoint with the model",
+            lambda: _planned(wanted, opened, folder, name, ranks, lacking),
+            files=True,
+        )
+        reader = found.reader
+        _compare_checkpoints(reader.files, found.loaded, ranks)
+        ranks.together("checking a checkpoint's files", lambda: reader.files.check(reader.copies), files=True)
+        with torch.no_grad():
+            reading = "reading a checkpoint's files, of which the model may hold a part now,"
+            ranks.together(reading, lambda: reader.files.fill(reader.copies), files=True)
+            ranks.together("taking over what a checkpoint holds", found.take_over)
+    return found.loaded
+
+
+@dataclass
+class _Planned:
+    """What is going to be loaded.
+
+    Attributes:
+        reader: what is read into the model and its optimizers.
+        objects: what takes a state, and the state.
+        loaded: what the user gets.
+    """
+
+    reader: Reader
+    objects: list[tuple[Callable[[Any], object], Any]]
+    loaded: Loaded
+
+    def take_over(self) -> None:
+        """When everything was read: fill what is not read in place."""
+        self.reader.take_over()
+        for take, state in self.objects:
+            take(state)
 
 
 def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
@@ -112,14 +131,17 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
 
 
 def _planned(
-    wanted: Wanted, files: Files, folder: Folder, name: str, ranks: Ranks, lacking: set[tuple[int, int]]
-) -> tuple[Reader, Loaded]:
+    wanted: Wanted, opened: ExitStack, folder: Folder, name: str, ranks: Ranks, lacking: set[tuple[int, int]]
+) -> _Planned:
+    """Open a checkpoint's files, which stay open as long as `opened`, and compare them with what is to be filled."""
+    files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
     reader = Reader(files, wanted.cast)
     settle(wanted.model)
     contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, lacking)
     reader.model(contents)
     reader.optimizers(contents, wanted.strict)
-    state, of_ranks = _State(wanted, reader, contents, ranks).plan()
+    state = _State(wanted, reader, contents, ranks)
+    state.plan()
     left = reader.close(contents, wanted.strict)
     manifest = files.manifest
     step, world = (0, 0) if manifest is None else (manifest.step, manifest.world)
@@ -140,22 +162,32 @@ def _planned(
                 "did, files of it are lost, and another checkpoint may be whole",
                 code="W421",
             ),
-            stacklevel=6,
+            stacklevel=7,
         )
-    return reader, Loaded(folder.at(name), step, world, state, of_ranks, tuple(left))
+    loaded = Loaded(folder.at(name), step, world, state.plain, state.of_ranks, tuple(left))
+    return _Planned(reader, state.objects, loaded)
 
 
 class _State:
-    """What was saved besides tensors of the model and its optimizers."""
+    """What was saved besides tensors of the model and its optimizers.
+
+    Attributes:
+        plain: plain values, by name.
+        of_ranks: those of each rank that saved, where they differed.
+        objects: what takes a state, and the state.
+    """
 
     def __init__(self, wanted: Wanted, reader: Reader, contents: Contents, ranks: Ranks) -> None:
         self.wanted, self.reader, self.contents, self.ranks = wanted, reader, contents, ranks
         manifest = reader.files.manifest
         self.common: dict[str, Any] = {} if manifest is None else manifest.values.get("state", {})
         self.own: list[dict[str, Any]] = [] if manifest is None else manifest.ranks
+        self.plain: dict[str, Any] = {}
+        self.of_ranks: dict[str, list[Any]] = {}
+        self.objects: list[tuple[Callable[[Any], object], Any]] = []
 
-    def plan(self) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-        """Plain values, and those of each rank that saved."""
+    def plan(self) -> None:
+        """Find what goes where."""
         takers: dict[str, Callable[[Any], object]] = {
             key: value.load_state_dict for key, value in self.wanted.state.items() if isinstance(value, Stateful)
         }
@@ -170,8 +202,6 @@ class _State:
                     remedy="name it as in save(state=...), leave it out, or pass strict=False",
                     code="K118",
                 )
-        plain: dict[str, Any] = {}
-        of_ranks: dict[str, list[Any]] = {}
         for key in saved:
             if key == RNG:
                 self._generators()
@@ -180,12 +210,11 @@ class _State:
             elif key.startswith(MODEL):
                 continue  # extra state of a module that this model has not
             elif key in self.common:
-                plain[key] = from_json(self.common[key], self.reader.tensor, key)
+                self.plain[key] = from_json(self.common[key], self.reader.tensor, key)
             else:
-                of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
+                self.of_ranks[key] = [self._of(rank, key) for rank in range(len(self.own))]
                 if len(self.own) == self.ranks.size:
-                    plain[key] = of_ranks[key][self.ranks.rank]
-        return plain, of_ranks
+                    self.plain[key] = self.of_ranks[key][self.ranks.rank]
 
     def _of(self, rank: int, key: str) -> Any:
         """What a rank saved under a name."""
@@ -199,9 +228,9 @@ class _State:
     def _give(self, key: str, take: Callable[[Any], object]) -> None:
         """Plan to hand a state over to the object that it is of."""
         if key in self.common:
-            state = from_json(self.common[key], self._sharded(key), key)
+            self.objects.append((take, from_json(self.common[key], self._sharded(key), key)))
         elif len(self.own) == self.ranks.size:
-            state = self._of(self.ranks.rank, key)
+            self.objects.append((take, self._of(self.ranks.rank, key)))
         else:
             every = [self._of(rank, key) for rank in range(len(self.own))]
             take_all = getattr(self.wanted.state[key], "load_state_dicts", None)
@@ -216,9 +245,7 @@ class _State:
                     "leave it out, and use Loaded.of_ranks",
                     code="K119",
                 )
-            self.reader.after.append(lambda: take_all(every))
-            return
-        self.reader.after.append(lambda: take(state))
+            self.objects.append((take_all, every))
 
     def _sharded(self, key: str) -> Callable[[str], torch.Tensor]:
         """Gives tensors by name: those that the object holds sharded are read as it splits them."""
@@ -253,7 +280,7 @@ class _State:
                         remedy="seed them, or pass rng=False",
                         code="W013",
                     ),
-                    stacklevel=8,
+                    stacklevel=9,
                 )
             return
         if RNG in self.common:
@@ -269,7 +296,7 @@ class _State:
                 remedy="pass rng=False to leave them as they are",
                 code="K120",
             ) from error
-        self.reader.after.append(lambda: Generators().load_state_dict(state))
+        self.objects.append((Generators().load_state_dict, state))
 
 
 def load(
@@ -321,12 +348,10 @@ def load(
         ConfigError: an argument is of another type.
     """
     ranks = Ranks(process_group)
-    wanted: Wanted | None = None
-    where: Folder | None = None
-    candidates: list[str] = []
-    with ranks.step("looking at the arguments"):
+
+    def look() -> tuple[Folder, Wanted]:
         where = folder_at(folder)
-        given = check_given("load", model, optimizers, state)
+        known = check_given("load", model, optimizers, state)
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise ConfigError(
                 "load(step=) is a count, or None for the newest.",
@@ -335,8 +360,9 @@ def load(
                 remedy="pass an int, as in step=1, or leave it out",
                 code="C278",
             )
-        wanted = Wanted(model, given, dict(state or {}), rng, strict, check, cast)
-    assert where is not None and wanted is not None
+        return where, Wanted(model, known, dict(state or {}), rng, strict, check, cast)
+
+    where, wanted = ranks.together("looking at the arguments", look)
     settle_background(ranks)
     steps = ranks.all(step)
     if other := next((rank for rank, one in enumerate(steps) if one != steps[0]), 0):
@@ -351,10 +377,8 @@ def load(
         )
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
-        with ranks.step("looking for a checkpoint", files=True):
-            if ranks.is_first:
-                candidates = _candidates(where, step, fall_back, missing_ok, removed)
-        candidates = ranks.share(candidates)
+        look_for = partial(_candidates, where, step, fall_back, missing_ok, removed)
+        candidates = ranks.first("looking for a checkpoint", look_for, files=True)
         if not candidates:
             return Loaded(None, 0, 0)
         loaded, removed = _first_whole(wanted, where, candidates, ranks)
@@ -384,11 +408,7 @@ def _first_whole(
         try:
             return read(wanted, where, name, ranks), None
         except DamagedCheckpointError as error:
-            gone = False
-            with ranks.step("looking for a checkpoint", files=True):
-                if ranks.is_first:
-                    gone = not (where.is_checkpoint if name == "" else name in where.names())
-            if ranks.share(gone):
+            if not ranks.first("looking for a checkpoint", partial(where.has, name), files=True):
                 return None, _removed(where, name, error)
             if number == len(candidates) - 1:
                 raise

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..checkpoint.names import Named, Table
 from ..errors import ConfigError
-from ..names import clean_name
+from ..names import plain_path
 from .whole import Wanted
 
 _BASE = ".base_layer."
@@ -145,7 +145,7 @@ def adapted(model: nn.Module) -> Adapted:
         ConfigError: there is no adapter, or one of a kind that cannot be merged.
     """
     found = Adapted()
-    modules = {_path(path): module for path, module in model.named_modules()}
+    modules = {plain_path(path): module for path, module in model.named_modules()}
     for path, module in modules.items():
         if is_peft_model(module) and not found.prefix:
             start = f"{path}." if path else ""
@@ -172,10 +172,6 @@ def adapted(model: nn.Module) -> Adapted:
 def is_peft_model(module: nn.Module) -> bool:
     """Whether PEFT made it around a model, which it has as `base_model`."""
     return hasattr(type(module), "get_base_model") and hasattr(type(module), "active_adapters")
-
-
-def _path(path: str) -> str:
-    return clean_name(f"{path}.").replace("_orig_mod.", "")[:-1]
 
 
 def _add_saved_module(found: Adapted, path: str, module: Any) -> None:

@@ -5,10 +5,9 @@ The file is a pickle. It may name only the classes that DCP's metadata is made o
 
 from __future__ import annotations
 
+import functools
 import gc
-import io
 import math
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..torch_private.dcp_files import NAMED_IN_METADATA, StorageInfo
 from .manifest import inside
-from .pickles import look_through
+from .pickles import read_pickle
 from .source import MOST_NAME, Entry, checked_name
 from .storage import Stored
 
@@ -48,33 +47,21 @@ class Index:
     paths: dict[str, tuple[Any, ...]]
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives the pickle a class of its own for each that it names: it may set attributes of what it is given."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._given: dict[tuple[str, str], Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._given:
-            self._given[module, name] = _apart(self._known(module, name))
-        return self._given[module, name]
-
-    def _known(self, module: str, name: str) -> Any:
-        if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")):
-            return _no_path
-        if module == "pathlib._local" and name in ("PosixPath", "WindowsPath", "Path"):
-            return _no_path
-        try:
-            return NAMED_IN_METADATA[module, name]
-        except KeyError:
-            raise CheckpointError(
-                "A checkpoint's metadata names something that is not metadata; nothing was executed.",
-                expected="the classes of torch.distributed.checkpoint.metadata",
-                got=f"{module}.{name}",
-                remedy="do not load this checkpoint with anything: it was made to run code",
-                code="K127",
-            ) from None
+def _known(module: str, name: str) -> Any:
+    if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")):
+        return _no_path
+    if module == "pathlib._local" and name in ("PosixPath", "WindowsPath", "Path"):
+        return _no_path
+    try:
+        return NAMED_IN_METADATA[module, name]
+    except KeyError:
+        raise CheckpointError(
+            "A checkpoint's metadata names something that is not metadata; nothing was executed.",
+            expected="the classes of torch.distributed.checkpoint.metadata",
+            got=f"{module}.{name}",
+            remedy="do not load this checkpoint with anything: it was made to run code",
+            code="K127",
+        ) from None
 
 
 def _apart(known: Any) -> Any:
@@ -118,8 +105,8 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         CheckpointError: it is damaged, says something impossible, or names what it must not.
     """
     try:
-        look_through(data)
-        found = _Unpickler(io.BytesIO(data)).load()
+        find = functools.cache(lambda module, name: _apart(_known(module, name)))  # a class of this pickle's own
+        found = read_pickle(data, find)
         if not isinstance(found, Metadata):
             raise TypeError(f"a {type(found).__name__}")
         return _index(found, sizes)

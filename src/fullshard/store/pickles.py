@@ -7,8 +7,11 @@ those are let through that `pickle.dump` and `torch.save` write for metadata and
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 _FIXED = re.compile(
     rb"(?:"
@@ -36,6 +39,40 @@ def refuse_alike(huge: int) -> None:
     """
     if huge > _MOST_HUGE:
         raise ValueError(f"more than {_MOST_HUGE} integers of 61 bits and more")
+
+
+class _Guarded(pickle.Unpickler):
+    """Gives what a pickle names, and what it refers to outside itself, as its reader says."""
+
+    def __init__(
+        self, data: bytes, find_class: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._find, self._refer = find_class, persistent_load
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._refer is None:
+            raise pickle.UnpicklingError("the pickle refers to something outside itself")
+        return self._refer(pid)
+
+
+def read_pickle(
+    data: bytes, find_class: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
+) -> Any:
+    """What a pickle holds; it was looked through, and is given nothing but what these functions return.
+
+    Args:
+        find_class: what a pickle gets for a class or function that it names, by module and name.
+        persistent_load: what it gets for something outside itself; None: that is refused.
+
+    Raises:
+        Exception: whatever a damaged pickle makes of the unpickler, or `find_class` raises.
+    """
+    look_through(data)
+    return _Guarded(data, find_class, persistent_load).load()
 
 
 def look_through(data: bytes) -> None:

@@ -8,7 +8,8 @@
       x x x x     piece: offsets (3, 0), sizes (2, 4)
       x x x x
 
-Pieces share memory with the shard: making them copies and gathers nothing.
+Pieces share memory with the shard: making them copies and gathers nothing. A rank that holds no element of a tensor has
+an empty piece of it: every rank knows every tensor's name, shape and dtype.
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ def whole_piece(name: str, tensor: torch.Tensor, writes: bool) -> Piece:
     return Piece(name, shape, (0,) * len(shape), shape, tensor.detach(), writes)
 
 
+def empty_piece(name: str, shape: tuple[int, ...], local: torch.Tensor, writes: bool = False) -> Piece:
+    """The piece of a rank that holds nothing of a tensor; of one without dims, whose pieces have an element, a copy."""
+    sizes = (0,) * len(shape)
+    return Piece(name, shape, sizes, sizes, local.new_empty(sizes), writes)
+
+
 def member_pieces(name: str, bucket: Bucket, member: Member, local: torch.Tensor, turn: int) -> Iterator[Piece]:
     """The pieces of a parameter, or of optimizer state like it.
 
@@ -94,10 +101,9 @@ def member_pieces(name: str, bucket: Bucket, member: Member, local: torch.Tensor
     slot, part = member.slot, member.part
     if type(local) is not torch.Tensor:
         yield from _subclass_pieces(name, local, bucket, member, writes and (part.numel > 0))
-    elif not part.numel:  # of an empty tensor, the first rank tells that it is there
-        if not torch.Size(slot.shape).numel():
-            first = writes and axes.shard.rank == 0
-            yield Piece(name, whole, at, slot.shape, local.new_empty(slot.shape), first)
+    elif not part.numel:  # an empty tensor is written by the first rank
+        empty = not torch.Size(whole).numel()
+        yield empty_piece(name, whole, local, empty and writes and axes.shard.rank == 0)
     elif bucket.layout.holds_runs:
         for piece in run_pieces(name, slot.shape, slot.spec.order, part.start, part.start + part.numel, local):
             offsets = tuple(a + b for a, b in zip(at, piece.offsets, strict=True))
@@ -132,13 +138,19 @@ def value_pieces(name: str, value: Any, turn: int, first: bool) -> Iterator[Piec
     if isinstance(value, FlatShard):
         run = value._run
         writes = run.replicas is None or run.replicas.rank == turn % run.replicas.size
-        for piece in run_pieces(name, run.shape, run.order, *run.bounds(run.axis.rank), value._local_tensor):
+        start, stop = run.bounds(run.axis.rank)
+        for piece in run_pieces(name, run.shape, run.order, start, stop, value._local_tensor):
             yield replace(piece, writes=writes)
+        if start == stop:
+            empty = not torch.Size(run.shape).numel()
+            yield empty_piece(name, run.shape, value._local_tensor, empty and writes and run.axis.rank == 0)
     elif isinstance(value, DTensor):
         local, shape = local_of(value).detach(), tuple(value.shape)
         at, writes = _inside(value.device_mesh, value.placements, (), shape, True, turn)
         if local.numel() or not torch.Size(shape).numel():
             yield Piece(name, shape, at, tuple(local.shape), local, writes)
+        else:
+            yield empty_piece(name, shape, local)
     elif type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
         for key in value.__tensor_flatten__()[0]:
             yield from value_pieces(f"{name}.{key}", getattr(value, key), turn, first)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..comm import object_from, objects_from_first, objects_of_all, objects_to_first, reduce_value
+from ..comm import object_from, objects_of_all, objects_to_first, reduce_value
 from ..errors import CheckpointError, DamagedCheckpointError, FullshardError
 from ..watcher import RANK
 
 _WHAT = "a checkpoint"
+T = TypeVar("T")
 
 
 class Ranks:
@@ -59,6 +60,16 @@ class Ranks:
             error = found
         self.meet(error, what)
 
+    def together(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
+        """What `fn` returns, when every rank has run its own; see `step`."""
+        with self.step(what, files):
+            return fn()
+
+    def first(self, what: str, fn: Callable[[], T], files: bool = False) -> T:
+        """What `fn` returns on the first rank, which alone runs it, on every rank; see `step`."""
+        result: T = self.share(self.together(what, lambda: fn() if self.is_first else None, files))
+        return result
+
     def meet(self, error: Exception | None = None, what: str = "going on") -> None:
         """Wait for all ranks. If one comes with an error, raise on all.
 
@@ -69,7 +80,7 @@ class Ranks:
             if error is not None:
                 raise error if isinstance(error, FullshardError) else _failed(what, self.rank, error) from error
             return
-        failures = torch.tensor([int(error is not None)])
+        failures = torch.tensor([int(error is not None)], device="cpu")
         if not int(reduce_value(failures, dist.ReduceOp.SUM, self._group, _WHAT)):
             return
         own = None if error is None else _Failure.of(error, what, self.rank)
@@ -91,11 +102,11 @@ class Ranks:
             return [value]
         return objects_to_first(value, self._group, _WHAT)
 
-    def scatter(self, each: Sequence[Any]) -> Any:
-        """For every rank one of the first rank's values."""
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's numbers added up, on every rank; int64."""
         if self._group is None or self.size == 1:
-            return each[0]
-        return objects_from_first(each, self._group, _WHAT)
+            return values
+        return reduce_value(values, dist.ReduceOp.SUM, self._group, _WHAT)
 
     def share(self, value: Any = None) -> Any:
         """The first rank's value, on every rank."""

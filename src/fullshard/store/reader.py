@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,21 +30,22 @@ class Reader:
 
     Attributes:
         copies: what is to be read into memory that is in use.
-        after: what is to be done when all ranks have read.
-        states: for each parameter, the keys of its optimizer state in the checkpoint.
+        states: of optimizers, which are given theirs when all ranks have read: scalars by key; None: state goes.
+        settings: an optimizer's group, and what is set in it then.
     """
 
     def __init__(self, files: Files, cast: bool = False) -> None:
         self.files, self._cast = files, cast
         self.copies: list[Copy] = []
-        self.after: list[Callable[[], object]] = []
+        self.states: list[tuple[StateOf, dict[str, Any] | None]] = []
+        self.settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._asked: set[str] = set()
         self._missing: dict[str, None] = {}
         entries = files.index.entries
         self._bare = bool(entries) and not any(name.startswith((MODEL, OPTIMIZER)) for name in entries)
         self._ties = _tied_names({} if files.manifest is None else files.manifest.ties)
         self._plain = self._plain_scalars()
-        self.states = self._saved_states()
+        self._saved = self._saved_states()
 
     def _plain_scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is neither a tensor nor one value per element, by parameter and key."""
@@ -151,7 +151,7 @@ class Reader:
             CheckpointError: parameters of one tensor have different scalars; see `settings_to_load` for others.
         """
         groups = self._groups()
-        if contents.states and strict and not groups and not self.states:
+        if contents.states and strict and not groups and not self._saved:
             raise CheckpointError(
                 "A checkpoint was saved without an optimizer; nothing was loaded.",
                 expected="state of the optimizers that are to be filled",
@@ -164,15 +164,15 @@ class Reader:
         for optimizer in dict.fromkeys(one.optimizer for one in contents.states):
             held = [one.held for one in contents.states if one.optimizer is optimizer]
             settings = settings_to_load(held, optimizer.param_groups, groups)
-            self.after += [partial(_set_all, *each) for each in zip(optimizer.param_groups, settings, strict=True)]
+            self.settings += zip(optimizer.param_groups, settings, strict=True)
 
     def _state(self, one: StateOf) -> None:
         """Plan to read the state of one tensor, and to give it to the optimizer."""
-        rows, state, tensor = one.held.rows, one.optimizer.state, one.held.tensor
+        rows = one.held.rows
         names = {row.name: self._all_names(row) for row in rows}
-        saved = [(row, next((self.states[n] for n in names[row.name] if n in self.states), None)) for row in rows]
+        saved = [(row, next((self._saved[n] for n in names[row.name] if n in self._saved), None)) for row in rows]
         if not any(keys for _, keys in saved):
-            self.after.append(lambda: state.pop(tensor, None))  # it was not updated yet, when this was saved
+            self.states.append((one, None))  # it was not updated yet, when this was saved
             return
         check_complete(
             [(row, None if keys is None else dict.fromkeys(keys)) for row, keys in saved],
@@ -190,7 +190,7 @@ class Reader:
             for key in {**one.scalars[row.name], **plain}:  # what the first step does not make, a later one may
                 self._scalar(one, row, key, scalars)
             self.asks(f"{OPTIMIZER}{name}.{key}" for name in row.names for key in one.state)
-        self.after.append(lambda: _install(one, scalars))
+        self.states.append((one, scalars))
 
     def _all_names(self, row: Named) -> list[str]:
         """A parameter's names, and those of parameters that were tied to it when they were saved."""
@@ -253,6 +253,18 @@ class Reader:
             group["params"] = [alias for name in group["params"] for alias in (name, *self._ties.get(name, ()))]
         return groups
 
+    def take_over(self) -> None:
+        """Give the optimizers their state, whose tensors were read in place, and their settings."""
+        for one, scalars in self.states:
+            if scalars is None:
+                one.optimizer.state.pop(one.held.tensor, None)
+                continue
+            _set_all(one.state, scalars)
+            if one.state:
+                one.optimizer.state[one.held.tensor] = one.state
+        for group, settings in self.settings:
+            _set_all(group, settings)
+
     def _ours(self) -> list[str]:
         return [name for name in self.files.index.entries if name.startswith((MODEL, OPTIMIZER))]
 
@@ -308,13 +320,6 @@ def _prefixes(name: str) -> Iterable[str]:
     """A name, and all that it begins with up to a dot: tensors inside a subclass are named from it."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-
-
-def _install(one: StateOf, scalars: dict[str, Any]) -> None:
-    """Give the optimizer the state of one tensor, which was read in place."""
-    _set_all(one.state, scalars)
-    if one.state:
-        one.optimizer.state[one.held.tensor] = one.state
 
 
 def _set_all(target: Any, values: Mapping[str, Any]) -> None:

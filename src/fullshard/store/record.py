@@ -18,7 +18,7 @@ import torch
 
 from ..errors import DamagedCheckpointError
 from ..layout import dense_strides
-from .pickles import look_through
+from .pickles import look_through, read_pickle
 from .source import Entry
 from .storage import Storage, Stored
 
@@ -99,23 +99,22 @@ class _Window(io.RawIOBase):
         return data
 
 
-class _Shape(pickle.Unpickler):
-    """Reads what `data.pkl` says of a tensor: `(dtype, offset, size, stride)`; whatever else it says is refused."""
+def _named(module: str, name: str) -> Any:
+    """What `data.pkl` may name, for it to say `(dtype, offset, size, stride)` of a tensor."""
+    if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        return lambda storage, offset, size, stride, *rest: (storage, offset, tuple(size), tuple(stride))
+    if (module, name) == ("collections", "OrderedDict"):
+        return dict
+    if module == "torch" and name in _STORAGES:
+        return _STORAGES[name]
+    raise pickle.UnpicklingError(f"{module}.{name}")
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *rest: (storage, offset, tuple(size), tuple(stride))
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, _, numel = pid
-        if kind != "storage" or key != "0":
-            raise pickle.UnpicklingError(str(pid))
-        return dtype, int(numel)
+def _storage(pid: Any) -> tuple[torch.dtype, int]:
+    kind, dtype, key, _, numel = pid
+    if kind != "storage" or key != "0":
+        raise pickle.UnpicklingError(str(pid))
+    return dtype, int(numel)
 
 
 class RecordFinder:
@@ -151,7 +150,7 @@ def _find(window: _Window, stored: Stored, entry: Entry) -> Record:
     try:
         files = _members(window)
         data = files["data/0"]
-        told = _Shape(io.BytesIO(_looked_through(_member(window, files["data.pkl"])))).load()
+        told = read_pickle(_member(window, files["data.pkl"]), _named, _storage)
         order = _member(window, files["byteorder"]) if "byteorder" in files else b"little"
         (dtype, numel), offset, size, stride = told
         begin = _begin(window, data)
@@ -185,11 +184,6 @@ def _members(window: _Window) -> dict[str, zipfile.ZipInfo]:
         if info.header_offset < 0 or info.header_offset + info.file_size > window.nbytes:
             raise ValueError(f"{info.filename} lies beyond the record's end")
     return {info.filename.partition("/")[2]: info for info in listed}
-
-
-def _looked_through(data: bytes) -> bytes:
-    look_through(data)
-    return data
 
 
 def _begin(window: _Window, info: zipfile.ZipInfo) -> int:

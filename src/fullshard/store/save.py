@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
-from .background import WRITER, Saving, settle_background
+from .background import WRITER, Order, Saving, settle_background
+from .contents import check_given
 from .entries import RNG, Generators
 from .folder import Folder
-from .given import check_given
-from .job import Written, end, write
-from .planning import Planned, Request, planned
+from .plan import Request, Written, end, plan_save, write
 from .ranks import Ranks
 from .remote import folder_at
 from .source import MODEL
@@ -76,9 +75,8 @@ def save(
         ConfigError: an argument that cannot be used.
     """
     ranks = Ranks(process_group)
-    where: Folder | None = None
-    request: Request | None = None
-    with ranks.step("looking at the arguments"):
+
+    def look() -> tuple[Folder, Request]:
         where = folder_at(folder)
         request = _request(model, optimizers, step, state, rng, keep_last, keep_every, if_saving)
         if asynchronous and not where.on_disk:
@@ -89,7 +87,9 @@ def save(
                 remedy="save there without asynchronous=True, or save to a disk and copy",
                 code="C196",
             )
-    assert request is not None and where is not None
+        return where, request
+
+    where, request = ranks.together("looking at the arguments", look)
     if if_saving == "refuse" and any(ranks.all(not WRITER.poll())):
         raise CheckpointError(
             "A save is still going on in the background.",
@@ -98,39 +98,67 @@ def save(
         )
     settle_background(ranks)
     with ExitStack() as held:
-        lock = -1
-        with ranks.step("locking the folder", files=True):
-            if ranks.is_first:
-                lock = held.enter_context(where.locked(patience))
-                where.clean()
-        found = planned(request, where, ranks)
+        lock = ranks.together("locking the folder", lambda: _lock(held, where, patience, ranks), files=True)
+        plan = plan_save(request, ranks)
+        name = _begin(where, step, ranks)
         try:
             if asynchronous:
-                with ranks.step("copying what is to be saved"):
-                    WRITER.start(found.job, found.pieces, found.ending, ranks.rank, ranks.size, lock)
-                assert WRITER.part is not None
-                return Saving(where, ranks, step, WRITER.part)
-            return Saving(where, ranks, step, _write_now(found, where, ranks))
+                order = Order.of(where, name, plan, ranks.rank, ranks.size)
+                part = ranks.together("copying what is to be saved", lambda: WRITER.start(order, plan.pieces, lock))
+                return Saving(where, ranks, step, part)
+            written = ranks.together(
+                "writing", lambda: write(where, name, ranks.rank, plan.pieces, plan.values), files=True
+            )
+            everyone: list[Written] = ranks.gather(written)
+            final = ranks.first("finishing", lambda: end(where, name, plan.ending, everyone), files=True)
+            return Saving(where, ranks, step, final)
         except BaseException:
             if ranks.is_first:
-                where.discard(found.job.name)
+                where.discard(name)
             WRITER.abandon()
             raise
 
 
-def _write_now(found: Planned, where: Folder, ranks: Ranks) -> str:
-    """Write in this process; the checkpoint's name."""
-    written: Written | None = None
-    with ranks.step("writing", files=True):
-        written = write(found.job, found.pieces)
-    everyone: list[Written] = ranks.gather(written)
+def _lock(held: ExitStack, where: Folder, patience: float, ranks: Ranks) -> int:
+    """The descriptor of the folder's lock, which the first rank holds until `held` ends; -1 on the others."""
+    if not ranks.is_first:
+        return -1
+    lock = held.enter_context(where.locked(patience))
+    where.clean()
+    return lock
+
+
+def _begin(where: Folder, step: int, ranks: Ranks) -> str:
+    """The name of a folder to write into, which the first rank makes and all see. Collective.
+
+    Raises:
+        CheckpointError: a rank does not see it.
+    """
     name = ""
-    with ranks.step("finishing", files=True):
-        if ranks.is_first:
-            assert found.ending is not None
-            name = end(where, found.job.name, found.ending, everyone)
-    final: str = ranks.share(name)
-    return final
+
+    def make() -> str:
+        nonlocal name
+        name = where.begin(step)
+        return name
+
+    def look() -> None:
+        if not where.sees(name):
+            raise CheckpointError(
+                "A rank cannot see the folder that rank 0 created.",
+                rank=ranks.rank,
+                expected=f"{name} in {where}",
+                remedy="save into a folder that all ranks share, on every machine under the same path",
+                code="K135",
+            )
+
+    try:
+        name = ranks.first("planning the save", make, files=True)
+        ranks.together("looking for the folder that the first rank made", look, files=True)
+    except BaseException:
+        if ranks.is_first and name:
+            where.discard(name)
+        raise
+    return name
 
 
 def _request(

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..checkpoint.names import Table
 from ..errors import CheckpointError, PhaseError
-from ..names import clean_name
+from ..names import plain_name
 
 
 def table_of(model: nn.Module) -> Table:
@@ -18,7 +18,7 @@ def table_of(model: nn.Module) -> Table:
         PhaseError: `model` is in the middle of a step, or shows whole parameters that may be written to.
         CheckpointError: a tensor on the meta device.
     """
-    table = Table(model, lambda name: clean_name(name).replace("_orig_mod.", ""))
+    table = Table(model, plain_name)
     for unit, runner in table.units:
         root = runner.root if runner is not None else None
         if unit.showing.summoned or (root is not None and (root.pass_top is not None or root.in_backward)):

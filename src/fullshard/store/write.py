@@ -2,7 +2,7 @@
 
 DCP's own writer copies every piece that is a view, keeps the copies until the last is written, and has a crc32 made of
 every byte; this one writes from the shard's memory. The files are the same: records of `torch.save`, one a piece,
-which DCP's readers read. Everything else is DCP's: planning, metadata, and the file systems behind its writers.
+which DCP's readers read. Metadata and the file systems are DCP's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import IO, Any, cast
 
 import torch
@@ -25,75 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from ..torch_private.dcp_files import CURRENT_DCP_VERSION, StorageInfo
 from .hashed import FileFacts, Hashed
 from .piece import Piece
+from .source import Entry
+from .storage import Stored
 
 _crc_lock = threading.Lock()
-
-
-def write_items(pieces: Iterable[Piece]) -> list[WriteItem]:
-    """DCP's description of pieces."""
-    return [
-        WriteItem(
-            index=MetadataIndex(piece.name, torch.Size(piece.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
-                TensorProperties(dtype=piece.dtype),
-                torch.Size(piece.shape),
-            ),
-        )
-        for piece in pieces
-    ]
-
-
-def value_items(names: Iterable[str]) -> list[WriteItem]:
-    """DCP's description of values that are no tensors."""
-    return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in names]
-
-
-class Planner(SavePlanner):
-    """Gives DCP's writers the data of items.
-
-    Args:
-        pieces: of this rank.
-        values: what is no tensor, by name; for PyTorch's readers: Fullshard reads its manifest instead.
-    """
-
-    def __init__(self, pieces: Iterable[Piece], values: dict[str, Any]) -> None:
-        self._pieces = {(piece.name, torch.Size(piece.offsets)): piece for piece in pieces}
-        self._values = values
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """A tensor of the item's shape, or `torch.save` of a value."""
-        index = write_item.index
-        if write_item.type == WriteItemType.BYTE_IO:
-            buffer = io.BytesIO()
-            torch.save(self._values[index.fqn], buffer)
-            return buffer
-        assert index.offset is not None
-        return self._pieces[index.fqn, index.offset].tensor
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: made with what it gives."""
-
-    def create_local_plan(self) -> SavePlan:
-        """All pieces that this rank writes, and the values."""
-        items = write_items(piece for piece in self._pieces.values() if piece.writes)
-        return SavePlan([*items, *value_items(self._values)])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        """The plans as they are: who writes what is settled by then."""
-        return all_plans, None
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return new_plan
 
 
 class PieceWriter:
@@ -102,42 +40,37 @@ class PieceWriter:
     Attributes:
         facts: of the files that this rank wrote, by name.
         progress: called with a number of bytes whenever some were written.
-        ties: other names of tensors, under which DCP's readers are to find them, too.
     """
 
     facts: dict[str, FileFacts]
     progress: Callable[[int], None] | None = None
-    ties: Mapping[str, str] = MappingProxyType({})
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write all items into one file; see `StorageWriter.write_data`."""
-        results, self.facts = [], {}
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            here: Any = self
-            with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
-                stream = Hashed(below, self.progress)
-                records = RecordWriter(stream, name)
-                results = [records.write(planner.resolve_data(item), item) for item in plan.items]
-                stream.sync()
-            self.facts[name] = stream.facts()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+    def write_pieces(self, rank: int, pieces: Iterable[Piece], values: Mapping[str, Any]) -> list[Stored]:
+        """Write one file of pieces, and of values that are not tensors; where each lies. No file if there are none.
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`; see `StorageWriter.finish`. Nothing that a path or a process can be told by is in it."""
-        places = {result.index: result.storage_data for each in results for result in each}
-        found = dict(metadata.state_dict_metadata)
-        for name, first in self.ties.items():
-            found[name] = found[first]
-            places |= {MetadataIndex(name, i.offset): info for i, info in list(places.items()) if i.fqn == first}
-        here: Any = self
+        Args:
+            rank: whose file it is.
+        """
+        self.facts = {}
+        pieces = list(pieces)
+        if not pieces and not values:
+            return []
+        name, here = f"__{rank}_0.distcp", cast(Any, self)
+        with here.fs.create_stream(here.fs.concat_path(here.path, name), "wb") as below:
+            stream = Hashed(below, self.progress)
+            records = RecordWriter(stream, name)
+            stored = [records.piece(piece) for piece in pieces]
+            stored += [records.value(key, value) for key, value in values.items()]
+            stream.sync()
+        self.facts[name] = stream.facts()
+        return stored
+
+    def write_metadata(self, metadata: Metadata) -> None:
+        """Write `.metadata`. Nothing that a path or a process can be told by is in it."""
+        here = cast(Any, self)
         with here.fs.create_stream(here.fs.concat_path(here.path, ".metadata"), "wb") as below:
             stream = Hashed(below, self.progress)
-            whole = Metadata(found, metadata.planner_data, places)
-            whole.version = CURRENT_DCP_VERSION
-            pickle.dump(whole, stream)
+            pickle.dump(metadata, stream)
             stream.sync()
         self.facts[".metadata"] = stream.facts()
 
@@ -161,18 +94,20 @@ class RecordWriter:
         self._stream, self._name = stream, name
         self._around: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
 
-    def write(self, data: Any, item: WriteItem) -> WriteResult:
-        """Write a tensor, or the bytes in a buffer, or a value; where it lies."""
-        stream = self._stream
-        begin = stream.tell()
-        if isinstance(data, io.BytesIO):
-            stream.write(data.getbuffer())
-        elif isinstance(data, torch.Tensor):
-            self._tensor(_alone(data))
-        else:
-            saved(data, stream)
-        length = stream.tell() - begin
-        return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(self._name, begin, length))
+    def piece(self, piece: Piece) -> Stored:
+        """Write a piece; where it lies."""
+        begin = self._stream.tell()
+        self._tensor(_alone(piece.tensor))
+        return self._stored(piece.name, piece.offsets, piece.sizes, begin)
+
+    def value(self, name: str, value: Any) -> Stored:
+        """Write a value that is not a tensor; where it lies."""
+        begin = self._stream.tell()
+        saved(value, self._stream)
+        return self._stored(name, (), (), begin)
+
+    def _stored(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], begin: int) -> Stored:
+        return Stored(name, offsets, sizes, self._name, begin, self._stream.tell() - begin)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         """Write one that is alone in its storage."""
@@ -262,18 +197,39 @@ def _without_crc() -> Iterator[None]:
             torch.serialization.set_crc32_options(before)
 
 
-def metadata_of(plans: Iterable[SavePlan], paths: dict[str, tuple[Any, ...]]) -> Metadata:
-    """DCP's metadata of what all ranks write.
+def metadata_of(
+    entries: Mapping[str, Entry],
+    stored: Iterable[Stored],
+    paths: dict[str, tuple[Any, ...]],
+    ties: Mapping[str, str],
+) -> Metadata:
+    """DCP's metadata of what all ranks wrote.
 
     Args:
+        entries: all tensors; what is stored under another name is a value.
         paths: for each name the keys that lead to it in the nested state dict.
+        ties: other names of tensors, under which DCP's readers are to find them, too.
     """
     found: dict[str, Any] = {}
-    for item in (item for plan in plans for item in plan.items):
-        name, data = item.index.fqn, item.tensor_data
-        if data is None:
-            found[name] = BytesStorageMetadata()
-        else:
-            known = found.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
-            known.chunks.append(data.chunk)
-    return Metadata(state_dict_metadata=found, planner_data=paths)
+    places: dict[MetadataIndex, Any] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, first in ties.items():
+        aliases.setdefault(first, []).append(name)
+    for one in stored:
+        info = StorageInfo(one.file, one.begin, one.nbytes)
+        entry = entries.get(one.name)
+        if entry is None:
+            found[one.name], places[MetadataIndex(one.name)] = BytesStorageMetadata(), info
+            continue
+        offsets = torch.Size(one.offsets)
+        if one.name not in found:
+            properties = TensorProperties(dtype=entry.dtype)
+            found[one.name] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+        found[one.name].chunks.append(ChunkStorageMetadata(offsets, torch.Size(one.sizes)))
+        for name in (one.name, *aliases.get(one.name, ())):
+            places[MetadataIndex(name, offsets)] = info
+    for name, first in ties.items():
+        found[name] = found[first]
+    whole = Metadata(state_dict_metadata=found, planner_data=paths, storage_data=places)
+    whole.version = CURRENT_DCP_VERSION
+    return whole

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
-from ..torch_private.dcp_files import StorageInfo
 from .background import GIVE_UP, HEADER, MESSAGE, PAGE, Order, data_begin, note_written
 from .hashed import FileFacts
-from .job import Written, end, write
 from .piece import Piece
+from .plan import Written, end, write
+from .storage import Stored
 
 _POLL = 0.02  # seconds between two looks into the folder
 _ORPHAN_PATIENCE = 60.0  # seconds that the writers of other ranks get when this one's rank is gone
@@ -59,7 +57,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) -> dict[str, Any]:
-    path = order.job.folder.at(order.job.name)
+    path = order.folder.at(order.name)
     done = 0
 
     def progress(nbytes: int) -> None:
@@ -68,18 +66,19 @@ def _serve(order: Order, memory: mmap.mmap, begin: int, channel: socket.socket) 
         memory[: HEADER.size] = HEADER.pack(done, HEADER.unpack_from(memory)[1])
 
     try:
-        written = write(order.job, _pieces(order, memory, begin), progress)
+        pieces = _pieces(order, memory, begin)
+        written = write(order.folder, order.name, order.rank, pieces, order.values, progress)
         note_written(path, order.rank, _told(written))
         if order.ending is None:
             return {}
         everyone = [wait_for(path, rank, order, channel) for rank in range(order.world)]
         for marker in path.glob("rank-*.*"):
             marker.unlink()
-        return {"name": end(order.job.folder, order.job.name, order.ending, everyone)}
+        return {"name": end(order.folder, order.name, order.ending, everyone)}
     except Exception as error:
         text = f"rank {order.rank}: {type(error).__name__}: {error}"
         if order.ending is not None:
-            order.job.folder.discard(order.job.name)
+            order.folder.discard(order.name)
         elif not path.is_dir():
             return {}  # the first rank's writer removed the folder, and its rank tells why
         else:
@@ -117,21 +116,14 @@ def _pieces(order: Order, memory: mmap.mmap, begin: int) -> list[Piece]:
 
 def _told(written: Written) -> str:
     """`written` as JSON, for the first rank's writer."""
-    rows = [
-        (r.index.fqn, r.index.offset and list(r.index.offset), r.storage_data.relative_path, r.storage_data.offset,
-         r.storage_data.length)
-        for r in written.results
-    ]  # fmt: skip
-    return json.dumps({"rows": rows, "facts": {k: (f.nbytes, f.hashes, f.kind) for k, f in written.facts.items()}})
+    stored = [(s.name, s.offsets, s.sizes, s.file, s.begin, s.nbytes) for s in written.stored]
+    return json.dumps({"stored": stored, "facts": {k: (f.nbytes, f.hashes, f.kind) for k, f in written.facts.items()}})
 
 
 def _read(text: str) -> Written:
     told = json.loads(text)
-    results = [
-        WriteResult(MetadataIndex(name, offset), length, StorageInfo(file, begin, length))
-        for name, offset, file, begin, length in told["rows"]
-    ]
-    return Written(results, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in told["facts"].items()})
+    stored = [Stored(name, tuple(offsets), tuple(sizes), *place) for name, offsets, sizes, *place in told["stored"]]
+    return Written(stored, {name: FileFacts(n, tuple(h), kind) for name, (n, h, kind) in told["facts"].items()})
 
 
 def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Written:

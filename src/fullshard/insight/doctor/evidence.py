@@ -6,15 +6,13 @@ Files are hostile until shown otherwise: nothing in them is ever imported or cal
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...store.pickles import look_through
+from ...store.pickles import read_pickle
 from ...watcher.judge import Status
 from . import messages
 
@@ -170,26 +168,23 @@ def _parsed(data: bytes) -> Any:
 
 def _unpickled(data: bytes) -> Any:
     try:
-        look_through(data)
-        return Plain(io.BytesIO(data)).load()
+        return read_pickle(data, _named, _outside)
     except Foreign:
         raise
     except Exception as error:  # whatever a broken pickle makes of the machine that reads it
         raise Foreign(f"it is a broken or truncated pickle ({type(error).__name__})") from error
 
 
-class Plain(pickle.Unpickler):
-    """Loads containers, strings and numbers, which a pickle holds without naming any class, and nothing else."""
+def _named(module: str, name: str) -> Any:
+    """Refuse: a pickle that names anything could run it."""
+    raise Foreign(
+        f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
+    )
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse: a pickle that names anything could run it."""
-        raise Foreign(
-            f"it is a pickle that asks for {module}.{name}, which a flight recorder's dump never does; not loaded"
-        )
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse likewise."""
-        raise Foreign("it is a pickle that refers to something outside itself; not loaded")
+def _outside(pid: Any) -> Any:
+    """Refuse likewise."""
+    raise Foreign("it is a pickle that refers to something outside itself; not loaded")
 
 
 def report_of(source: str, value: Any) -> WatcherReport:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ...names import plain_path
 from . import generators
-from .held import plain_path
 from .report import Finding
 from .session import Session
 

@@ -12,18 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ...checkpoint.names import Named, Table, settle
 from ...checkpoint.values import views_of
 from ...forms import full_of
-from ...names import clean_name
+from ...names import plain_name, plain_path
 from ...torch_private.local_tensor import local_part, read_grad
-
-
-def plain_name(name: str) -> str:
-    """A name without what wrapping, checkpointing and compiling put in."""
-    return clean_name(name).replace("_orig_mod.", "")
-
-
-def plain_path(path: str) -> str:
-    """A module's name, likewise."""
-    return plain_name(f"{path}.")[:-1]
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,11 +17,12 @@ from torch import nn
 from ...checkpoint.names import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
+from ...names import plain_name
 from . import causes, generators, start
 from .apart import difference, index_of, rms
 from .calls import Call, calls_of
 from .compare import merged
-from .held import Held, buffers_of, modules_of, plain_name
+from .held import Held, buffers_of, modules_of
 from .report import Finding, Report
 from .session import Session
 from .training import Plan, listed

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
 
 from ...errors import CheckpointError
-from ..folder import Folder, make_folders, put_in_place, remove_empty, write_synced
+from ..folder import Folder
 from ..hashed import Hashed
+from ..in_place import make_folders, put_in_place, remove_empty, write_synced
 from ..manifest import NAME as MANIFEST
 from ..manifest import Manifest, versions
 from ..piece import Piece, whole_piece
-from ..planning import GROUPS, path_of
+from ..plan import GROUPS, path_of
 from ..read import Files, copies_for
 from ..source import MODEL, OPTIMIZER, Entry, Sink, Source
-from ..storage import LocalStorage
+from ..storage import LocalStorage, Stored
 from ..tree import from_json, to_json
-from ..write import LocalWriter, RecordWriter, metadata_of, value_items, write_items
+from ..write import LocalWriter, RecordWriter, metadata_of
 
 
 class DcpSource(Source):
@@ -141,8 +141,7 @@ class DcpSink(Sink):
             raise
         self._stream = Hashed(self._file)
         self._records = RecordWriter(self._stream, "__0_0.distcp")
-        self._results: list[Any] = []
-        self._items: list[Any] = []
+        self._stored: list[Stored] = []
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._entries[name]
@@ -154,12 +153,7 @@ class DcpSink(Sink):
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
                 code="K059",
             )
-        (item,) = write_items([whole_piece(name, tensor, True)])
-        self._add(item, tensor)
-
-    def _add(self, item: Any, data: Any) -> None:
-        self._items.append(item)
-        self._results.append(self._records.write(data, item))
+        self._stored.append(self._records.piece(whole_piece(name, tensor, True)))
 
     def finish(self) -> None:
         optimizer = self._values.get("optimizer", {})
@@ -178,9 +172,8 @@ class DcpSink(Sink):
         for g, group in enumerate(groups):
             for key, value in group.items():
                 if not isinstance(value, torch.Tensor):
-                    (item,) = value_items([f"{GROUPS}.{g}.{key}"])
-                    self._add(item, value)
-        missing = self._entries.keys() - {item.index.fqn for item in self._items}
+                    self._stored.append(self._records.value(f"{GROUPS}.{g}.{key}", value))
+        missing = self._entries.keys() - {one.name for one in self._stored}
         if missing:
             raise CheckpointError("Not all tensors were written.", parameter=min(missing), code="K060")
         self._stream.sync()
@@ -189,10 +182,9 @@ class DcpSink(Sink):
 
     def _end(self, told: dict[str, Any]) -> None:
         parameters = {name.removeprefix(MODEL) for name in self._entries if name.startswith(MODEL)}
-        paths = {item.index.fqn: path_of(item.index.fqn, parameters) for item in self._items}
-        paths |= {name: path_of(name, parameters) for name in self._ties}
-        self._writer.facts, self._writer.ties = {"__0_0.distcp": self._stream.facts()}, self._ties
-        self._writer.finish(metadata_of([SavePlan(self._items)], paths), [self._results])
+        paths = {name: path_of(name, parameters) for name in (*(one.name for one in self._stored), *self._ties)}
+        self._writer.facts = {"__0_0.distcp": self._stream.facts()}
+        self._writer.write_metadata(metadata_of(self._entries, self._stored, paths, self._ties))
         manifest = Manifest(
             step=int(self._values.get("step", 0)),
             world=1,

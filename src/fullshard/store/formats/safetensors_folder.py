@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...layout import dense_strides
-from ..folder import make_folders, put_in_place, remove_empty, sync_folder
+from ..in_place import make_folders, put_in_place, remove_empty, sync
 from ..source import MODEL, Entry, Sink, Source
 from ..storage import open_file, read_exactly
 from .elements import read_strided
@@ -329,7 +329,7 @@ class SafetensorsSink(Sink):
             if self._index is not None:
                 (self.folder / f"{self._stem}{INDEX}").write_text(json.dumps(self._index, indent=2) + "\n")
             for path in self.folder.iterdir():
-                sync_folder(path)
+                sync(path)
             self._refuse_existing()
             put_in_place(self.folder, self._path)
         except OSError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch.serialization import skip_data
 
 from ...errors import CheckpointError
-from ..folder import sync_folder
+from ..in_place import put_in_place
 from ..source import Entry, Sink, Source
 from ..write import bytes_of
 from .archive import Archive
@@ -154,10 +153,8 @@ class TorchFileSink(Sink):
         if missing:
             raise CheckpointError("Not all tensors were written.", parameter=missing[0], code="K111")
         self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        self._saving.rename(self._path)
-        sync_folder(self._path.parent)
+        put_in_place(self._saving, self._path)
 
     def abort(self) -> None:
         if self._file is not None:
