@@ -466,9 +466,9 @@ FAULTS = (
     ),
     Fault(
         "a host that waits for nothing counts as one that waits for its device",
-        "watcher/watcher.py",
-        "stands = silence.call.in_pass and silence.issued",
-        "stands = silence.issued",
+        "watcher/roll_call.py",
+        "in_pass = self.rank.idle and stands.call.in_pass",
+        "in_pass = self.rank.idle",
         "tests/stuck/test_who_is_stuck.py",
     ),
     Fault(

@@ -192,7 +192,7 @@ class Reducer:
         if ledger.gathered + reducing > ledger.peak:
             ledger.note()
         gradients.state, gradients.running = REDUCING, reduction.planned
-        delivery.hooked, position.reduced = False, True
+        position.reduced = True
         in_flight.append((self, one, reduction))
         self._use.reduced.add(one.index)
 

@@ -80,8 +80,8 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         runner.forwards.append(forward)
         unit.open(usual)
         trace, ahead, depth = root.traces.current, root.ahead, settings.prefetch.forward
-        runner.phase, runner.period = FORWARD, Period(index, trace)
-        trace.steps.append((runner.period, False))
+        runner.phase, runner.period = FORWARD, (period := Period(index, trace))
+        trace.steps.append((period, False))
         trace.ahead[index] += 1
         ahead.pop(index, None)
         token = root.position.log.expected
@@ -143,7 +143,7 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         and [*map(sub, map(call, usual.addresses_of), map(call, usual.bases))] == usual.offsets
         and all(map(is_, map(call, usual.read), usual.unsharded))
     ):
-        (unit.hide if usual.stays else unit.close)(usual)
+        usual.leave(usual)
         period: Any = runner.period
         period.trace.steps.append((period, True))
         runner.phase, runner.kept = IDLE, runner.kept and usual.stays
@@ -225,7 +225,7 @@ class Call:
         ):
             steps, depth = trace.steps, runner.settings.prefetch.backward
             steps.pop()
-            (unit.show if usual.stays else unit.open)(usual)
+            usual.come_back(usual)
             runner.phase, period.opened = BACKWARD, True
             token = root.position.log.expected
             known = depth == 1 and len(steps) > 1 and steps[-2][1]

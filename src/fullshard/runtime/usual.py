@@ -31,7 +31,8 @@ AFTER_BACKWARD = attrgetter("root.usual_backward", *_ALWAYS, "held", "period.cal
 # What is compared of it, and of its `Gradients`, each, before they are reduced; `UsualReduction` has what is usual.
 REDUCES = attrgetter("settings.reduce", "settings.comm", "settings.share", "root.reducer.usual", "root.reducer.owed")
 GRADIENTS = attrgetter(
-    *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.views", "bucket.trains"),
+    *("state", "partial", "buffer", "delivery.set", "delivery.kept", "delivery.hooked", "delivery.views"),
+    "bucket.trains",
 )
 
 
@@ -45,8 +46,9 @@ class UsualStep:
         gather: that plan.
         opens: what ends a gather, then shows the unsharded parameters.
         closes: what shows the sharded parameters, then frees.
-        stays: whether it stays gathered from its forward to its backward.
-        shows, hides: what shows the unsharded parameters, and the sharded ones, of a unit that stays gathered.
+        shows, hides: what shows the unsharded parameters, and the sharded ones.
+        stays: whether the unit stays gathered from its forward to its backward.
+        leave, come_back: methods of the unit that end its forward, and begin its backward.
         copied: bytes that are alive besides as a gather ends, while what is copied out of it is still there.
         settles: bytes that are alive once the gather is over, less those while it is in flight.
         read, sharded, unsharded: see `ShowPlan`.
@@ -58,7 +60,8 @@ class UsualStep:
 
     __slots__ = (
         *("addresses", "addresses_of", "after_backward", "after_forward", "bases", "before_backward"),
-        *("before_forward", "closes", "copied", "counters", "gather", "hides", "numbers", "offsets", "opens", "places"),
+        *("before_forward", "closes", "come_back", "copied", "counters", "gather", "hides", "leave", "numbers"),
+        *("offsets", "opens", "places"),
         *("pointers", "read", "reduction", "settles", "sharded", "shows", "stays", "unsharded", "watched"),
     )
 
@@ -68,7 +71,9 @@ class UsualStep:
         self.gather = gather
         self.opens: list[Callable[[], object]] = [*gather.completes, *shown.show]
         self.closes: list[Callable[[], object]] = [*shown.hide, *gather.frees]
-        self.stays, self.shows, self.hides = runner.settings.reshard_after_forward is False, shown.show, shown.hide
+        self.shows, self.hides = shown.show, shown.hide
+        self.stays = runner.settings.reshard_after_forward is False
+        self.leave, self.come_back = (unit.hide, unit.show) if self.stays else (unit.close, unit.open)
         self.copied, self.settles = gather.copied_bytes, gather.live_bytes - gather.issued_bytes
         self.read, self.sharded, self.unsharded = shown.read, shown.sharded, shown.unsharded
         self.counters, self.addresses = gather.counters, gather.addresses
@@ -135,7 +140,7 @@ class UsualReduction:
 def _at_rest(gradients: Gradients) -> Any:
     """What `GRADIENTS` finds of a bucket when nothing of it waits for a reduction."""
     delivery, bucket = gradients.delivery, gradients.bucket
-    return GradState.NONE, None, gradients.buffer, delivery.set, set(), [*delivery.views], bucket.trains
+    return GradState.NONE, None, gradients.buffer, delivery.set, set(), False, [*delivery.views], bucket.trains
 
 
 def plan_usual_reduction(runner: Any) -> None:
