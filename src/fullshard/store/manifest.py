@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -60,7 +60,7 @@ class Manifest:
 
     def text(self) -> bytes:
         """The file."""
-        inner = asdict(self) | {
+        inner = vars(self) | {
             "format": "fullshard",
             "version": 1 if all(f.kind == "sha256" for f in self.files.values()) else VERSION,
             "tensors": {k: {"shape": list(e.shape), "dtype": dtype_name(e.dtype)} for k, e in self.tensors.items()},

@@ -472,6 +472,7 @@ def write(
     return Written(writer.write_pieces(rank, pieces, values), writer.facts)
 
 
+@without_collection()
 def end(folder: Folder, name: str, ending: Ending | None, written: Sequence[Written]) -> str:
     """Write metadata and manifest, and let the checkpoint take its place; its name. On the first rank."""
     assert ending is not None
