@@ -328,7 +328,7 @@ def arguments_refused() -> list[str]:
     for reduction in ("sum", "tokens"):
         model: Any = shard(layers(), "rows", reduction=reduction)
         expect(lambda model=model: model.set_reduce_scatter_divide_factor(2.0), ValueError, "divide factor")
-        expect(lambda model=model: model.set_force_sum_reduction_for_comms(True), ValueError, "no place")
+        expect(lambda model=model: model.set_force_sum_reduction_for_comms(True), ValueError, "force_sum")
         model.set_force_sum_reduction_for_comms(False)
         wrapped = shard(layers(), "wrapper", reduction=reduction)
         hook: Sequence[Any] = (None, lambda state, grad, out: None)
