@@ -6,6 +6,7 @@ Both run one program on one rank of a group that moves no data: values mean noth
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -420,6 +421,16 @@ def test_settings_that_come_back_are_the_same_objects(fake_world: Any) -> None:
     for _ in range(3):
         assert off.with_changes({"reduce_sync": True, "reduce_all_reduce": True}) is settings
         assert settings.with_changes({"reduce_sync": False, "reduce_all_reduce": False}) is off
+    found = settings
+    for _ in range(3):  # there and back by another way, as pipelines do
+        for name, value in itertools.product(("reshard_after_backward", "reduce_sync"), (False, True)):
+            found = found.with_changes({name: value})
+        for name, value in (("reshard_after_backward", False), ("reduce_sync", False)):
+            found = found.with_changes({name: value})
+        for name, value in (("reshard_after_backward", True), ("reduce_sync", True)):
+            found = found.with_changes({name: value})
+        assert found is settings
+        assert len(settings._family) == 5
     kept = off.with_changes({"reshard_after_forward": False})
     assert kept.reshard_after_forward is False and kept.reduce is off.reduce
     assert kept.with_changes({"reshard_after_forward": off.reshard_after_forward}) is off

@@ -321,6 +321,13 @@ FAULTS = (
         test="tests/test_usual_step.py -k replicated",
     ),
     Fault(
+        "settings grow with each switch that goes there and back by another way",
+        "runtime/settings.py",
+        "            changed = next((known for known in family if known == changed), changed)\n",
+        "",
+        test="tests/test_usual_step.py -k settings",
+    ),
+    Fault(
         "a list that a user passes is copied",
         "containers.py",
         "    if not isinstance(value, tuple):\n        return value\n    items = [map_own(fn, item) for item in value]",

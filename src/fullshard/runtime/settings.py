@@ -73,6 +73,7 @@ class UnitSettings:
     inputs_dtype: torch.dtype | None = field(init=False, default=None)
     outputs_dtype: torch.dtype | None = field(init=False, default=None)
     _after: dict[Any, UnitSettings] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _family: list[UnitSettings] = field(init=False, default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         policy, ahead = self.policy, self.prefetch
@@ -84,8 +85,8 @@ class UnitSettings:
     def with_changes(self, changes: dict[str, Any]) -> UnitSettings:
         """The settings with these changed; those of `reduce` and `prefetch` are named `reduce_x` and `prefetch_x`.
 
-        Switches that go back and forth, as gradient sync does in each accumulation, lead to the same objects again:
-        what was planned under them still holds.
+        Switches that go back and forth, as gradient sync does in each accumulation, lead to the same objects again, by
+        whatever way: what was planned under them still holds, and nothing grows.
         """
         switches = {*map(type, changes.values())} <= _SWITCH
         key = tuple(changes.items())
@@ -103,14 +104,16 @@ class UnitSettings:
             else:
                 own[name] = value
         switches = switches and {type(value) for _, value in before} <= _SWITCH
-        if switches and before == [*key]:
-            changed = self
-        else:
-            parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
-            changed = replace(self, **parts, **own)
+        parts = {part: replace(getattr(self, part), **values) for part, values in nested.items() if values}
+        changed = replace(self, **parts, **own)
         if switches:
+            family = self._family or [self]
+            changed = next((known for known in family if known == changed), changed)
+            if changed is not self and not changed._family:
+                family.append(changed)
+            for one in (self, changed):
+                object.__setattr__(one, "_family", family)
             self._after[key] = changed
-            changed._after.setdefault(tuple(before), self)
         return changed
 
 
