@@ -72,6 +72,7 @@ class UnitSettings:
     usual: bool = field(init=False, default=False)
     inputs_dtype: torch.dtype | None = field(init=False, default=None)
     outputs_dtype: torch.dtype | None = field(init=False, default=None)
+    # Settings that differ from these in switches alone: by the change that leads there, and all of them, in one list.
     _after: dict[Any, UnitSettings] = field(init=False, default_factory=dict, compare=False, repr=False)
     _family: list[UnitSettings] = field(init=False, default_factory=list, compare=False, repr=False)
 

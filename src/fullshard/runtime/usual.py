@@ -84,8 +84,8 @@ class UsualStep:
         self.places = [pointer() for pointer in self.pointers]
         self.before_forward: Any = True, Phase.IDLE, State.GATHERING, gather, True, []
         self.after_forward: Any = True, Phase.FORWARD, State.GATHERED, gather, True, [], 0, True, False
-        found = State.GATHERED if self.stays else State.GATHERING
-        self.before_backward: Any = True, Phase.IDLE, found, gather, True, []
+        begins = State.GATHERED if self.stays else State.GATHERING
+        self.before_backward: Any = True, Phase.IDLE, begins, gather, True, []
         self.after_backward: Any = True, Phase.BACKWARD, State.GATHERED, gather, True, [], 0, 1
         self.reduction: UsualReduction | None = None
 

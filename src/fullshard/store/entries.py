@@ -125,18 +125,18 @@ def values_of(state: Mapping[str, Callable[[], Any]], first: bool) -> Values:
     Raises:
         CheckpointError: a value that is not plain.
     """
-    found = Values()
+    values = Values()
     every: dict[str, torch.Tensor] = {}  # of all keys: no two get one name
     for key, give in state.items():
         before = len(every)
-        found.json[key] = to_json(give(), f"{STATE}{key}", every)
+        values.json[key] = to_json(give(), f"{STATE}{key}", every)
         tensors = dict(list(every.items())[before:])
-        found.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
-        found.digests[key] = _digest(found.json[key], found.tensors[key])
+        values.tensors[key] = {name: tensor for name, tensor in tensors.items() if _is_whole(tensor)}
+        values.digests[key] = _digest(values.json[key], values.tensors[key])
         for turn, (name, tensor) in enumerate(tensors.items()):
             if not _is_whole(tensor):
-                found.sharded += value_pieces(name, tensor, turn, first)
-    return found
+                values.sharded += value_pieces(name, tensor, turn, first)
+    return values
 
 
 def entries_of(values: Values, everyone: Sequence[Mapping[str, Digest]], rank: int) -> Entries:
@@ -201,8 +201,8 @@ def _check_size(everyone: Sequence[Mapping[str, Digest]]) -> None:
 
 def _digest(json_value: Any, tensors: Mapping[str, torch.Tensor]) -> Digest:
     text = json.dumps(json_value).encode()
-    found = hashlib.sha256(text)
+    digest = hashlib.sha256(text)
     for name, tensor in tensors.items():
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(bytes_of(tensor) if tensor.numel() else b"")
-    return found.hexdigest(), len(text)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(bytes_of(tensor) if tensor.numel() else b"")
+    return digest.hexdigest(), len(text)

@@ -158,8 +158,10 @@ def plan_save(request: Request, ranks: Ranks) -> Plan:
     entries = _entries_of_all(outline.entries, [each[1] for each in everyone], ranks)
     scalars = [outline.scalars] if len({each[2] for each in everyone}) == 1 else ranks.gather(outline.scalars)
     values = entries_of(outline.state, [each[3] for each in everyone], ranks.rank)
-    told = {piece.name: Entry(piece.shape, piece.dtype) for piece in values.own_pieces}
-    owned: list[tuple[dict[str, Any], dict[str, Entry]]] = ranks.gather((values.own, told)) if values.differ else []
+    own_tensors = {piece.name: Entry(piece.shape, piece.dtype) for piece in values.own_pieces}
+    owned: list[tuple[dict[str, Any], dict[str, Entry]]] = (
+        ranks.gather((values.own, own_tensors)) if values.differ else []
+    )
     pieces = [piece for piece in (*contents.pieces, *outline.state.sharded) if piece.writes]
     others = _written_by_others(pieces, entries, ranks)
     plan = Plan([piece for piece in pieces if (piece.name, piece.offsets) not in others])
@@ -243,8 +245,8 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
         return dict(entries)
     tells = digests.index(digests[ranks.rank]) == ranks.rank  # one rank for all with the same
     found: dict[str, tuple[Entry, int]] = {}
-    for rank, told in enumerate(ranks.all(entries if tells else {})):
-        for name, entry in told.items():
+    for rank, theirs in enumerate(ranks.all(entries if tells else {})):
+        for name, entry in theirs.items():
             known, first = found.setdefault(name, (entry, rank))
             if known != entry:
                 raise DivergenceError(
@@ -313,8 +315,8 @@ def _share_out(names: Container[str], pieces: Sequence[Piece], entries: Mapping[
     holders: dict[Key, list[int]] = {}
     sizes: dict[str, dict[Key, tuple[int, ...]]] = {}
     mine = {(piece.name, piece.offsets): piece for piece in pieces if piece.name in names}
-    for rank, told in enumerate(ranks.all({key: piece.sizes for key, piece in mine.items()})):
-        for key, extent in told.items():
+    for rank, rectangles in enumerate(ranks.all({key: piece.sizes for key, piece in mine.items()})):
+        for key, extent in rectangles.items():
             holders.setdefault(key, []).append(rank)
             sizes.setdefault(key[0], {})[key] = extent
     for name in (name for name in entries if name in names):
@@ -371,7 +373,7 @@ def _add_first(
     request: Request,
     contents: Contents,
     entries: dict[str, Entry],
-    told: Sequence[Mapping[str, Mapping[str, Scalar]]],
+    scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]],
     values: Entries,
     owned: list[dict[str, Any]],
     world: int,
@@ -380,13 +382,13 @@ def _add_first(
 
     Args:
         entries: all tensors but these.
-        told: scalars of every rank, or the first's if all have the same.
+        scalars_of_ranks: scalars of every rank, or the first's if all have the same.
         owned: values that are a rank's own, of every rank; none if no rank has any.
         world: how many ranks save.
     """
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for parameter, key, value in _scalars(told):
+    for parameter, key, value in _scalars(scalars_of_ranks):
         if isinstance(value, torch.Tensor):
             tensors[f"{OPTIMIZER}{parameter}.{key}"] = value
         else:
@@ -421,16 +423,16 @@ def _add_first(
     plan.ending = Ending(manifest, paths, request.keep_last, request.keep_every)
 
 
-def _scalars(told: Sequence[Mapping[str, Mapping[str, Scalar]]]) -> list[tuple[str, str, Any]]:
+def _scalars(scalars_of_ranks: Sequence[Mapping[str, Mapping[str, Scalar]]]) -> list[tuple[str, str, Any]]:
     """Parameter, key and value of every scalar: what a rank says that holds some of the parameter."""
-    found: dict[tuple[str, str], Scalar] = {}
-    for each in told:
+    first: dict[tuple[str, str], Scalar] = {}
+    for each in scalars_of_ranks:
         for parameter, own in each.items():
             for key, scalar in own.items():
-                known = found.get((parameter, key))
+                known = first.get((parameter, key))
                 if known is None or (scalar.owns and not known.owns):
-                    found[parameter, key] = scalar
-    return [(parameter, key, _received(scalar.value)) for (parameter, key), scalar in found.items()]
+                    first[parameter, key] = scalar
+    return [(parameter, key, _received(scalar.value)) for (parameter, key), scalar in first.items()]
 
 
 def path_of(name: str, parameters: Container[str]) -> tuple[Any, ...]:

@@ -60,9 +60,9 @@ def doctor(path: str | os.PathLike[str]) -> Diagnosis:
         return _by_recorder(evidence, differ)
     incident = merged(evidence.reports)
     statuses, halves = incident.statuses, incident.halves
-    found = verdict(statuses)
-    what, kind, ranks = sentence(found), found.kind, found.ranks
-    because, steps = messages.because(found), messages.next_steps(found)
+    judged = verdict(statuses)
+    what, kind, ranks = sentence(judged), judged.kind, judged.ranks
+    because, steps = messages.because(judged), messages.next_steps(judged)
     if halves and kind not in _ENDS:
         what, kind, ranks = messages.cut(statuses, halves), "cut", ()
         because, steps = messages.because_cut(halves), messages.CUT

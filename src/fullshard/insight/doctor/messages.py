@@ -13,44 +13,44 @@ from ...watcher.messages import after, at
 # Why a verdict is believed.
 
 
-def because(found: Verdict) -> list[str]:
+def because(verdict: Verdict) -> list[str]:
     """Why the verdict is believed, a line each."""
-    return _BECAUSE[found.kind](found)
+    return _BECAUSE[verdict.kind](verdict)
 
 
 def _who(statuses: Sequence[Status]) -> str:
     return ranks_of([status["rank"] for status in statuses])
 
 
-def _waiters(found: Verdict) -> list[str]:
+def _waiters(verdict: Verdict) -> list[str]:
     """What those who wait have issued, and those named have not."""
-    behind = min([max([record["turn"] for record in of_last_root(status)], default=0) for status in found.named])
-    ahead = [status for status in found.others if status["waits_for"] and status["waits_for"]["turn"] > behind]
+    behind = min([max([record["turn"] for record in of_last_root(status)], default=0) for status in verdict.named])
+    ahead = [status for status in verdict.others if status["waits_for"] and status["waits_for"]["turn"] > behind]
     if not ahead:
         return []
     point = at(ahead[0], "waits_for")
     here = [status for status in ahead if at(status, "waits_for") == point]
-    return [f"{_who(here)} waited for {point}, to which {'it' if len(found.named) == 1 else 'they'} never came"]
+    return [f"{_who(here)} waited for {point}, to which {'it' if len(verdict.named) == 1 else 'they'} never came"]
 
 
-def _raised(found: Verdict) -> list[str]:
+def _raised(verdict: Verdict) -> list[str]:
     return [
-        f"its watcher read the exception that it raised {after(found.named[0])}",
-        *_waiters(found),
+        f"its watcher read the exception that it raised {after(verdict.named[0])}",
+        *_waiters(verdict),
         *(
             f"rank {s['rank']} raised another error, which may follow from it: {line_of_error(s)}"
-            for s in first_hand(found.others)
+            for s in first_hand(verdict.others)
         ),
     ]
 
 
-def _gone(found: Verdict) -> list[str]:
-    how, steps = found.named[0]["gone"], found.named[0]["steps"]
+def _gone(verdict: Verdict) -> list[str]:
+    how, steps = verdict.named[0]["gone"], verdict.named[0]["steps"]
     by_itself = BY_ITSELF in how
-    rest = [s for s in found.others if s["gone"] is not None and (BY_ITSELF in s["gone"]) == by_itself]
+    rest = [s for s in verdict.others if s["gone"] is not None and (BY_ITSELF in s["gone"]) == by_itself]
     return [
         f"how it ended, as it said or its machine did: {how}",
-        *_waiters(found),
+        *_waiters(verdict),
         *([f"it raised nothing: its program came to its end after {steps} steps"] if by_itself else []),
         *(
             f"rank {s['rank']} is gone, too ({s['gone']}), which may follow from it"
@@ -60,18 +60,20 @@ def _gone(found: Verdict) -> list[str]:
     ]
 
 
-def _calls(found: Verdict) -> list[str]:
-    gone = [status for status in found.others if status["gone"] is not None]
+def _calls(verdict: Verdict) -> list[str]:
+    gone = [status for status in verdict.others if status["gone"] is not None]
     rest = f"{_who(gone)} came to the end of the program" if gone else "no rank is anywhere else"
     return [f"each of these calls waits for the other ranks to make it, too, and {rest}"]
 
 
-def _apart(found: Verdict) -> list[str]:
-    if not found.named:
+def _apart(verdict: Verdict) -> list[str]:
+    if not verdict.named:
         rest = "the ranks are evenly split, so that nobody can be blamed: see the first difference"
     else:
-        issued = first_issued([*found.named, *found.others])[1].get(found.others[0]["rank"], at(found.others[0]))
-        rest = f"{_who(found.others)} issued {issued}; {_who(found.named)} did not"
+        issued = first_issued([*verdict.named, *verdict.others])[1].get(
+            verdict.others[0]["rank"], at(verdict.others[0])
+        )
+        rest = f"{_who(verdict.others)} issued {issued}; {_who(verdict.named)} did not"
     return ["all ranks wait, at points at which they do not meet", rest]
 
 
@@ -79,23 +81,23 @@ _BECAUSE: dict[str, Callable[[Verdict], list[str]]] = {
     "raised": _raised,
     "gone": _gone,
     "data": _gone,
-    "stopped": lambda found: [
+    "stopped": lambda verdict: [
         "the system says that the process is stopped (state T): it lives, and does not run",
-        *_waiters(found),
+        *_waiters(verdict),
     ],
-    "unreachable": lambda found: [
+    "unreachable": lambda verdict: [
         "its watcher, a thread of its process, did not answer within the time allowed",
         "no other rank is on its machine that could say whether it is gone, stopped, or holds the interpreter",
     ],
-    "absent": lambda found: ["it never said anything"],
+    "absent": lambda verdict: ["it never said anything"],
     "calls": _calls,
-    "departed": lambda found: [
+    "departed": lambda verdict: [
         "in the first steps the order was the same on all ranks; only there another unit came than it says",
-        f"{_who(found.others)} still follow that order",
+        f"{_who(verdict.others)} still follow that order",
     ],
-    "elsewhere": lambda found: [*_waiters(found), *_standing(found.named[0])[0]],
+    "elsewhere": lambda verdict: [*_waiters(verdict), *_standing(verdict.named[0])[0]],
     "apart": _apart,
-    "transport": lambda found: [f"{_who(found.others)} issued the same, and none of them got past it"],
+    "transport": lambda verdict: [f"{_who(verdict.others)} issued the same, and none of them got past it"],
 }
 
 
@@ -144,14 +146,14 @@ def by_recorder(group: str, number: int, ranks: Sequence[int], agrees: bool) -> 
 # What to do next.
 
 
-def next_steps(found: Verdict) -> tuple[str, ...]:
+def next_steps(verdict: Verdict) -> tuple[str, ...]:
     """What to do, in this order."""
-    first = found.named[0] if found.named else found.others[0]
-    if found.kind == "raised":
+    first = verdict.named[0] if verdict.named else verdict.others[0]
+    if verdict.kind == "raised":
         return _of_error(line_of_error(first))
-    if found.kind in ("gone", "data"):
+    if verdict.kind in ("gone", "data"):
         return _of_end(first["gone"])
-    steps = _standing(first)[1] if found.kind == "elsewhere" else _NEXT_STEPS[found.kind]
+    steps = _standing(first)[1] if verdict.kind == "elsewhere" else _NEXT_STEPS[verdict.kind]
     return tuple(text.format(pid=first["pid"], host=first["host"]) for text in steps)
 
 
