@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
@@ -170,3 +171,30 @@ def gathers_of_a_step(layout: str) -> tuple[set[int], set[int], int]:
     recording.calls.clear()
     loss.backward()
     return forward, {call.world for call in recording.calls if call.verb == "gather"}, held
+
+
+# Meshes of the same ranks are equal for torch, whatever their groups: it mixes them up in what it remembers.
+
+
+def test_what_users_hold_is_on_the_mesh_of_its_unit(fake_world):
+    fake_world(2)
+    for mesh in (DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"), init_device_mesh("cpu", (2,))):
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        weight, saved = model.weight, model.state_dict()["weight"]
+        state = optimizer.state[weight]["exp_avg"]
+        for held in (weight, weight.data, weight.detach(), weight.grad, weight.t(), weight * 2, saved, state):
+            assert held.device_mesh is mesh
+        assert copy.deepcopy(model).weight.device_mesh is mesh
+
+
+def test_a_process_group_that_was_made_again_is_the_one_that_is_asked(fake_world):
+    for group in ("of its own", "the default one"):
+        fake_world(2)
+        own = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu") if group == "of its own" else None
+        model = fully_shard(nn.Linear(4, 4), mesh=own)
+        wholes = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        assert wholes["weight"].shape == (4, 4)
+        dist.destroy_process_group()

@@ -19,6 +19,7 @@ from ..mesh import backend_of
 from ..torch_private.local_tensor import (
     become,
     delete_grad,
+    keep_mesh,
     local_of,
     local_part,
     plain_access,
@@ -52,6 +53,7 @@ class RowShard(DTensor):
         """As `Tensor.data`. A DTensor that is assigned has the same shape and placements."""
         with plain_access():
             found = as_row_shard(read_data(self))
+        keep_mesh(found, self)
         mark_view(found, self)
         return found
 
@@ -102,6 +104,7 @@ class RowShard(DTensor):
         """A plain DTensor of the same values in memory of its own."""
         with plain_access(), torch.no_grad():
             plain = self.detach().clone()
+        keep_mesh(plain, self)
         plain.requires_grad_(self.requires_grad)
         plain.__dict__.update(attributes)
         return plain
@@ -151,6 +154,7 @@ class RowShard(DTensor):
             result = args[0]
         if changes_in_place(getattr(func, "__name__", "")):
             note_change(args[:1])
+        keep_mesh(result, args[0] if args else None)
         if type(result) is DTensor and (result.grad_fn is not None or func in _VIEWS) and not is_compiling():
             as_row_shard(result)  # a transpose of a weight is misused just as the weight is
             if (name := name_of(args)) is not None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..layout import Layout, Part, Slot
 from ..mesh import MeshAxes
-from ..torch_private.local_tensor import local_of, local_part, same_memory, set_local
+from ..torch_private.local_tensor import keep_mesh, local_of, local_part, same_memory, set_local
 from .changes import Untouched
 from .full import Full, PlainFull
 from .member import NAME_KEY, SUCCESSOR_KEY, Member, attributes_of, hooks_onto, identity_of
@@ -43,7 +43,9 @@ class RowsForm:
         local.copy_(local_part(original).narrow(slot.spec.dim, part.start, part.shape[slot.spec.dim]))
 
     def make(self, member: Member, original: nn.Parameter) -> nn.Parameter:
-        parameter = nn.Parameter(self._plain_view(member, member.local), requires_grad=original.requires_grad)
+        shown = self._plain_view(member, member.local)
+        parameter = nn.Parameter(shown, requires_grad=original.requires_grad)
+        keep_mesh(parameter, shown)
         parameter.__dict__.update(attributes_of(original, alike=member.local))
         self._dress(member, parameter)
         hooks_onto(parameter, original)
@@ -70,7 +72,9 @@ class RowsForm:
             stand_in = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=self.axes.device)
             made: Any = self._rows(member, stand_in)
             set_local(made, local)
-            return made.detach()  # a new wrapper, which takes the device of `local`
+            shown = made.detach()  # a new wrapper, which takes the device of `local`
+            keep_mesh(shown, made)
+            return shown
         slot = member.slot
         placement = Shard(slot.spec.dim)
         placements = (placement,) if self.axes.replicate is None else (Replicate(), placement)

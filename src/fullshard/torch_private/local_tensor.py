@@ -10,6 +10,7 @@ identity could not be checked every step; and plain attribute access, 2 us in pl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -64,6 +65,20 @@ def become(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         parameter._spec = value._spec  # type: ignore[attr-defined]
     set_local(parameter, local_of(value).detach())
+
+
+def keep_mesh(made: Any, of: Any) -> None:
+    """Let a `DTensor` that was made of another lie on the mesh object of that one; nothing for other tensors.
+
+    torch remembers how an operation splits its result by meshes that are equal, which those of other groups of the
+    same ranks are: the result may lie on one whose group is another, or was destroyed.
+    """
+    if not isinstance(made, DTensor) or not isinstance(of, DTensor):
+        return
+    mesh = of._spec.mesh
+    if made._spec.mesh is not mesh and made._spec.mesh == mesh:
+        made._spec = copy.copy(made._spec)
+        made._spec.mesh = mesh
 
 
 def local_part(tensor: Any) -> torch.Tensor:
