@@ -168,8 +168,8 @@ def test_what_repeats_is_foreseen(period, times):
 
 @given(st.text("abc", max_size=12))
 def test_the_longest_stretch_that_came_before_tells_what_follows(history):
-    """Told by trying all of them."""
-    ends = [(length, at) for at in range(1, len(history)) for length in range(1, at + 1)]
+    """Told by trying all of them, up to half of what there is."""
+    ends = [(length, at) for at in range(1, len(history)) for length in range(1, min(at, len(history) // 2) + 1)]
     alike = [(length, at) for length, at in ends if history[at - length : at] == history[-length:]]
     assert following(history[::-1]) == (history[max(alike)[1]] if alike else None)
 

@@ -228,12 +228,12 @@ def following(history: str) -> str | None:
     """What came after the longest stretch that ended as passes end now, the latest such one; None if none did.
 
     Args:
-        history: a letter for each pass, newest first.
+        history: a letter for each pass, newest first. Stretches of up to half of it are looked for.
 
     >>> following("abacaba"[::-1])
     'c'
     """
-    most = min(len(history) - 1, _CONTEXT)
+    most = min(len(history) // 2, _CONTEXT)
     at = history.find(history[:most], 1)  # the usual case: what repeats is shorter than all that is looked at
     if at < 0:  # whatever comes again does so with all that it begins with
         longest = bisect_left(range(1, most + 1), True, key=lambda length: history.find(history[:length], 1) < 0)
