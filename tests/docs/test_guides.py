@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.gloo("each program begins its own group")
 
 BY_CLIENTS = {"docs/adopt.md", *(name_of(page) for page in (ROOT / "docs" / "clients").glob("*.md"))}
-BY_ERRORS = {"docs/errors.md"}
+BY_ERRORS = {"docs/errors.md", "src/fullshard/cli/errors.md"}
 WHOLE = [
     page
     for page in pages.pages()

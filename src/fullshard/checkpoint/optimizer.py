@@ -256,7 +256,6 @@ def check_complete(
             expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
             got="none",
             remedy=remedy,
-            code="K012",
         )
     keys = dict.fromkeys(key for _, own in present for key in own)
     for row, own in present:
@@ -267,7 +266,6 @@ def check_complete(
                 expected=", ".join(map(str, keys)),
                 got=f"none of {', '.join(map(str, missing))}",
                 remedy=remedy,
-                code="K013",
             )
 
 
@@ -292,7 +290,6 @@ def _cut_into(
                 got=value,
                 remedy="load it where each parameter has state of its own: use_orig_params=True, or "
                 "optimizer_view(model, params=...)",
-                code="K014",
             )
     elif bucket is None or member is None:
         state[key] = values.like_plain(one.tensor, value, table.axes.device)
@@ -306,7 +303,6 @@ def _cut_into(
             parameter=row.name,
             expected=row.shape,
             got=values.shape_of(value),
-            code="K015",
         )
     else:
         local = values.fit(bucket, value, member)
@@ -382,10 +378,7 @@ def state_to_load(
         error = found
     if "state" not in saved:
         error = MissingStateError(
-            "What was given to load is not an optimizer state dict.",
-            expected="a 'state'",
-            got=f"keys {list(saved)}",
-            code="K016",
+            "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
         )
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)

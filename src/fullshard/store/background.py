@@ -222,7 +222,6 @@ class Writer:
                 got=f"{type(error).__name__}: {error}",
                 remedy="raise the limits of processes and open files (ulimit -u, ulimit -n), or save without "
                 "asynchronous=True",
-                code="K425",
             ) from error
         self._channel = ours
 
@@ -410,10 +409,7 @@ def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, Checkpoint
     if name or error is None:  # it is whole, whatever became of a process that had written its part
         return name, None
     failure = CheckpointError(
-        "A save in the background failed; the checkpoints before it are as they were.",
-        rank=rank,
-        got=error,
-        code="K041",
+        "A save in the background failed; the checkpoints before it are as they were.", rank=rank, got=error
     )
     return name, failure
 
@@ -433,7 +429,6 @@ def settle_background(ranks: Ranks) -> None:
                 rank=error.rank,
                 got=error.got,
                 remedy="free room or mend the disk; wait() for a save to get its failure as an error",
-                code="W422",
             ),
             stacklevel=3,
         )

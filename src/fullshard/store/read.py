@@ -71,7 +71,6 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
             parameter=piece.name,
             expected=f"{piece.tensor.numel()} elements at {piece.offsets} of {piece.sizes}",
             got=f"{piece.tensor.numel() - missing}",
-            code="K137",
         )
     return found
 
@@ -145,7 +144,6 @@ class Files:
                 "A file of a checkpoint that tells what is in the others is too large to be one.",
                 expected=f"at most {most} bytes",
                 got=f"{self.storage.called(name)} of {nbytes} bytes",
-                code="K138",
             )
         self.verify(name, 0, nbytes)
         return self.storage.read(name, 0, nbytes)
@@ -163,7 +161,6 @@ class Files:
                     parameter=name,
                     expected="none" if expected is None else f"{expected.dtype} of shape {expected.shape}",
                     got="none" if got is None else f"{got.dtype} of shape {got.shape}",
-                    code="K139",
                 )
 
     def _check_sizes(self) -> None:
@@ -172,10 +169,7 @@ class Files:
         for name, facts in ({} if self.manifest is None else self.manifest.files).items():
             if name not in found:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is missing.",
-                    expected=self.storage.called(name),
-                    got="no such file",
-                    code="K140",
+                    "A file of a checkpoint is missing.", expected=self.storage.called(name), got="no such file"
                 )
             if found[name] != facts.nbytes:
                 what = "truncated" if found[name] < facts.nbytes else "longer than it was written"
@@ -183,14 +177,12 @@ class Files:
                     f"A file of a checkpoint is {what}.",
                     expected=f"{self.storage.called(name)} of {facts.nbytes} bytes",
                     got=f"{found[name]} bytes",
-                    code="K141",
                 )
         if METADATA not in found:
             raise DamagedCheckpointError(
                 "A folder is no whole checkpoint: it has no .metadata, which is written last.",
                 got=self.storage.called(""),
                 remedy="name another one",
-                code="K142",
             )
 
     def verify(self, name: str, begin: int, nbytes: int) -> None:
@@ -203,9 +195,7 @@ class Files:
             return
         facts = self.manifest.files.get(name)
         if facts is None:
-            raise DamagedCheckpointError(
-                "A checkpoint's manifest does not tell of a file that is read.", got=name, code="K143"
-            )
+            raise DamagedCheckpointError("A checkpoint's manifest does not tell of a file that is read.", got=name)
         for block in range(begin // BLOCK, (begin + nbytes - 1) // BLOCK + 1):
             if (name, block) in self._verified:
                 continue
@@ -222,7 +212,6 @@ class Files:
                     expected=f"{facts.kind} {facts.hashes[block][:16]}...",
                     got=f"another, of bytes {at} to {end} of {self.storage.called(name)}",
                     remedy="load another checkpoint (load(..., fall_back=True) takes the newest whole one)",
-                    code="K144",
                 )
             self._verified.add((name, block))
 
@@ -333,9 +322,7 @@ def checked_groups(groups: Any) -> list[dict[str, Any]]:
         DamagedCheckpointError: they are none.
     """
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        raise DamagedCheckpointError(
-            "A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80], code="K151"
-        )
+        raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80])
     return groups
 
 

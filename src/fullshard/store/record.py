@@ -213,7 +213,6 @@ def _bad(stored: Stored, got: str) -> DamagedCheckpointError:
         parameter=stored.name,
         expected=f"shape {stored.sizes} at byte {stored.begin} of {stored.file}",
         got=got,
-        code="K153",
     )
 
 

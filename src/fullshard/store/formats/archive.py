@@ -50,7 +50,7 @@ class Archive:
             self.root: Any = decode(self._record("data.pkl"), str(path))
             order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
             if order != sys.byteorder:
-                raise CheckpointError(f"{path} was written on a machine of another byte order.", got=order, code="K044")
+                raise CheckpointError(f"{path} was written on a machine of another byte order.", got=order)
         except BaseException:
             self.close()
             raise
@@ -68,24 +68,20 @@ class Archive:
         """
         record = self._records.get(f"data/{stored.key}")
         if record is None:
-            raise CheckpointError(
-                f"{self.path} has no record for a tensor.", parameter=name, expected=stored.key, code="K045"
-            )
+            raise CheckpointError(f"{self.path} has no record for a tensor.", parameter=name, expected=stored.key)
         size = stored.dtype.itemsize
         if record[1] != stored.numel * size:
             got = f"{record[1]:,} bytes"
             expected = f"{stored.numel * size:,} bytes"
             raise CheckpointError(
-                f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got, code="K046"
+                f"{self.path}: a record has another size.", parameter=name, expected=expected, got=got
             )
         if 0 in stored.shape:
             return
         if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
-            raise CheckpointError(f"{self.path}: a tensor reaches beyond its record.", parameter=name, code="K047")
+            raise CheckpointError(f"{self.path}: a tensor reaches beyond its record.", parameter=name)
         if numel(stored.shape) * size > self._size:
-            raise CheckpointError(
-                f"{self.path}: a tensor is larger than the file.", parameter=name, got=stored.shape, code="K048"
-            )
+            raise CheckpointError(f"{self.path}: a tensor is larger than the file.", parameter=name, got=stored.shape)
 
     def read(
         self, stored: Stored, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -130,7 +126,7 @@ class Archive:
 
     def _record(self, name: str) -> bytes:
         if name not in self._records:
-            raise CheckpointError(f"{self.path} is a zip file, but none of torch.save: it has no {name}.", code="K050")
+            raise CheckpointError(f"{self.path} is a zip file, but none of torch.save: it has no {name}.")
         position, size = self._records[name]
         buffer = bytearray(size)
         self._fill(position, memoryview(buffer))
@@ -144,25 +140,23 @@ class Archive:
             found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             raise CheckpointError(
-                f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save.", code="K051"
+                f"{self.path} is no whole zip file ({error}): truncated, or not of torch.save."
             ) from error
         end = 0
         for position, size in sorted(found.values()):
             if position < end:
-                raise CheckpointError(f"{self.path}: its records lie on one another.", code="K052")
+                raise CheckpointError(f"{self.path}: its records lie on one another.")
             end = position + size
         if len(found) != len(listed):
-            raise CheckpointError(f"{self.path}: two of its records have the same name.", code="K053")
+            raise CheckpointError(f"{self.path}: two of its records have the same name.")
         if end > self._size:
-            raise CheckpointError(
-                f"{self.path} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes", code="K054"
-            )
+            raise CheckpointError(f"{self.path} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes")
         return found
 
     def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
         if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
             raise CheckpointError(
-                f"{self.path}: its records are compressed or encrypted, which torch.save does not do.", code="K055"
+                f"{self.path}: its records are compressed or encrypted, which torch.save does not do."
             )
         header = bytearray(LOCAL_HEADER)
         self._fill(one.header_offset, memoryview(header))

@@ -45,7 +45,7 @@ class DcpSource(Source):
         where = Folder(path)
         name = where.newest()
         if name is None:
-            raise CheckpointError("There is no checkpoint here.", got=str(path), code="K056")
+            raise CheckpointError("There is no checkpoint here.", got=str(path))
         self.files = Files(LocalStorage(where.at(name)), hashes)
         index, manifest = self.files.index, self.files.manifest
         self._prefix = "" if any(n.startswith((MODEL, OPTIMIZER)) for n in index.entries) else MODEL
@@ -92,7 +92,7 @@ class DcpSource(Source):
     def _read(self, name: str, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> torch.Tensor:
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name, code="K057")
+            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name)
         extent = entry.shape if sizes is None else tuple(sizes)
         made = torch.empty(extent, dtype=entry.dtype, device="cpu")
         begin = (0,) * len(extent) if offsets is None else tuple(offsets)
@@ -127,9 +127,7 @@ class DcpSink(Sink):
     ) -> None:
         self._path = Path(path).absolute()
         if self._path.exists():
-            raise CheckpointError(
-                "There is something where a checkpoint is to be written.", got=str(self._path), code="K058"
-            )
+            raise CheckpointError("There is something where a checkpoint is to be written.", got=str(self._path))
         self._entries, self._values, self._ties = dict(entries), dict(values), dict(ties or {})
         self._here = self._path.with_name(f"{self._path.name}.saving-{secrets.token_hex(4)}")
         self._made = make_folders(self._here)
@@ -151,7 +149,6 @@ class DcpSink(Sink):
                 parameter=name,
                 expected=f"shape {entry.shape}, {entry.dtype}",
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
-                code="K059",
             )
         self._stored.append(self._records.piece(whole_piece(name, tensor, True)))
 
@@ -175,7 +172,7 @@ class DcpSink(Sink):
                     self._stored.append(self._records.value(f"{GROUPS}.{g}.{key}", value))
         missing = self._entries.keys() - {one.name for one in self._stored}
         if missing:
-            raise CheckpointError("Not all tensors were written.", parameter=min(missing), code="K060")
+            raise CheckpointError("Not all tensors were written.", parameter=min(missing))
         self._stream.sync()
         self._file.close()
         self._end(told)
