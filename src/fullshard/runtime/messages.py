@@ -28,15 +28,13 @@ def refused_transform(unit: str) -> PhaseError:
     )
 
 
-def impossible(phase: str, event: str, unit: str, asked: bool) -> PhaseError:
-    """The error for what the table of phases refuses; `asked`: the user asked for it."""
+def not_while_it_runs(phase: str, event: str, unit: str) -> PhaseError:
+    """The error for a `reshard` or `unshard` that the table of phases refuses."""
     return PhaseError(
         f"Unit {named(unit)} cannot serve {event.lower()} now.",
-        expected="reshard() and unshard() between, before or after the unit's forward and backward"
-        if asked
-        else "another order of events; this is a bug in Fullshard",
+        expected="reshard() and unshard() between, before or after the unit's forward and backward",
         got=f"{event} while {phase}",
-        remedy="call it when the unit's own forward or backward is over" if asked else None,
+        remedy="call it when the unit's own forward or backward is over",
         topic="called-in-a-step",
     )
 

@@ -18,21 +18,6 @@ from ..errors import (
 # unit.py
 
 
-def not_sharded(unit: str, state: str) -> PhaseError:
-    """The error for a gather of a unit that is gathered."""
-    return PhaseError(f"unit {unit!r} is {state}; only a sharded one is gathered")
-
-
-def no_gather(unit: str, state: str) -> PhaseError:
-    """The error for waiting where nothing is gathered."""
-    return PhaseError(f"unit {unit!r} is {state}; there is no gather to wait for")
-
-
-def already_sharded(unit: str) -> PhaseError:
-    """The error for freeing a sharded unit."""
-    return PhaseError(f"unit {unit!r} is already sharded; there is nothing to free")
-
-
 def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
     """The error for a forward that wrote to its own parameters."""
     return PhaseError(
@@ -59,11 +44,6 @@ def assigned_in_forward(parameter: str, rank: int, unit: str) -> PhaseError:
         remedy="assign it between steps, or change values in place then (copy_)",
         topic="parameter-replaced",
     )
-
-
-def lacks_parameter(unit: str) -> PhaseError:
-    """The error for a parameter that a unit does not hold."""
-    return PhaseError(f"unit {unit!r} lacks what it should give up; this is a bug in Fullshard")
 
 
 # bucket.py
@@ -101,11 +81,6 @@ def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
 
 
 # gradients.py
-
-
-def collected_while_reduced() -> PhaseError:
-    """The error for gradients that come while their buffer is sent."""
-    return PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
 
 
 def not_reduced_yet(unit: str, parameters: Iterable[str], rank: int, what: str, do: str) -> PhaseError:
