@@ -54,24 +54,27 @@ CALLS = [
     (lambda: fullshard.watch(limit=0), "ConfigError: watch() takes limit in seconds"),
     (lambda: fullshard.watch(enabled="yes"), "ConfigError: watch(enabled=) must be True or False"),
     (lambda: fullshard.watch(folder=""), "ConfigError: watch() takes the path of a folder, which is"),
-    # Layouts, planned without tensors.
-    (lambda: plan_rows([WEIGHT], 0, 4, 1024), "LayoutError: world and align must be at least 1, got 0 and 4"),
+    # Layouts, planned without tensors: what they assert of themselves, and of who plans them.
+    (lambda: plan_rows([WEIGHT], 0, 4, 1024), "AssertionError: no layout for 0 ranks, aligned to 4"),
     (
         lambda: plan_blocks([WEIGHT], [4], 0, 4, 1024, "blocks"),
-        "LayoutError: world and align must be at least 1, got 0 and 4",
+        "AssertionError: no layout for 0 ranks, aligned to 4",
     ),
-    (lambda: plan_owner([WEIGHT], 0, 4), "LayoutError: world and align must be at least 1, got 0 and 4"),
+    (lambda: plan_owner([WEIGHT], 0, 4), "AssertionError: no layout for 0 ranks, aligned to 4"),
     (lambda: plan_rows([replace(WEIGHT, dim=2)], 2, 4, 1024), "LayoutError: parameter weight has shape (4, 4): there"),
     (
         lambda: plan_flat([WEIGHT, BIAS], 2, 4),
         lambda layout: replace(layout, slots=(layout.slots[0], replace(layout.slots[1], full_offset=8))),
-        "LayoutError: parameters weight and bias overlap in the full bucket",
+        "AssertionError: parameters weight and bias overlap in the full bucket",
     ),
-    (lambda: replace(plan_flat([WEIGHT], 2, 4), full_numel=8), "LayoutError: parameter weight ends at 16, full bucket"),
+    (
+        lambda: replace(plan_flat([WEIGHT], 2, 4), full_numel=8),
+        "AssertionError: parameter weight ends at 16",
+    ),
     (
         lambda: plan_flat([WEIGHT], 2, 4),
         lambda layout: replace(layout, slots=(replace(layout.slots[0], full_offset=2),), full_numel=32),
-        "LayoutError: parameter weight begins at 2, not a multiple of 4",
+        "AssertionError: parameter weight begins at 2, not a multiple of 4",
     ),
     # A rank and its watcher.
     (

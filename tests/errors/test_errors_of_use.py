@@ -192,22 +192,22 @@ CALLS = [
         "PhaseError: Unit '(root)' cannot serve reshard now",
     ),
     (tied, lambda m: copy.deepcopy(m[0]), "PhaseError: A part of a sharded model was deep-copied whose parameter is"),
-    # What units ask of themselves: of a unit in another state they stop, and change nothing.
+    # What units assert of themselves: in another state they stop, and change nothing.
     (
         lambda: unit_of(unit()),
         lambda unit: setattr(unit.gradients[0], "state", GradState.REDUCING),
         lambda unit: unit.gradients[0].collect(unit.ledger),
-        "PhaseError: gradients were collected while their bucket is being reduced",
+        "AssertionError: gradients were collected while their bucket is being reduced",
     ),
     (
         unit,
         lambda m: m.unshard(),
         lambda m: unit_of(m).issue_gather(TorchComm()),
-        "PhaseError: unit '?' is gathered; only a sharded one is gathered",
+        "AssertionError: unit '?' is gathered; only a sharded one is gathered",
     ),
-    (lambda: unit_of(unit()).finish_gather(), "PhaseError: unit '?' is sharded; there is no gather to wait for"),
-    (lambda: unit_of(unit()).free(), "PhaseError: unit '?' is already sharded; there is nothing to free"),
-    (lambda: unit_of(unit()).give_up(torch.ones(4)), "PhaseError: unit '?' lacks what it should give up; this is a"),
+    (lambda: unit_of(unit()).finish_gather(), "AssertionError: unit '?' is sharded; there is no gather to wait for"),
+    (lambda: unit_of(unit()).free(), "AssertionError: unit '?' is already sharded; there is nothing to free"),
+    (lambda: unit_of(unit()).give_up(torch.ones(4)), "AssertionError: unit '?' lacks what it should give up"),
 ]
 
 

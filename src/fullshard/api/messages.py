@@ -17,6 +17,7 @@ def entered_while_running(unit: str, summoned: bool, phase: str) -> PhaseError:
         expected="a unit whose own forward and backward are over",
         got=f"phase {phase}",
         remedy="enter it around the call of the unit",
+        topic="called-in-a-step",
     )
 
 
@@ -25,6 +26,7 @@ def called_within_a_pass(what: str, unit: str) -> PhaseError:
     return PhaseError(
         f"{what} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
         remedy=f"call {what} between steps",
+        topic="called-in-a-step",
     )
 
 
@@ -40,6 +42,7 @@ def no_unit_inside(kind: str, inside: bool) -> ConfigError:
         expected="a unit, or a module that contains units",
         got="a part of a unit, or a model that is not sharded" if inside else "a module without parameters",
         remedy="owner_of(model, module).module is the unit that runs it",
+        topic="no-units",
     )
 
 
@@ -58,6 +61,7 @@ def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
         expected='reduction="tokens"',
         got=f"unit {unit!r} with reduction={reduction!r}",
         remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
+        topic="token-counts",
     )
 
 
@@ -69,6 +73,7 @@ def counted_within_a_step(unit: str) -> UsageError:
         got=f"gradients of unit {unit!r} that were accumulated without sync and wait",
         remedy="call set_token_count(model, [count, ...]) once per step; what waits is dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
+        topic="token-counts",
     )
 
 
@@ -77,6 +82,7 @@ def not_sharded(kind: str) -> ConfigError:
     return ConfigError(
         f"{kind} has no units: neither front-end was applied to it",
         remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
+        topic="no-units",
     )
 
 
@@ -86,12 +92,15 @@ def counted_below_root(unit: str) -> PhaseError:
         "set_token_count is for the root.",
         got=f"unit {unit!r} below it",
         remedy="pass the model whose forward is called",
+        topic="token-counts",
     )
 
 
 def counted_within_backward() -> PhaseError:
     """The error for `set_token_count` within a backward."""
-    return PhaseError("set_token_count was called within a backward; call it before the step's first one")
+    return PhaseError(
+        "set_token_count was called within a backward; call it before the step's first one", topic="token-counts"
+    )
 
 
 def not_a_count(count: object) -> ConfigError:
@@ -110,7 +119,7 @@ def no_counts() -> ConfigError:
 
 def nothing_to_check(kind: str) -> ConfigError:
     """The error for `set_check_nonfinite` of a model without units."""
-    return ConfigError(f"{kind} has no units: neither front-end was applied to it")
+    return ConfigError(f"{kind} has no units: neither front-end was applied to it", topic="no-units")
 
 
 def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
@@ -215,7 +224,7 @@ def optimizer_left_out(kind: str) -> ConfigError:
 
 def takes_a_sharded_model(what: str, kind: str) -> ConfigError:
     """The error for a model without units."""
-    return ConfigError(f"{what} takes a sharded model, got {kind} without units")
+    return ConfigError(f"{what} takes a sharded model, got {kind} without units", topic="no-units")
 
 
 def not_an_optimizer(kind: str) -> ConfigError:

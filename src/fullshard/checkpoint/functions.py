@@ -96,6 +96,7 @@ def _of_fully_shard(model: nn.Module) -> Table:
             "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
             parameter=wrapped.name,
             remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
+            topic="optimizer-state",
         )
     return table
 

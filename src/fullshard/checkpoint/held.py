@@ -69,6 +69,7 @@ def held_by(table: Table, groups: Iterable[Mapping[str, Any]]) -> list[Held]:
                     "The optimizer holds a tensor that is not the model's.",
                     got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}",
                     remedy="build it from model.parameters() or optimizer_view(model) after sharding the model",
+                    topic="optimizer-state",
                 )
             rows, view = known[id(tensor)]
             found.append(Held(tensor, rows, g, len(found), view))
@@ -172,4 +173,5 @@ def _structure_error(first: int, known: list[list[str]], rank: int, theirs: list
         expected=f"as on rank {first}: {said(there)}",
         got=said(here),
         remedy="build the optimizer from the same parameters in the same groups on every rank, in any order",
+        topic="models-differ",
     )

@@ -242,6 +242,7 @@ def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
                 parameter=", ".join(lacking),
                 expected="values for all of them, or for none",
                 remedy="call model.to_empty(device=...) and initialize every module first, then load",
+                topic="weights-on-meta",
             )
     for owner, bucket in with_values:
         owner.materialize(bucket)

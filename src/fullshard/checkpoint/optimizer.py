@@ -256,6 +256,7 @@ def check_complete(
             expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
             got="none",
             remedy=remedy,
+            topic="optimizer-state",
         )
     keys = dict.fromkeys(key for _, own in present for key in own)
     for row, own in present:
@@ -266,6 +267,7 @@ def check_complete(
                 expected=", ".join(map(str, keys)),
                 got=f"none of {', '.join(map(str, missing))}",
                 remedy=remedy,
+                topic="optimizer-state",
             )
 
 
@@ -378,7 +380,10 @@ def state_to_load(
         error = found
     if "state" not in saved:
         error = MissingStateError(
-            "What was given to load is not an optimizer state dict.", expected="a 'state'", got=f"keys {list(saved)}"
+            "What was given to load is not an optimizer state dict.",
+            expected="a 'state'",
+            got=f"keys {list(saved)}",
+            topic="optimizer-state",
         )
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)

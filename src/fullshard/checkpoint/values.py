@@ -285,6 +285,7 @@ def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> Check
         expected=f"shape {tuple(expected)}",
         got=f"shape {tuple(got)}",
         remedy="load it into the model it was saved from, or fix the model's configuration",
+        topic="checkpoint-does-not-fit",
     )
 
 

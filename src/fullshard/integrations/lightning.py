@@ -74,6 +74,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             "Some parameters of the model are on meta, and others have values.",
             parameter=real[0],
             remedy="make the whole model on meta in configure_model(), or all of it with values",
+            topic="weights-on-meta",
         )
     module.to_empty(device=device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -86,6 +87,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
                     f"{type(part).__name__} was made on meta and has no reset_parameters() to give it values.",
                     parameter=path or "(root)",
                     remedy="write one, or make the module with values",
+                    topic="weights-on-meta",
                 )
             if own:
                 reset()

@@ -46,6 +46,7 @@ def point_optimizers(
                     parameter=stepped[0],
                     got=f"{type(inner).__name__} with state",
                     remedy="prepare model and optimizer together, before the first step; load its state after",
+                    topic="optimizer-built-early",
                 )
             group["params"] = [now[before[one]] if one in before else one for one in group["params"]]
 
@@ -120,4 +121,5 @@ def _not_for_shards(optimizer: Any, error: Exception) -> ConfigError:
         got=f"{kind}s: {(str(error) or type(error).__name__).splitlines()[0]}",
         remedy="take torch.optim.AdamW, or another that steps DTensors; one to which an element is an element can be "
         "built from fullshard.optimizer_view(model) of the sharded model: plain tensors, in every layout",
+        topic="optimizer-on-shards",
     )

@@ -222,6 +222,7 @@ class Writer:
                 got=f"{type(error).__name__}: {error}",
                 remedy="raise the limits of processes and open files (ulimit -u, ulimit -n), or save without "
                 "asynchronous=True",
+                topic="save-failed",
             ) from error
         self._channel = ours
 
@@ -409,7 +410,10 @@ def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, Checkpoint
     if name or error is None:  # it is whole, whatever became of a process that had written its part
         return name, None
     failure = CheckpointError(
-        "A save in the background failed; the checkpoints before it are as they were.", rank=rank, got=error
+        "A save in the background failed; the checkpoints before it are as they were.",
+        rank=rank,
+        got=error,
+        topic="save-failed",
     )
     return name, failure
 
@@ -429,6 +433,7 @@ def settle_background(ranks: Ranks) -> None:
                 rank=error.rank,
                 got=error.got,
                 remedy="free room or mend the disk; wait() for a save to get its failure as an error",
+                topic="save-failed",
             ),
             stacklevel=3,
         )

@@ -350,6 +350,7 @@ class _Plan:
                 got=f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
                 remedy="load them into the model they are of; base=True reads a base model's files into an adapted "
                 "one, adapter=True an adapter's; strict=False leaves both alone",
+                topic="checkpoint-does-not-fit",
             )
         return LoadedNames(self._missing, unexpected)
 

@@ -60,6 +60,7 @@ def _known(module: str, name: str) -> Any:
             expected="the classes of torch.distributed.checkpoint.metadata",
             got=f"{module}.{name}",
             remedy="do not load this checkpoint with anything: it was made to run code",
+            topic="not-plain-values",
         ) from None
 
 

@@ -226,6 +226,7 @@ def _refuse_different(outline: _Outline, ranks: Ranks) -> None:
                     expected=f"as on rank 0: {_short(first)}",
                     got=_short(own),
                     remedy="let all ranks call save() after the same step, with the same optimizers",
+                    topic="ranks-differ",
                 )
 
 
@@ -254,6 +255,7 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
                     rank=rank,
                     expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
                     got=f"shape {entry.shape}, {entry.dtype}",
+                    topic="models-differ",
                 )
     return {name: entry for name, (entry, _) in found.items()}
 
@@ -358,6 +360,7 @@ def compare_values(several: Mapping[Key, Sequence[int]], hashes: Sequence[Mappin
                     got="others",
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
+                    topic="weights-differ",
                 )
 
 

@@ -153,6 +153,7 @@ class Reader:
                 expected="state of the optimizers that are to be filled",
                 got="none",
                 remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
+                topic="checkpoint-does-not-fit",
             )
         for one in contents.states:
             self._state(one)
@@ -232,6 +233,7 @@ class Reader:
                 parameter=name,
                 expected=tuple(getattr(like, "shape", ())),
                 got=entry.shape,
+                topic="checkpoint-does-not-fit",
             )
         return self.tensor(name)
 
@@ -278,6 +280,7 @@ class Reader:
                 expected=_listed(list(self._missing), "that the checkpoint lacks") if self._missing else None,
                 got=_listed(unknown, "that the model and its optimizers lack") if unknown else None,
                 remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
+                topic="checkpoint-does-not-fit",
             )
         return left
 

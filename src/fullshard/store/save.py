@@ -146,6 +146,7 @@ def _begin(where: Folder, step: int, ranks: Ranks) -> str:
                 rank=ranks.rank,
                 expected=f"{name} in {where}",
                 remedy="save into a folder that all ranks share, on every machine under the same path",
+                topic="folders-differ",
             )
 
     try:

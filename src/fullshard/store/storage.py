@@ -83,7 +83,7 @@ class LocalStorage:
         self._path = path
         self._open: dict[str, int] = {}
         if not path.is_dir():
-            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path))
+            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), topic="checkpoint-missing")
         if os.path.lexists(path / MANIFEST) and not (
             (path / MANIFEST).is_file() and not (path / MANIFEST).is_symlink()
         ):
@@ -134,7 +134,7 @@ class RemoteStorage:
         self._kept: IO[bytes] | None = None
         self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_kept`, in bytes
         if not self._fs.isdir(self._path):
-            raise DamagedCheckpointError("There is no such checkpoint.", got=url)
+            raise DamagedCheckpointError("There is no such checkpoint.", got=url, topic="checkpoint-missing")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
         self.allocated = self.sizes

@@ -202,7 +202,10 @@ def connection_broke(error: BaseException) -> DivergenceError:
 
 def _unexplained(what: str, why: str) -> DivergenceError:
     return DivergenceError(
-        what, got=why or "no watcher reported a cause", remedy="look at what the other ranks printed"
+        what,
+        got=why or "no watcher reported a cause",
+        remedy="look at what the other ranks printed",
+        topic="rank-gone",
     )
 
 
@@ -213,6 +216,7 @@ def stuck_ranks(report: str) -> DivergenceError:
         remedy="let every rank make the same calls in the same order; with unequal numbers of batches, train in "
         "fullshard.join(model, loader); end all ranks when one fails; the time allowed is set by "
         "fullshard.watch(limit=...)",
+        topic="rank-gone",
     )
 
 

@@ -43,7 +43,9 @@ def no_forward(kind: str) -> ConfigError:
 def applied_twice(kind: str) -> AssertedError:
     """The error for a module that is a unit already."""
     return AssertedError(
-        f"fully_shard was applied to this {kind} already.", remedy="apply it once to each module, innermost first"
+        f"fully_shard was applied to this {kind} already.",
+        remedy="apply it once to each module, innermost first",
+        topic="sharded-already",
     )
 
 
@@ -128,6 +130,7 @@ def parameters_taken(kind: str, parameter: str) -> ConfigError:
         expected="inner modules first, the model last",
         got="the model first",
         remedy="apply fully_shard bottom-up, to blocks first and to the model last; or once, with auto_wrap_policy=",
+        topic="sharded-already",
     )
 
 
@@ -163,7 +166,7 @@ def reshard_of_one() -> str:
 
 def unit_lost(kind: str) -> PhaseError:
     """The error for a module whose unit is gone."""
-    return PhaseError(f"{kind} has lost its unit; apply fully_shard again")
+    return PhaseError(f"{kind} has lost its unit; apply fully_shard again", topic="copied-or-pickled")
 
 
 def reset_below_root(unit: str) -> PhaseError:

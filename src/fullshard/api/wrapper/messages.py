@@ -25,6 +25,7 @@ def forward_without_parameters() -> UsageError:
         "forward() was called inside summon_full_params() of the same model",
         expected="a rank that shows whole parameters",
         got="rank0_only=True, on another rank",
+        topic="summoned-parameters",
     )
 
 
@@ -57,6 +58,7 @@ def called_past_instance(name: str) -> UsageError:
         got="a call of the module that it wraps: model.module(x)",
         remedy="call the instance; to generate or evaluate with the plain module, do it inside "
         "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
+        topic="used-while-freed",
     )
 
 
@@ -69,6 +71,7 @@ def wrapped_already(name: str, kind: str) -> ConfigError:
         "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
         got=f"{name or 'the module itself'}, a {kind}",
         remedy="wrap by the policy or by hand, not both",
+        topic="sharded-already",
     )
 
 
@@ -94,6 +97,7 @@ def not_uniform(what: str, parameter: str, expected: object, like: str, got: obj
         expected=f"{expected}, as {like}",
         got=got,
         remedy="set use_orig_params=True, or wrap these modules separately",
+        topic="mixed-dtypes",
     )
 
 
@@ -190,12 +194,13 @@ def no_reset_parameters(kind: str) -> ConfigError:
     return ConfigError(
         f"{kind} is on the meta device and has no reset_parameters().",
         remedy="give param_init_fn=, or add reset_parameters() to the class",
+        topic="weights-on-meta",
     )
 
 
 def left_on_meta(kind: str) -> ConfigError:
     """The error for a module that `param_init_fn` left on meta."""
-    return ConfigError(f"param_init_fn left {kind} on the meta device")
+    return ConfigError(f"param_init_fn left {kind} on the meta device", topic="weights-on-meta")
 
 
 # markers.py
@@ -221,17 +226,21 @@ def different_types() -> CheckpointError:
 
 def no_instance_to_ask() -> CheckpointError:
     """The error for a module without instances, asked for its state dict type."""
-    return CheckpointError("this module contains no FullyShardedDataParallel instance")
+    return CheckpointError("this module contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 def saved_within_a_pass() -> PhaseError:
     """The error for `state_dict` within a forward or backward."""
-    return PhaseError("state_dict() was called inside forward or backward; call it between steps")
+    return PhaseError(
+        "state_dict() was called inside forward or backward; call it between steps", topic="called-in-a-step"
+    )
 
 
 def loaded_while_summoned() -> PhaseError:
     """The error for `load_state_dict` inside `summon_full_params`."""
-    return PhaseError("load_state_dict() was called inside summon_full_params(); call it outside")
+    return PhaseError(
+        "load_state_dict() was called inside summon_full_params(); call it outside", topic="summoned-parameters"
+    )
 
 
 # optimizer_state.py
@@ -261,7 +270,7 @@ def deprecated_input() -> str:
 
 def no_instance() -> CheckpointError:
     """The error for a model without instances."""
-    return CheckpointError("this model contains no FullyShardedDataParallel instance")
+    return CheckpointError("this model contains no FullyShardedDataParallel instance", topic="no-units")
 
 
 # settings.py
@@ -290,6 +299,7 @@ def writes_back_from_one_rank() -> NotSupportedError:
     return NotSupportedError(
         "writeback=True and rank0_only=True is not supported: the other ranks have nothing to write back.",
         remedy="set writeback=False, or rank0_only=False",
+        topic="summoned-parameters",
     )
 
 
@@ -301,6 +311,7 @@ def summoned_twice(rank: int, unit: str) -> UsageError:
         expected="an instance that is not inside summon_full_params",
         got=f"{unit} inside summon_full_params",
         remedy="leave the context before entering it again",
+        topic="summoned-parameters",
     )
 
 
@@ -312,6 +323,7 @@ def summoned_within_a_pass(rank: int, unit: str, forward: bool) -> UsageError:
         expected="a call between steps",
         got=f"{unit} during its model's {'forward' if forward else 'backward'}",
         remedy="call summon_full_params before the forward, or after the backward",
+        topic="called-in-a-step",
     )
 
 
@@ -320,6 +332,7 @@ def backward_through_whole() -> UsageError:
     return UsageError(
         "backward() goes through whole parameters that summon_full_params() showed, which are not trained",
         remedy="call the model outside of summon_full_params() to train it",
+        topic="summoned-parameters",
     )
 
 
@@ -330,6 +343,7 @@ def flat_parameter_changed(parameters: Iterable[str]) -> UsageError:
         "what was written to those is dropped, and the flat parameter keeps what it was changed to.",
         parameter=", ".join(parameters),
         remedy="step the optimizer outside of summon_full_params; or call it with writeback=False",
+        topic="summoned-parameters",
     )
 
 
@@ -340,6 +354,7 @@ def replaced_by_another_shape(parameter: str, expected: object, got: object) -> 
         parameter=parameter,
         expected=expected,
         got=got,
+        topic="parameter-replaced",
     )
 
 

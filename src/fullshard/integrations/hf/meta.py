@@ -137,6 +137,7 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 **told,
                 remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
                 "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
+                topic="checkpoint-does-not-fit",
             )
         warnings.warn(message("Files and model have different names; the rest was loaded.", **told), stacklevel=3)
     _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
