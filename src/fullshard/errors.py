@@ -21,7 +21,7 @@ Each is also the built-in type that PyTorch raises for the same mistake, so that
 PyTorch's errors still catches ours.
 
 Some mistakes need more than a message: their errors and warnings have a topic, a word that the last line names
-(`more:      fullshard explain TOPIC`), and a section of `cli/errors.md`. The line is a command and not a link, as the
+(`more:      fullshard explain TOPIC`), and a section of docs/errors.md. The line is a command and not a link, as the
 command prints the text of the version that is installed, on machines without a network too.
 """
 
@@ -53,7 +53,7 @@ class FullshardError(Exception):
     Args:
         what: what happened, in one sentence.
         parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
-        topic: a section of `cli/errors.md` that says more; if left out, that of the class, if any. An attribute too.
+        topic: a section of docs/errors.md that says more; if left out, that of the class, if any. An attribute too.
     """
 
     topic: str | None = None
