@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fullshard
-from forged import Forged
+from forged import Forged, ForgedDcp
 from fullshard.store import hashed
+from fullshard.store.read import Files
 from fullshard.store.storage import LocalStorage, RemoteStorage
 from raising import assert_raises, put, raises, step, two_layers, warns, wrapped
 
@@ -43,7 +44,7 @@ def newest(folder: Path) -> Path:
 
 def data(folder: Path) -> Path:
     """The file of a checkpoint that holds its tensors."""
-    return next(newest(folder).glob("*.distcp"))
+    return next(newest(folder).glob("rank-*.safetensors"))
 
 
 def load(folder: Path) -> None:
@@ -78,11 +79,12 @@ def link_the_manifest(folder: Path) -> None:
     manifest.symlink_to(folder / "elsewhere.json")
 
 
-def drop_the_metadata(folder: Path) -> None:
-    made = Forged(newest(folder))
-    del made.manifest["files"][".metadata"]
-    made.write_manifest(json.dumps(made.manifest).encode())
-    (made.folder / ".metadata").unlink()
+def another_file(folder: Path) -> None:
+    """A folder of DCP's that names a file which is not there."""
+    dcp.save({"model": two_layers().state_dict()}, checkpoint_id=folder, no_dist=True)
+    made = ForgedDcp(folder)
+    made.place("model.0.weight").relative_path = "__9_0.distcp"
+    made.sign()
 
 
 def two_optimizers(folder: Path) -> None:
@@ -145,8 +147,8 @@ FOLDERS = {
     "K042": (saved, put("latest", "step-00000200\n"), load),
     "K120": (forge(lambda made: made.manifest["values"]["state"].update(rng={"torch": 7})), load),
     "K124": (forge(lambda made: made.manifest.update(version=99)), load),
-    "K129": (forge(lambda made: setattr(made.place("model.0.weight"), "relative_path", "__9_0.distcp")), load),
-    "K142": (saved, drop_the_metadata, load),
+    "K129": (another_file, load),
+    "K142": lambda f: Files(LocalStorage(f)),
     "K156": (saved, link_the_manifest, lambda f: fullshard.load(newest(f), two_layers())),
     "K155": lambda f: LocalStorage(f / "step-000000100"),
 }
@@ -216,7 +218,7 @@ def test_a_file_that_is_removed_or_cut_while_it_is_read(tmp_path, code):
     storage = LocalStorage(newest(tmp_path))
     data(tmp_path).unlink() if code == "K158" else data(tmp_path).write_bytes(b"")
     with raises(code):
-        storage.read("__0_0.distcp", 0, 100)
+        storage.read("rank-0.safetensors", 0, 100)
 
 
 # Saves in the background, and of two programs.

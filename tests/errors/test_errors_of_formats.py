@@ -22,8 +22,8 @@ from forged import save_small
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.exchange.inspect import inspect
 from fullshard.store.formats import pickled
-from fullshard.store.formats.dcp import DcpSink, DcpSource
 from fullshard.store.formats.deepspeed import DeepSpeedSource
+from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.source import Entry
 from raising import assert_raises, put, raises, two_layers
@@ -54,13 +54,13 @@ ASKED = {
     "K024": (saved({"optimizer": OPTIMIZER, "step": 8}), lambda f: converted(f, model_only=True)),
     "K026": (lambda f: (f / SAVING).mkdir(), lambda f: fullshard.convert(f / SAVING, f / "b.safetensors")),
     "K029": (put("manifest.json", "{}"), lambda f: fullshard.convert(f / "manifest.json", f / "b.safetensors")),
-    "K035": (lambda f: (f / "a" / ".metadata").mkdir(parents=True), lambda f: inspect(f / "a")),
+    "K035": (lambda f: (f / "a" / "manifest.json").mkdir(parents=True), lambda f: inspect(f / "a")),
     "K036": lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"),
     # Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor; and of DeepSpeed.
-    "K057": (save_small, lambda f: DcpSource(f).read("model.2.weight")),
-    "K058": lambda f: DcpSink(f, ENTRIES, {}),
-    "K059": lambda f: DcpSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
-    "K060": lambda f: DcpSink(f / "a", ENTRIES, {}).finish(),
+    "K057": (save_small, lambda f: CheckpointSource(f).read("model.2.weight")),
+    "K058": lambda f: CheckpointSink(f, ENTRIES, {}),
+    "K059": lambda f: CheckpointSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
+    "K060": lambda f: CheckpointSink(f / "a", ENTRIES, {}).finish(),
     "K062": DeepSpeedSource,
 }
 
@@ -130,7 +130,7 @@ WRONG: dict[str, Callable[[Path], object]] = {
     "K028": put("a"),
     "K030": put("a", "nothing of a model"),
     "K031": lambda f: (f / "a").mkdir(),
-    "K032": put("a/__0_0.distcp"),  # without .metadata, which is written last
+    "K032": put("a/rank-0.safetensors"),  # without .metadata, which is written last
     "K033": lambda f: (f / "a" / SAVING).mkdir(parents=True),
     "K034": put("a/notes.txt"),
     "K051": truncated,
