@@ -37,7 +37,7 @@ def test_every_error_and_warning_has_a_code_of_its_own() -> None:
 def test_errors_that_are_not_ours_are_raised_only_where_they_are_caught() -> None:
     """By readers of files, who make of it an error that names the file; by a stream, of a full disk; and by `import`
     of what needs a package that is not there."""
-    inner = ("__init__.py", "torch_private/store.py", "store/hashed.py", "store/record.py", "store/tree.py",
+    inner = ("__init__.py", "torch_private/store.py", "store/hashed.py", "store/storage.py", "store/tree.py",
              "store/metadata.py", "store/manifest.py", "store/pickles.py", "store/load.py", "store/source.py",
              "store/formats/")  # fmt: skip
     found = [one for one in codes.builtin_raises() if not one.startswith(inner)]

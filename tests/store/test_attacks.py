@@ -390,7 +390,7 @@ DCP: dict[str, tuple[Change, str]] = {
     "a record that is text": (record(lambda f: b"no zip" * 50), "record"),
     "a packed record": (record(compressed(48)), "compressed"),
     "a bomb": (record(compressed(2**27)), "compressed"),
-    "data beyond its record": (record(directory_says(42, lambda size: size - 40)), "beyond the record"),
+    "data beyond its record": (record(directory_says(42, lambda size: size - 40)), "truncated"),
     "data of two sizes": (record(directory_says(20, lambda size: 4)), "compressed"),  # its neighbour's for the rest
     "a long path": (lambda f: f.metadata.planner_data.update({WEIGHT: ("model", DOTS)}), "not of names and numbers"),
     "a long name": (long_name_in_metadata, "1000006 characters"),

@@ -26,9 +26,6 @@ from fullshard import CheckpointError
 from fullshard.exchange.inspect import inspect
 from fullshard.store import hashed
 from fullshard.store.hashed import BLOCK, CHUNK, Hashed
-from fullshard.store.record import RecordFinder
-from fullshard.store.source import Entry
-from fullshard.store.storage import LocalStorage, Stored
 
 NEWEST = "step-000000003"
 WITHOUT = MappingProxyType({**hashed.KINDS, "xxh3_128": None})
@@ -72,23 +69,6 @@ def test_hashes_are_those_of_the_bytes(length):
         wanted.append(hashed.new_hash(facts.kind, ""))
         wanted[-1].update(data[begin : begin + BLOCK])
     assert list(facts.hashes) == [found.hexdigest() for found in wanted]
-
-
-def test_records_that_look_alike_are_still_looked_at(tmp_path):
-    """What was made of one record's surroundings is used for another only if these are the same."""
-    places, data = [], b""
-    for turned in (False, False, True):  # the last says other strides: it is not row by row
-        kept = io.BytesIO()
-        tensor = torch.randn(64, 64)
-        torch.save(tensor.t() if turned else tensor, kept)
-        places.append(Stored("x", (0, 0), (64, 64), "records", len(data), len(kept.getvalue())))
-        data += kept.getvalue()
-    assert len({place.nbytes for place in places}) == 1
-    (tmp_path / "records").write_bytes(data)
-    finder = RecordFinder(LocalStorage(tmp_path))
-    found = [finder.find(place, Entry((64, 64), torch.float32)).elements for place in places]
-    assert found[2] is None
-    assert found[1] - places[1].begin == found[0] - places[0].begin
 
 
 def test_other_systems_import_it(monkeypatch):

@@ -21,7 +21,7 @@ from .manifest import Manifest
 from .metadata import NAME as METADATA
 from .metadata import Index, read_index
 from .piece import Piece
-from .record import Record, RecordFinder, load_record
+from .record import TensorRecord, value_in
 from .source import OPTIMIZER, Entry, state_path
 from .storage import Storage, Stored
 
@@ -118,8 +118,7 @@ class Files:
         self.storage, self._hashes = storage, hashes
         self._verified: set[tuple[str, int]] = set()
         self._scratch = memoryview(bytearray(CHUNK))
-        self._finder = RecordFinder(storage)
-        self._records: dict[tuple[Stored, torch.dtype], Record] = {}
+        self._records: dict[tuple[Stored, torch.dtype], TensorRecord] = {}
         self.manifest: Manifest | None = None
         sizes = storage.sizes
         try:
@@ -213,8 +212,8 @@ class Files:
         """
         for copy in copies:
             self.verify(copy.stored.file, copy.stored.begin, copy.stored.nbytes)
-            if self._elements(copy.stored, copy.entry) is None:
-                load_record(self._bytes(copy.stored), copy.stored, copy.entry)  # raises here, not when it is read
+            if self.manifest is None:
+                self._record(copy)  # raises here, not when it is read
 
     def fill(self, copies: Iterable[Copy]) -> None:
         """Read what `check` looked at into its targets.
@@ -226,18 +225,15 @@ class Files:
             self._fill(copy)
 
     def _fill(self, copy: Copy) -> None:
-        elements, target, sizes = self._elements(copy.stored, copy.entry), copy.target, tuple(copy.target.shape)
-        if elements is None:
-            found = load_record(self._bytes(copy.stored), copy.stored, copy.entry)
-            for dim, (begin, extent) in enumerate(zip(copy.begin, sizes, strict=True)):
-                found = found.narrow(dim, begin, extent)
-            target.copy_(found)
+        target, sizes = copy.target, tuple(copy.target.shape)
+        if self.manifest is None:
+            target.copy_(self._record(copy).read(copy.begin, sizes))
             return
         strides = dense_strides(copy.stored.sizes, tuple(range(len(sizes))))
         first = sum(a * b for a, b in zip(copy.begin, strides, strict=True))
         last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         item = copy.entry.dtype.itemsize
-        file, begin, nbytes = copy.stored.file, elements + first * item, (last - first + 1) * item
+        file, begin, nbytes = copy.stored.file, copy.stored.begin + first * item, (last - first + 1) * item
         dense = last - first + 1 == target.numel() and target.is_contiguous()
         same = target.dtype == copy.entry.dtype and not target.is_conj() and not target.is_neg()
         if dense and same and target.device.type == "cpu":
@@ -248,10 +244,8 @@ class Files:
         target.copy_(scratch.as_strided(sizes, strides))
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor, as DCP's programs keep it. `weights_only`: nothing is executed."""
-        stored = self.index.values[name]
-        self.verify(stored.file, stored.begin, stored.nbytes)
-        return load_record(self._bytes(stored), stored, None)
+        """A value that is no tensor, as DCP's programs keep it."""
+        return value_in(self.storage, self.index.values[name])
 
     def groups(self, tensor: Callable[[str], torch.Tensor]) -> list[dict[str, Any]]:
         """Settings of optimizers as DCP's programs keep them: by group, or flattened, by parameter.
@@ -276,17 +270,12 @@ class Files:
         groups = [*(by_number[number] for number in sorted(by_number)), *by_parameter.values()]
         return checked_groups(groups)
 
-    def _bytes(self, stored: Stored) -> bytes:
-        return self.storage.read(stored.file, stored.begin, stored.nbytes)
-
-    def _elements(self, stored: Stored, entry: Entry) -> int | None:
-        """Where in the file elements begin; None of a record of DCP's in which they do not lie row by row."""
-        if self.manifest is not None:
-            return stored.begin
-        key = stored, entry.dtype
+    def _record(self, copy: Copy) -> TensorRecord:
+        """What DCP wrote of a rectangle."""
+        key = copy.stored, copy.entry.dtype
         if key not in self._records:
-            self._records[key] = self._finder.find(stored, entry)
-        return self._records[key].elements
+            self._records[key] = TensorRecord(self.storage, copy.stored, copy.entry)
+        return self._records[key]
 
     def close(self) -> None:
         """Close the files."""

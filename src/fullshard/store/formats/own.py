@@ -118,7 +118,7 @@ def _put(place: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for key in outer:
         inner = place.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path))
+            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path), code="K143")
         place = inner
     place[last] = value
 
