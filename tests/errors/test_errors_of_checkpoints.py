@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fullshard
-from forged import Forged
+from forged import Forged, ForgedDcp
 from fullshard.store import hashed
+from fullshard.store.read import Files
 from fullshard.store.storage import LocalStorage, RemoteStorage
 from raising import assert_raises, put, raises, step, two_layers, warns, words_of, wrapped
 
@@ -43,7 +44,7 @@ def newest(folder: Path) -> Path:
 
 def data(folder: Path) -> Path:
     """The file of a checkpoint that holds its tensors."""
-    return next(newest(folder).glob("*.distcp"))
+    return next(newest(folder).glob("rank-*.safetensors"))
 
 
 def load(folder: Path) -> None:
@@ -78,11 +79,12 @@ def link_the_manifest(folder: Path) -> None:
     manifest.symlink_to(folder / "elsewhere.json")
 
 
-def drop_the_metadata(folder: Path) -> None:
-    made = Forged(newest(folder))
-    del made.manifest["files"][".metadata"]
-    made.write_manifest(json.dumps(made.manifest).encode())
-    (made.folder / ".metadata").unlink()
+def another_file(folder: Path) -> None:
+    """A folder of DCP's that names a file which is not there."""
+    dcp.save({"model": two_layers().state_dict()}, checkpoint_id=folder, no_dist=True)
+    made = ForgedDcp(folder)
+    made.place("model.0.weight").relative_path = "__9_0.distcp"
+    made.sign()
 
 
 def two_optimizers(folder: Path) -> None:
@@ -177,11 +179,11 @@ FOLDERS = [
     ),
     (forge(lambda made: made.manifest.update(version=99)), load, "CheckpointError: A checkpoint is of a newer"),
     (
-        forge(lambda made: setattr(made.place("model.0.weight"), "relative_path", "__9_0.distcp")),
+        another_file,
         load,
         "DamagedCheckpointError: A file of a checkpoint is missing ... model.0.weight",
     ),
-    (saved, drop_the_metadata, load, "DamagedCheckpointError: A folder is no whole checkpoint"),
+    (lambda f: Files(LocalStorage(f)), "DamagedCheckpointError: A folder is no whole checkpoint"),
     (
         saved,
         link_the_manifest,
@@ -255,7 +257,7 @@ def test_a_file_that_is_removed_or_cut_while_it_is_read(tmp_path, end):
     storage = LocalStorage(newest(tmp_path))
     data(tmp_path).unlink() if end == "cannot be read" else data(tmp_path).write_bytes(b"")
     with raises(f"DamagedCheckpointError: A file of a checkpoint {end}"):
-        storage.read("__0_0.distcp", 0, 100)
+        storage.read("rank-0.safetensors", 0, 100)
 
 
 # Saves in the background, and of two programs.

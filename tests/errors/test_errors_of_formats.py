@@ -22,8 +22,8 @@ from forged import save_small
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.exchange.inspect import inspect
 from fullshard.store.formats import pickled
-from fullshard.store.formats.dcp import DcpSink, DcpSource
 from fullshard.store.formats.deepspeed import DeepSpeedSource
+from fullshard.store.formats.own import CheckpointSink, CheckpointSource
 from fullshard.store.formats.torch_file import TorchFileSource
 from fullshard.store.source import Entry
 from raising import assert_raises, put, raises, two_layers, words_of
@@ -67,19 +67,26 @@ ASKED = [
         "CheckpointError: is one file of a checkpoint",
     ),
     (
-        lambda f: (f / "a" / ".metadata").mkdir(parents=True),
+        lambda f: (f / "a" / "manifest.json").mkdir(parents=True),
         lambda f: inspect(f / "a"),
         "CheckpointError: has no whole checkpoint ... a folder with files",
     ),
     (lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"), "CheckpointError: /proc/self/mem cannot be"),
     # Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor; and of DeepSpeed.
-    (save_small, lambda f: DcpSource(f).read("model.2.weight"), "CheckpointError: A checkpoint has no tensor of"),
-    (lambda f: DcpSink(f, ENTRIES, {}), "CheckpointError: There is something where a checkpoint is to be written"),
     (
-        lambda f: DcpSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
+        save_small,
+        lambda f: CheckpointSource(f).read("model.2.weight"),
+        "CheckpointError: A checkpoint has no tensor of",
+    ),
+    (
+        lambda f: CheckpointSink(f, ENTRIES, {}),
+        "CheckpointError: There is something where a checkpoint is",
+    ),
+    (
+        lambda f: CheckpointSink(f / "a", ENTRIES, {}).write("model.weight", torch.ones(3)),
         "CheckpointError: A tensor is not what was announced",
     ),
-    (lambda f: DcpSink(f / "a", ENTRIES, {}).finish(), "CheckpointError: Not all tensors were written"),
+    (lambda f: CheckpointSink(f / "a", ENTRIES, {}).finish(), "CheckpointError: Not all tensors were written"),
     (DeepSpeedSource, "CheckpointError: is no folder that DeepSpeed wrote"),
 ]
 
@@ -149,7 +156,10 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (put("a"), "CheckpointError: is empty"),
     (put("a", "nothing of a model"), "CheckpointError: is no checkpoint of a known format ... a file of torch.save"),
     (lambda f: (f / "a").mkdir(), "CheckpointError: is empty"),
-    (put("a/__0_0.distcp"), "CheckpointError: is half a checkpoint: it has no .metadata, which is written last"),
+    (
+        put("a/rank-0.safetensors"),
+        "CheckpointError: is half a checkpoint: it has no manifest.json",
+    ),
     (lambda f: (f / "a" / SAVING).mkdir(parents=True), "CheckpointError: has no whole checkpoint"),
     (put("a/notes.txt"), "CheckpointError: is no checkpoint of a known format ... notes.txt"),
     (truncated, "CheckpointError: is no whole zip file (File is not a zip file)"),

@@ -195,7 +195,7 @@ def a_save_of_half_of_the_ranks(rank: int, folder: Path) -> None:
 def a_disk_of_rank_1_that_is_full(rank: int, folder: Path) -> None:
     def sees(where: fullshard.Folder, name: str) -> bool:
         if rank == 1:
-            (where.at(name) / "__1_0.distcp").mkdir()  # where its file is to be
+            (where.at(name) / "rank-1.safetensors").mkdir()  # where its file is to be
         return True
 
     with mock.patch.object(fullshard.Folder, "sees", sees):

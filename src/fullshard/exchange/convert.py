@@ -52,14 +52,14 @@ def convert(
     """Write a checkpoint in another format. One process, no process group, no accelerator; nothing in it is executed.
 
     Read: folders of Fullshard and of any program that saves with `torch.distributed.checkpoint`, files of `torch.save`,
-    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first three.
+    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first four.
     Memory is that of one tensor and of a buffer.
 
     Args:
         src: a file or a folder; its format is found out. Of a folder with several checkpoints, the latest.
         dst: where the new one will be: nothing may be there. It appears when it is whole.
-        to: "fullshard", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors; else
-            fullshard).
+        to: "fullshard", "dcp", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors;
+            else fullshard).
         dtype: floating-point tensors of the model are cast to it; None: as they are. Optimizer state is not cast.
         model_only: parameters and buffers alone.
         progress: called with a tensor's name, the bytes done before it, and those of all; and at the end with "".
@@ -150,8 +150,8 @@ def _lost(source: Source) -> list[tuple[str, str]]:
     ]
 
 
-HELD = {"fullshard": {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()}}
-"""Which values a folder of Fullshard's has a place for, and which in them; (): all. A file of torch.save takes all."""
+HELD = {kind: {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()} for kind in ("fullshard", "dcp")}
+"""Which values a folder has a place for, and which in them; (): all. A file of torch.save takes all."""
 
 
 def _values(values: Mapping[str, Any], kind: str, bare: bool, model_only: bool) -> tuple[dict[str, Any], list[str]]:

@@ -34,7 +34,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ class Order:
         folder: where checkpoints are kept.
         name: of the one being written, as `Folder.begin` gave it.
         rank, world: of the ranks that save.
-        values, ending: see `Plan`.
+        ending: see `Plan`.
         pieces: name, shape, offsets, sizes and dtype of each piece, and where in the snapshot it lies, in bytes.
         data_bytes: that the pieces take in the snapshot.
         patience: seconds that the first rank's writer waits for another one.
@@ -74,7 +73,6 @@ class Order:
     name: str
     rank: int
     world: int
-    values: dict[str, Any]
     ending: Ending | None
     pieces: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, int]]
     data_bytes: int
@@ -87,7 +85,7 @@ class Order:
         for p in plan.pieces:
             pieces.append((p.name, p.shape, p.offsets, p.sizes, p.dtype, at))
             at += -(-p.nbytes // ALIGN) * ALIGN
-        return cls(folder, name, rank, world, plan.values, plan.ending, pieces, at)
+        return cls(folder, name, rank, world, plan.ending, pieces, at)
 
 
 @dataclass
