@@ -6,6 +6,7 @@ Programs of the page run on two ranks in memory, after its first lines; each ran
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import os
 import pickle
@@ -157,3 +158,24 @@ def test_explain_imports_no_torch() -> None:
     program = "import sys; from fullshard.cli.main import main; main(['explain']); print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert told.splitlines()[-1] == "False"
+
+
+INNER = (
+    "__init__.py", "torch_private/store.py", "store/hashed.py", "store/record.py", "store/tree.py", "store/metadata.py",
+    "store/manifest.py", "store/pickles.py", "store/load.py", "store/source.py", "store/formats/",
+)  # fmt: skip
+"""Files whose errors of Python's own are caught: by readers, which name the file, and by a stream, of a full disk."""
+
+
+def test_users_get_errors_of_fullshards_own() -> None:
+    """But for `import` of what needs a package that is not there, and assertions of what only a bug brings about."""
+    bare = []
+    for path in SOURCE.rglob("*.py"):
+        file = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(getattr(node, "exc", None), "func", None), "id", "")
+            if isinstance(node, ast.Raise) and isinstance(getattr(builtins, name, None), type):
+                needs_a_package = name == "ImportError" and file.startswith("integrations/")
+                if name != "AssertionError" and not file.startswith(INNER) and not needs_a_package:
+                    bare.append(f"{file}:{node.lineno}: {name}")
+    assert bare == []
