@@ -146,7 +146,7 @@ FAULTS = (
         "agreement/use.py",
         "        if total != fingerprint * axes.world:",
         "        if total < 0:",
-        test="tests/errors/test_errors_of_ranks.py -k D005",
+        test="tests/errors/test_errors_of_ranks.py -k gathered",
     ),
     Fault(
         "one more small all-reduce for each unit",
@@ -433,7 +433,7 @@ FAULTS = (
         "store/plan.py",
         "        for rank in ranks[1:]:",
         "        for rank in ranks[2:]:",
-        test="tests/errors/test_errors_of_ranks.py -k D011",
+        test="tests/errors/test_errors_of_ranks.py -k tensors",
     ),
     Fault(
         "a save in the background keeps the lock's descriptor open",

@@ -256,7 +256,7 @@ def check_complete(
             expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
             got="none",
             remedy=remedy,
-            code="K012",
+            topic="optimizer-state",
         )
     keys = dict.fromkeys(key for _, own in present for key in own)
     for row, own in present:
@@ -267,7 +267,7 @@ def check_complete(
                 expected=", ".join(map(str, keys)),
                 got=f"none of {', '.join(map(str, missing))}",
                 remedy=remedy,
-                code="K013",
+                topic="optimizer-state",
             )
 
 
@@ -292,7 +292,6 @@ def _cut_into(
                 got=value,
                 remedy="load it where each parameter has state of its own: use_orig_params=True, or "
                 "optimizer_view(model, params=...)",
-                code="K014",
             )
     elif bucket is None or member is None:
         state[key] = values.like_plain(one.tensor, value, table.axes.device)
@@ -306,7 +305,6 @@ def _cut_into(
             parameter=row.name,
             expected=row.shape,
             got=values.shape_of(value),
-            code="K015",
         )
     else:
         local = values.fit(bucket, value, member)
@@ -385,7 +383,7 @@ def state_to_load(
             "What was given to load is not an optimizer state dict.",
             expected="a 'state'",
             got=f"keys {list(saved)}",
-            code="K016",
+            topic="optimizer-state",
         )
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)

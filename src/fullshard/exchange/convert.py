@@ -71,29 +71,23 @@ def convert(
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype, code="C088")
+        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
     if os.path.lexists(target):
-        raise CheckpointError(
-            f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
-        )
+        raise CheckpointError(f"There is something at {target}: nothing is overwritten.", remedy="name another place")
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(
-            f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
-        )
+        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.", remedy="make it first")
     with open_source(source, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
         free = shutil.disk_usage(target.absolute().parent).free
         if total > free:
             raise CheckpointError(
-                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}", code="K022"
+                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}"
             )
         try:
             _write(opened, chosen, target, kind, total, progress)
         except OSError as error:
-            raise CheckpointError(
-                f"{target} cannot be written ({type(error).__name__}: {error}).", code="K023"
-            ) from error
+            raise CheckpointError(f"{target} cannot be written ({type(error).__name__}: {error}).") from error
     return Conversion(
         source, target, kind_of(source), kind, len(chosen.entries), total, tuple(chosen.left_out), tuple(chosen.notes)
     )
@@ -131,7 +125,6 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
         raise CheckpointError(
             "The checkpoint has no model, only other things.",
             got=", ".join([*source.entries, *source.values][:3]) or "nothing",
-            code="K024",
         )
     ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}

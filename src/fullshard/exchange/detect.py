@@ -38,13 +38,11 @@ def kind_of(path: Path) -> str:
         CheckpointError: nothing, half a checkpoint, or something else.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist.", code="K025")
+        raise CheckpointError(f"{path} does not exist.")
     if not path.is_dir() and not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder.", code="K421")
+        raise CheckpointError(f"{path} is neither a file nor a folder.")
     if SAVING in path.name:
-        raise CheckpointError(
-            f"{path} is half a checkpoint: it is being written, or its writing was broken off.", code="K026"
-        )
+        raise CheckpointError(f"{path} is half a checkpoint: it is being written, or its writing was broken off.")
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
@@ -59,30 +57,25 @@ def _kind_of_file(path: Path) -> str:
         raise CheckpointError(
             f"{path} is of torch.save's old format, of before PyTorch 1.6, which is not read.",
             remedy="torch.load it with weights_only=True, and torch.save it again",
-            code="K027",
         )
     if not start:
-        raise CheckpointError(f"{path} is empty.", code="K028")
+        raise CheckpointError(f"{path} is empty.")
     if path.name in (METADATA, MANIFEST) or path.suffix == ".distcp":
-        raise CheckpointError(
-            f"{path} is one file of a checkpoint.", remedy=f"name its folder, {path.parent}", code="K029"
-        )
-    raise CheckpointError(
-        f"{path} is no checkpoint of a known format.", expected="a file of torch.save or safetensors", code="K030"
-    )
+        raise CheckpointError(f"{path} is one file of a checkpoint.", remedy=f"name its folder, {path.parent}")
+    raise CheckpointError(f"{path} is no checkpoint of a known format.", expected="a file of torch.save or safetensors")
 
 
 def _kind_of_folder(path: Path) -> str:
     inside = [one.name for one in path.iterdir()]
     if not inside:
-        raise CheckpointError(f"{path} is empty.", code="K031")
+        raise CheckpointError(f"{path} is empty.")
     if MANIFEST in inside:
         return "fullshard"
     if METADATA in inside:
         return "dcp"
     for ending, last in ((".distcp", METADATA), ("rank-0.safetensors", MANIFEST)):
         if any(name.endswith(ending) for name in inside):
-            raise CheckpointError(f"{path} is half a checkpoint: it has no {last}, which is written last.", code="K032")
+            raise CheckpointError(f"{path} is half a checkpoint: it has no {last}, which is written last.")
     if is_deepspeed(path):
         return "deepspeed"
     if Folder(path).names():
@@ -93,10 +86,8 @@ def _kind_of_folder(path: Path) -> str:
         return "fsdp1"
     half = [name for name in inside if SAVING in name]
     if half:
-        raise CheckpointError(
-            f"{path} has no whole checkpoint, only {half[0]}, whose writing did not end.", code="K033"
-        )
-    raise CheckpointError(f"{path} is no checkpoint of a known format.", got=", ".join(sorted(inside)[:5]), code="K034")
+        raise CheckpointError(f"{path} has no whole checkpoint, only {half[0]}, whose writing did not end.")
+    raise CheckpointError(f"{path} is no checkpoint of a known format.", got=", ".join(sorted(inside)[:5]))
 
 
 def storage_at(path: Path) -> LocalStorage:
@@ -108,7 +99,7 @@ def storage_at(path: Path) -> LocalStorage:
     where = Folder(path)
     name = where.newest()
     if name is None:
-        raise CheckpointError(f"{path} has no whole checkpoint.", expected="a folder with files of one", code="K035")
+        raise CheckpointError(f"{path} has no whole checkpoint.", expected="a folder with files of one")
     return LocalStorage(path / name)
 
 
@@ -135,7 +126,7 @@ def open_source(path: Path, model_only: bool = False, hashes: bool = True) -> So
             return PerRankSource(path, model_only)
         return SafetensorsSource(path, _stem(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).", code="K036") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def _stem(path: Path) -> str:
@@ -158,7 +149,7 @@ def kind_to_write(path: Path, to: str | None) -> str:
     if to is not None:
         kind = {"pt": "torch"}.get(to, to)
         if kind not in WRITTEN:
-            raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN), code="C089")
+            raise ConfigError(f"Cannot write the format {to!r}.", expected=", ".join(WRITTEN))
         return kind
     if path.suffix in TORCH_SUFFIXES:
         return "torch"

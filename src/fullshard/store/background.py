@@ -220,7 +220,7 @@ class Writer:
                 got=f"{type(error).__name__}: {error}",
                 remedy="raise the limits of processes and open files (ulimit -u, ulimit -n), or save without "
                 "asynchronous=True",
-                code="K425",
+                topic="save-failed",
             ) from error
         self._channel = ours
 
@@ -411,7 +411,7 @@ def _end_of_background(ranks: Ranks, part: Part | None) -> tuple[str, Checkpoint
         "A save in the background failed; the checkpoints before it are as they were.",
         rank=rank,
         got=error,
-        code="K041",
+        topic="save-failed",
     )
     return name, failure
 
@@ -431,7 +431,7 @@ def settle_background(ranks: Ranks) -> None:
                 rank=error.rank,
                 got=error.got,
                 remedy="free room or mend the disk; wait() for a save to get its failure as an error",
-                code="W422",
+                topic="save-failed",
             ),
             stacklevel=3,
         )

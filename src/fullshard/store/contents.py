@@ -53,7 +53,6 @@ def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torc
                 expected=kind.__name__,
                 got=type(value).__name__,
                 remedy=_REMEDIES[what].format(call=call),
-                code="C199",
             )
     return given
 
@@ -181,7 +180,6 @@ def _add_optimizer(
                 "Two optimizers update one parameter: their state would have one name.",
                 parameter=name,
                 remedy="give each optimizer parameters of its own",
-                code="C185",
             )
     states = {id(one): optimizer.state.get(one.tensor) or {} for one in held}
     if blank := [one for one in held if (number, one.index) in lacking]:

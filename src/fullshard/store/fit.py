@@ -32,7 +32,7 @@ def check_fit(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entr
                 expected=expected,
                 got=got,
                 remedy="load it into the model it was saved from, or fix the model's configuration",
-                code="K146",
+                topic="checkpoint-does-not-fit",
             )
     if floats and not cast and not _holds(dtype, entry.dtype):
         raise CheckpointError(
@@ -41,7 +41,7 @@ def check_fit(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entr
             expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
             got=entry.dtype,
             remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
-            code="K403",
+            topic="checkpoint-does-not-fit",
         )
 
 
@@ -67,5 +67,5 @@ def check_tied(name: str, first: tuple[str, torch.Tensor], other: tuple[str, tor
             parameter=name,
             expected=f"the same values under {first[0].removeprefix(MODEL)} and {other[0].removeprefix(MODEL)}",
             remedy="make the model without tying these (tie_word_embeddings=False, say)",
-            code="K115",
+            topic="tied-weights",
         )

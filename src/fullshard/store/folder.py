@@ -170,7 +170,6 @@ class Folder:
                 expected=f"these only in the folders below: {newest} is read",
                 remedy="move the files where they belong; and save a run's checkpoints to a folder that is not itself "
                 "a checkpoint",
-                code="W420",
             ),
             stacklevel=3,
         )
@@ -183,7 +182,6 @@ class Folder:
             expected="the name of a folder beside it, such as step-000000100",
             got=repr(text),
             remedy=f"whole ones here: {', '.join(self.names()) or 'none'}; name one, or pass fall_back=True",
-            code="K042",
         )
 
     def storage(self, name: str) -> Storage:
@@ -255,7 +253,7 @@ class Folder:
                 self.remove(name)
             except OSError as error:  # the new checkpoint is whole all the same
                 warnings.warn(
-                    message(f"An old checkpoint could not be removed: {self.at(name)}: {error}", code="W012"),
+                    message(f"An old checkpoint could not be removed: {self.at(name)}: {error}"),
                     stacklevel=2,
                 )
             else:
@@ -282,7 +280,6 @@ class Folder:
                     expected=f"a folder, or nothing yet, at {self.path}",
                     got=f"the file {path}",
                     remedy="pass a folder, such as runs/a; fullshard convert reads files of torch.save and safetensors",
-                    code="K191",
                 )
 
     @contextlib.contextmanager
@@ -319,7 +316,6 @@ class Folder:
                             expected=f"the lock within {patience:g} s",
                             got=f"{self.path / LOCK} held by {holder or 'an unknown process'}",
                             remedy="give every run a folder of its own, or let the other save end",
-                            code="K043",
                         ) from None
                     time.sleep(_POLL)
             os.ftruncate(fd, 0)
@@ -351,7 +347,6 @@ class Folder:
             expected=f"a file, or nothing yet, at {path}",
             got=error,
             remedy="remove it, and see who may write into the folder",
-            code="K420",
         )
 
 

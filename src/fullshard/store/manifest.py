@@ -113,9 +113,7 @@ def parse(data: bytes, where: str) -> Manifest:
         if found is None:
             raise ValueError("it does not begin and end as one")
         if hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
-            raise DamagedCheckpointError(
-                "A checkpoint's manifest is damaged: its hash is not what it says.", got=where, code="K123"
-            )
+            raise DamagedCheckpointError("A checkpoint's manifest is damaged: its hash is not what it says.", got=where)
         inner = json.loads(found[2], object_pairs_hook=once)
         if inner["format"] != "fullshard":
             raise ValueError(f"format {inner['format']!r}")
@@ -126,14 +124,12 @@ def parse(data: bytes, where: str) -> Manifest:
                 got=f"version {inner['version']}, written by fullshard {inner['writer'].get('fullshard')}",
                 remedy="update fullshard, if the checkpoint is newer; load it with the version that wrote it, if it is "
                 "older",
-                code="K124",
             )
         return _manifest(inner)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedCheckpointError(
             "A checkpoint's manifest cannot be read: it is damaged, or no manifest.",
             got=f"{where}: {type(error).__name__}: {error}",
-            code="K125",
         ) from error
 
 
@@ -244,7 +240,6 @@ def inside(name: Any) -> str:
             expected="a name without folders",
             got=repr(name)[:200],
             remedy="do not load this checkpoint: it was damaged, or made to read other files",
-            code="K126",
         )
     return path.parts[0]
 

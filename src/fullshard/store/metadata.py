@@ -57,7 +57,7 @@ def _known(module: str, name: str) -> Any:
             expected="the classes of torch.distributed.checkpoint.metadata",
             got=f"{module}.{name}",
             remedy="do not load this checkpoint with anything: it was made to run code",
-            code="K127",
+            topic="not-plain-values",
         ) from None
 
 
@@ -101,7 +101,6 @@ def read_index(data: bytes, sizes: dict[str, int] | None, where: str) -> Index:
         raise DamagedCheckpointError(
             "A checkpoint's metadata cannot be read: it is damaged.",
             got=f"{where}: {type(error).__name__}: {str(error)[:200]}",
-            code="K128",
         ) from error
 
 
@@ -115,16 +114,13 @@ def _index(found: Metadata, sizes: dict[str, int] | None) -> Index:
         if begin < 0 or nbytes < 0:
             raise ValueError(f"a record at {begin} of {nbytes} bytes")
         if sizes is not None and file not in sizes:
-            raise DamagedCheckpointError(
-                "A file of a checkpoint is missing.", got=file, parameter=str(key.fqn), code="K129"
-            )
+            raise DamagedCheckpointError("A file of a checkpoint is missing.", got=file, parameter=str(key.fqn))
         if sizes is not None and begin + nbytes > sizes[file]:
             raise DamagedCheckpointError(
                 "A file of a checkpoint is truncated.",
                 parameter=str(key.fqn),
                 expected=f"{file} of at least {begin + nbytes} bytes",
                 got=f"{sizes[file]}",
-                code="K130",
             )
         places[checked_name(key.fqn), tuple(key.offset or ())] = (file, begin, nbytes)
     entries: dict[str, Entry] = {}

@@ -221,7 +221,7 @@ def _refuse_different(outline: _Outline, ranks: Ranks) -> None:
                     expected=f"as on rank 0: {_short(first)}",
                     got=_short(own),
                     remedy="let all ranks call save() after the same step, with the same optimizers",
-                    code="D012",
+                    topic="ranks-differ",
                 )
 
 
@@ -250,7 +250,7 @@ def _entries_of_all(entries: dict[str, Entry], digests: Sequence[bytes], ranks: 
                     rank=rank,
                     expected=f"shape {known.shape}, {known.dtype}, as on rank {first}",
                     got=f"shape {entry.shape}, {entry.dtype}",
-                    code="D013",
+                    topic="models-differ",
                 )
     return {name: entry for name, (entry, _) in found.items()}
 
@@ -324,7 +324,6 @@ def _share_out(names: Container[str], pieces: Sequence[Piece], entries: Mapping[
                 expected=f"{entries[name].numel} elements",
                 got=f"{sum(map(math.prod, rectangles.values()))} in all",
                 remedy="save over all ranks of the model's mesh (process_group=), the same model on each",
-                code="K134",
             )
     several = {key: found for key, found in holders.items() if len(found) > 1}
     hashes = ranks.together(
@@ -356,7 +355,7 @@ def compare_values(several: Mapping[Key, Sequence[int]], hashes: Sequence[Mappin
                     got="others",
                     remedy="say how it is split (as a DTensor, or over one mesh of all ranks), or give each rank's a "
                     "name of its own; if ranks should have the same, find out why they do not (fullshard.verify)",
-                    code="D011",
+                    topic="weights-differ",
                 )
 
 

@@ -72,7 +72,6 @@ def copies_for(piece: Piece, entry: Entry, stored: Iterable[Stored]) -> list[Cop
             parameter=piece.name,
             expected=f"{piece.tensor.numel()} elements at {piece.offsets} of {piece.sizes}",
             got=f"{piece.tensor.numel() - missing}",
-            code="K137",
         )
     return found
 
@@ -128,7 +127,6 @@ class Files:
                     f"A folder is no whole checkpoint: it has neither {manifests.NAME} nor {METADATA}, written last.",
                     got=storage.called(""),
                     remedy="name another one",
-                    code="K142",
                 )
             text = self._small(name)
             self.digest = hashlib.sha256(text).hexdigest()
@@ -151,7 +149,6 @@ class Files:
                 "A file of a checkpoint that tells what is in the others is too large to be one.",
                 expected=f"at most {most} bytes",
                 got=f"{self.storage.called(name)} of {nbytes} bytes",
-                code="K138",
             )
         return self.storage.read(name, 0, nbytes)
 
@@ -161,10 +158,7 @@ class Files:
         for name, facts in manifest.files.items():
             if name not in found:
                 raise DamagedCheckpointError(
-                    "A file of a checkpoint is missing.",
-                    expected=self.storage.called(name),
-                    got="no such file",
-                    code="K140",
+                    "A file of a checkpoint is missing.", expected=self.storage.called(name), got="no such file"
                 )
             if found[name] != facts.nbytes:
                 what = "truncated" if found[name] < facts.nbytes else "longer than it was written"
@@ -172,7 +166,6 @@ class Files:
                     f"A file of a checkpoint is {what}.",
                     expected=f"{self.storage.called(name)} of {facts.nbytes} bytes",
                     got=f"{found[name]} bytes",
-                    code="K141",
                 )
 
     def verify(self, name: str, begin: int, nbytes: int) -> None:
@@ -200,7 +193,6 @@ class Files:
                     expected=f"{facts.kind} {facts.hashes[block][:16]}...",
                     got=f"another, of bytes {at} to {end} of {self.storage.called(name)}",
                     remedy="load another checkpoint (load(..., fall_back=True) takes the newest whole one)",
-                    code="K144",
                 )
             self._verified.add((name, block))
 
@@ -321,9 +313,7 @@ def checked_groups(groups: Any) -> list[dict[str, Any]]:
         DamagedCheckpointError: they are none.
     """
     if not _are_groups(groups):
-        raise DamagedCheckpointError(
-            "A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80], code="K151"
-        )
+        raise DamagedCheckpointError("A checkpoint's optimizer groups cannot be read.", got=str(groups)[:80])
     checked: list[dict[str, Any]] = groups
     return checked
 

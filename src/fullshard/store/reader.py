@@ -52,9 +52,7 @@ class Reader:
         if self.files.manifest is not None:
             found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
             if not _is_nested(found):
-                raise DamagedCheckpointError(
-                    "A checkpoint's optimizer state cannot be read.", got=str(found)[:80], code="K145"
-                )
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
             known: dict[str, dict[str, Any]] = found
             return known
         made: dict[str, dict[str, Any]] = {}
@@ -118,9 +116,7 @@ class Reader:
         """
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise DamagedCheckpointError(
-                "A tensor that a checkpoint's manifest names is missing.", parameter=name, code="K147"
-            )
+            raise DamagedCheckpointError("A tensor that a checkpoint's manifest names is missing.", parameter=name)
         self._asked.add(name)
         return self._part(name, (0,) * len(entry.shape), entry.shape)
 
@@ -157,7 +153,7 @@ class Reader:
                 expected="state of the optimizers that are to be filled",
                 got="none",
                 remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
-                code="K148",
+                topic="checkpoint-does-not-fit",
             )
         for one in contents.states:
             self._state(one)
@@ -212,7 +208,6 @@ class Reader:
                     parameter=row.name,
                     expected=f"a {type(like).__name__}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",
-                    code="K404",
                 )
             known = scalars.setdefault(key, value)
             if not same(known, value):
@@ -224,7 +219,6 @@ class Reader:
                     got=value,
                     remedy="load it where each parameter has state of its own: use_orig_params=True, or "
                     "optimizer_view(model, params=...)",
-                    code="K149",
                 )
             return
         if like is not None:
@@ -239,7 +233,7 @@ class Reader:
                 parameter=name,
                 expected=tuple(getattr(like, "shape", ())),
                 got=entry.shape,
-                code="K150",
+                topic="checkpoint-does-not-fit",
             )
         return self.tensor(name)
 
@@ -286,7 +280,7 @@ class Reader:
                 expected=_listed(list(self._missing), "that the checkpoint lacks") if self._missing else None,
                 got=_listed(unknown, "that the model and its optimizers lack") if unknown else None,
                 remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
-                code="K152",
+                topic="checkpoint-does-not-fit",
             )
         return left
 

@@ -131,5 +131,4 @@ def _bad(stored: Stored, got: object) -> DamagedCheckpointError:
         parameter=stored.name,
         expected=f"shape {stored.sizes} at byte {stored.begin} of {stored.file}",
         got=str(got).partition("\n")[0][:300],
-        code="K153",
     )

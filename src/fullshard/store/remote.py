@@ -162,6 +162,5 @@ def folder_at(path: str | os.PathLike[str] | Folder) -> Folder:
             expected="a path or an address",
             got=repr(path) if isinstance(path, str) else f"an object of class {type(path).__name__}",
             remedy='pass the folder first: save("runs/mine", model, ...)',
-            code="C195",
         )
     return RemoteFolder(os.fspath(path)) if is_remote(path) else Folder(without_scheme(path))

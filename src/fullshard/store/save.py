@@ -85,7 +85,6 @@ def save(
                 expected="a path",
                 got=str(where),
                 remedy="save there without asynchronous=True, or save to a disk and copy",
-                code="C196",
             )
         return where, request
 
@@ -94,7 +93,6 @@ def save(
         raise CheckpointError(
             "A save is still going on in the background.",
             remedy="save less often, wait() for it, or pass if_saving='wait'",
-            code="K154",
         )
     settle_background(ranks)
     with ExitStack() as held:
@@ -146,7 +144,7 @@ def _begin(where: Folder, step: int, ranks: Ranks) -> str:
                 rank=ranks.rank,
                 expected=f"{name} in {where}",
                 remedy="save into a folder that all ranks share, on every machine under the same path",
-                code="K135",
+                topic="folders-differ",
             )
 
     try:
@@ -175,17 +173,14 @@ def _request(
                 expected=f"an int of at least {least}",
                 got=repr(value),
                 remedy=f"pass an int, as in {what}={max(least, 1)}",
-                code="C197",
             )
     if if_saving not in ("wait", "refuse"):
-        raise ConfigError(
-            "save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving), code="C198"
-        )
+        raise ConfigError("save(if_saving=) has an invalid value.", expected="'wait' or 'refuse'", got=repr(if_saving))
     given = check_given("save", model, optimizers, state)
     kept = dict(state or {})
     for name in kept:
         if not isinstance(name, str) or not name or name == RNG or name.startswith((MODEL, "$")):
-            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name), code="C200")
+            raise ConfigError("save(state=) has a name that cannot be used.", got=repr(name))
     if rng:
         kept[RNG] = Generators()
     return Request(model, given, step, kept, keep_last, keep_every)

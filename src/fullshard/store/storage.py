@@ -74,7 +74,6 @@ def check_parts(name: str, entry: Entry, parts: Sequence[Stored], total: int | N
             parameter=name,
             expected=f"{math.prod(entry.shape)} elements, of shape {entry.shape}",
             got=f"{held}",
-            code="K131",
         )
     nbytes = sum(part.nbytes for part in parts)
     if total is not None and nbytes > total:
@@ -128,14 +127,12 @@ class LocalStorage:
         self._path = path
         self._open: dict[str, int] = {}
         if not path.is_dir():
-            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), code="K155")
+            raise DamagedCheckpointError("There is no such checkpoint.", got=str(path), topic="checkpoint-missing")
         if os.path.lexists(path / MANIFEST) and not (
             (path / MANIFEST).is_file() and not (path / MANIFEST).is_symlink()
         ):
             raise DamagedCheckpointError(
-                "A checkpoint's manifest is a link, or something else that is not a file.",
-                got=str(path / MANIFEST),
-                code="K156",
+                "A checkpoint's manifest is a link, or something else that is not a file.", got=str(path / MANIFEST)
             )
         stats = {p.name: p.stat() for p in path.iterdir() if p.is_file() and not p.is_symlink()}
         self.sizes = {name: stat.st_size for name, stat in stats.items()}
@@ -181,7 +178,7 @@ class RemoteStorage:
         self._kept: IO[bytes] | None = None
         self._places: dict[tuple[str, int], int] = {}  # file and chunk: where it lies in `_kept`, in bytes
         if not self._fs.isdir(self._path):
-            raise DamagedCheckpointError("There is no such checkpoint.", got=url, code="K157")
+            raise DamagedCheckpointError("There is no such checkpoint.", got=url, topic="checkpoint-missing")
         listed = self._fs.ls(self._path, detail=True)
         self.sizes = {f["name"].rpartition("/")[2]: int(f["size"]) for f in listed if f["type"] == "file"}
         self.allocated = self.sizes
@@ -261,10 +258,7 @@ def file_system(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            "An address cannot be used.",
-            got=f"{url}: {error}",
-            remedy="pip install fsspec and what it names",
-            code="C201",
+            "An address cannot be used.", got=f"{url}: {error}", remedy="pip install fsspec and what it names"
         ) from error
     return fs, str(path).rstrip("/")
 
@@ -286,7 +280,6 @@ def open_file(path: Path, follow_links: bool = False) -> int:
         expected="a regular file",
         got=f"{path}, a folder, a pipe or a device",
         remedy="copy the checkpoint again from where it was whole",
-        code="K441",
     )
 
 
@@ -306,9 +299,7 @@ def _told(called: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DamagedCheckpointError(
-            "A file of a checkpoint cannot be read.", got=f"{called}: {error}", code="K158"
-        ) from error
+        raise DamagedCheckpointError("A file of a checkpoint cannot be read.", got=f"{called}: {error}") from error
 
 
 def _read(storage: Storage, name: str, begin: int, nbytes: int) -> bytes:
@@ -323,9 +314,6 @@ def _fill(read: Callable[[memoryview, int], int], target: memoryview, called: st
         got = read(target[done:], done)
         if not got:
             raise DamagedCheckpointError(
-                "A file of a checkpoint is truncated.",
-                expected=f"{len(target) - done} bytes more",
-                got=called,
-                code="K159",
+                "A file of a checkpoint is truncated.", expected=f"{len(target) - done} bytes more", got=called
             )
         done += got

@@ -138,18 +138,24 @@ def wait_for(path: Path, rank: int, order: Order, channel: socket.socket) -> Wri
             return _read((path / f"rank-{rank}.written").read_text())
         if (path / f"rank-{rank}.failed").exists():
             raise CheckpointError(
-                "Another rank's part failed.", rank=rank, got=(path / f"rank-{rank}.failed").read_text(), code="K165"
+                "Another rank's part failed.",
+                rank=rank,
+                got=(path / f"rank-{rank}.failed").read_text(),
+                topic="save-failed",
             )
         if not path.is_dir():
             raise CheckpointError(
-                "The folder being written was removed: not all ranks could start.", got=str(path), code="K166"
+                "The folder being written was removed: not all ranks could start.", got=str(path), topic="save-failed"
             )
         if time.monotonic() > deadline:
             raise CheckpointError(
-                "Another rank's part did not come.", rank=rank, expected=f"within {order.patience:g} s", code="K167"
+                "Another rank's part did not come.",
+                rank=rank,
+                expected=f"within {order.patience:g} s",
+                topic="save-failed",
             )
         if not orphaned and select.select([channel], [], [], 0)[0]:
             if channel.recv(len(GIVE_UP)):
-                raise CheckpointError("Another rank's part failed, as that rank says.", code="K424")
+                raise CheckpointError("Another rank's part failed, as that rank says.", topic="save-failed")
             orphaned, deadline = True, time.monotonic() + _ORPHAN_PATIENCE  # the rank is gone: its last checkpoint
         time.sleep(_POLL)

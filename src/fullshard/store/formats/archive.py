@@ -51,7 +51,7 @@ class Records(ABC):
         self.root: Any = decode(self._record("data.pkl"), called)
         order = self._record("byteorder").decode("ascii", "replace") if "byteorder" in self._records else "little"
         if order != sys.byteorder:
-            raise CheckpointError(f"{called} was written on a machine of another byte order.", got=order, code="K044")
+            raise CheckpointError(f"{called} was written on a machine of another byte order.", got=order)
 
     @abstractmethod
     def _fill(self, position: int, buffer: memoryview) -> None:
@@ -65,23 +65,21 @@ class Records(ABC):
         """
         record = self._records.get(f"data/{stored.key}")
         if record is None:
-            raise CheckpointError(
-                f"{self._called} has no record for a tensor.", parameter=name, expected=stored.key, code="K045"
-            )
+            raise CheckpointError(f"{self._called} has no record for a tensor.", parameter=name, expected=stored.key)
         size = stored.dtype.itemsize
         if record[1] != stored.numel * size:
             got = f"{record[1]:,} bytes"
             expected = f"{stored.numel * size:,} bytes"
             raise CheckpointError(
-                f"{self._called}: a record has another size.", parameter=name, expected=expected, got=got, code="K046"
+                f"{self._called}: a record has another size.", parameter=name, expected=expected, got=got
             )
         if 0 in stored.shape:
             return
         if stored.offset + extent(stored.shape, stored.stride) > stored.numel:
-            raise CheckpointError(f"{self._called}: a tensor reaches beyond its record.", parameter=name, code="K047")
+            raise CheckpointError(f"{self._called}: a tensor reaches beyond its record.", parameter=name)
         if numel(stored.shape) * size > self._size:
             raise CheckpointError(
-                f"{self._called}: a tensor is larger than the file.", parameter=name, got=stored.shape, code="K048"
+                f"{self._called}: a tensor is larger than the file.", parameter=name, got=stored.shape
             )
 
     def read(
@@ -106,9 +104,7 @@ class Records(ABC):
 
     def _record(self, name: str) -> bytes:
         if name not in self._records:
-            raise CheckpointError(
-                f"{self._called} is a zip file, but none of torch.save: it has no {name}.", code="K050"
-            )
+            raise CheckpointError(f"{self._called} is a zip file, but none of torch.save: it has no {name}.")
         position, size = self._records[name]
         buffer = bytearray(size)
         self._fill(position, memoryview(buffer))
@@ -122,25 +118,25 @@ class Records(ABC):
             found = {one.filename.partition("/")[2]: self._place(one) for one in listed}
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             raise CheckpointError(
-                f"{self._called} is no whole zip file ({error}): truncated, or not of torch.save.", code="K051"
+                f"{self._called} is no whole zip file ({error}): truncated, or not of torch.save."
             ) from error
         end = 0
         for position, size in sorted(found.values()):
             if position < end:
-                raise CheckpointError(f"{self._called}: its records lie on one another.", code="K052")
+                raise CheckpointError(f"{self._called}: its records lie on one another.")
             end = position + size
         if len(found) != len(listed):
-            raise CheckpointError(f"{self._called}: two of its records have the same name.", code="K053")
+            raise CheckpointError(f"{self._called}: two of its records have the same name.")
         if end > self._size:
             raise CheckpointError(
-                f"{self._called} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes", code="K054"
+                f"{self._called} is truncated.", expected=f"{end:,} bytes", got=f"{self._size:,} bytes"
             )
         return found
 
     def _place(self, one: zipfile.ZipInfo) -> tuple[int, int]:
         if one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size or one.flag_bits & 1:
             raise CheckpointError(
-                f"{self._called}: its records are compressed or encrypted, which torch.save does not do.", code="K055"
+                f"{self._called}: its records are compressed or encrypted, which torch.save does not do."
             )
         header = bytearray(LOCAL_HEADER)
         self._fill(one.header_offset, memoryview(header))

@@ -47,7 +47,7 @@ class CheckpointSource(Source):
         where = Folder(path)
         name = where.newest()
         if name is None:
-            raise CheckpointError("There is no checkpoint here.", got=str(path), code="K056")
+            raise CheckpointError("There is no checkpoint here.", got=str(path))
         self.files = Files(LocalStorage(where.at(name)), hashes)
         index, manifest = self.files.index, self.files.manifest
         self._prefix = "" if any(n.startswith((MODEL, OPTIMIZER)) for n in index.entries) else MODEL
@@ -99,7 +99,7 @@ class CheckpointSource(Source):
     def _read(self, name: str, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> torch.Tensor:
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name, code="K057")
+            raise CheckpointError("A checkpoint has no tensor of this name.", parameter=name)
         extent = entry.shape if sizes is None else tuple(sizes)
         made = torch.empty(extent, dtype=entry.dtype, device="cpu")
         begin = (0,) * len(extent) if offsets is None else tuple(offsets)
@@ -118,7 +118,7 @@ def _put(place: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for key in outer:
         inner = place.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path), code="K143")
+            raise DamagedCheckpointError("Two values of a checkpoint have one name.", got=".".join(path))
         place = inner
     place[last] = value
 
@@ -138,9 +138,7 @@ class FolderSink(Sink):
     def __init__(self, path: str | os.PathLike[str], entries: Mapping[str, Entry], file: str) -> None:
         self._path, self._entries = Path(path).absolute(), dict(entries)
         if self._path.exists():
-            raise CheckpointError(
-                "There is something where a checkpoint is to be written.", got=str(self._path), code="K058"
-            )
+            raise CheckpointError("There is something where a checkpoint is to be written.", got=str(self._path))
         self._here = self._path.with_name(f"{self._path.name}.saving-{secrets.token_hex(4)}")
         self._made = make_folders(self._here)
         self._stored: dict[str, Stored] = {}
@@ -158,7 +156,6 @@ class FolderSink(Sink):
                 parameter=name,
                 expected=f"shape {entry.shape}, {entry.dtype}",
                 got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
-                code="K059",
             )
         begin, end = self._put(tensor)
         offsets = (0,) * len(entry.shape)
@@ -174,7 +171,7 @@ class FolderSink(Sink):
 
     def finish(self) -> None:
         if missing := self._entries.keys() - self._stored.keys():
-            raise CheckpointError("Not all tensors were written.", parameter=min(missing), code="K060")
+            raise CheckpointError("Not all tensors were written.", parameter=min(missing))
         self._end()
         self._file.close()
         put_in_place(self._here, self._path)
