@@ -199,7 +199,7 @@ def test_steps_that_differ_within_a_flat_parameter(tmp_path, fake_world):
     model.requires_grad_(True)
     fullshard.save(tmp_path, model, stepped(model, optimizer))
     fake_world(1)
-    with raises("K149"):
+    with raises("K014"):
         load_an_optimizer(tmp_path, wrapped(use_orig_params=False))
 
 

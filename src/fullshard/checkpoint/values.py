@@ -291,6 +291,18 @@ def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> Check
     )
 
 
+def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> CheckpointError:
+    """What to raise for a value whose digits the tensor to fill cannot hold."""
+    return CheckpointError(
+        f"Loading {saved} into {dtype} would round values; nothing was loaded.",
+        parameter=name,
+        expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
+        got=saved,
+        remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
+        code="K403",
+    )
+
+
 # Values that only the first rank has.
 
 

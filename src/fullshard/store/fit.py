@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..checkpoint.values import rounding_error
 from ..errors import CheckpointError
 from .source import MODEL, Entry
 from .write import bytes_of
@@ -35,14 +36,7 @@ def check_fit(name: str, shape: tuple[int, ...], dtype: torch.dtype, entry: Entr
                 code="K146",
             )
     if floats and not cast and not _holds(dtype, entry.dtype):
-        raise CheckpointError(
-            f"Loading {entry.dtype} into {dtype} would round values; nothing was loaded.",
-            parameter=name,
-            expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
-            got=entry.dtype,
-            remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
-            code="K403",
-        )
+        raise rounding_error(name, dtype, entry.dtype)
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
