@@ -92,7 +92,7 @@ FOLDERS = {
     "K100": (put("model.safetensors", b"not a header"), load),
     "K101": lambda f: fullshard.save_safetensors(of_complex_numbers(), f / "out"),
     "K115": (save, lambda f: load(f, tied())),
-    "K116": (save, lambda f: load(f, nn.Linear(4, 4))),
+    "K152": (save, lambda f: load(f, nn.Linear(4, 4))),
     # Adapters.
     "C182": (lambda _: adapted(), lambda f: save(f, adapter=True)),
     "C183": lambda f: save_adapter(f, two_adapters()),

@@ -82,7 +82,7 @@ CALLS = {
     "K012": lambda: loaded(lambda state: state.pop("bias")),
     "K013": lambda: loaded(lambda state: state["bias"].pop("exp_avg")),
     "K014": lambda: loaded(lambda state: state["bias"].update(step=torch.tensor(2.0))),
-    "K015": lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3))),
+    "K019": lambda: loaded(lambda state: state["bias"].update(exp_avg=torch.ones(3))),
     "K016": (wrapped, lambda m: FSDP.optim_state_dict_to_load(m, sgd(m, momentum=0.9), {"param_groups": []})),
     "K018": (flat, lambda m: m.load_state_dict(flat(nn.Linear(4, 4)).state_dict())),
     "W003": (wrapped, lambda m: FSDP.sharded_optim_state_dict(m, sgd(m))),

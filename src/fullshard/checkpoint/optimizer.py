@@ -19,6 +19,7 @@ from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from ..torch_private.step_hooks import without_step_hooks
 from . import values
+from .fit import check_shape, rounding_error
 from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
 from .names import Named, Table
 from .settings import is_like, named_groups, settings_to_load
@@ -330,7 +331,7 @@ def add_scalar(
         )
     if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
         if not values.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
-            raise values.rounding_error(f"{row.name}.{key}", like.dtype, value.dtype)
+            raise rounding_error(f"{row.name}.{key}", like.dtype, value.dtype)
     known = state.setdefault(key, value)
     if not values.same(known, value):
         raise CheckpointError(
@@ -363,15 +364,8 @@ def _cut_into(
         keeps = row.says_whole and isinstance(value, torch.Tensor)
         whole = value if keeps else values.whole_of(value, bucket.axes.device)
         state[key] = whole.detach().clone()
-    elif values.shape_of(value) != row.shape:
-        raise CheckpointError(
-            f"State {key!r} has another shape than its parameter.",
-            parameter=row.name,
-            expected=row.shape,
-            got=values.shape_of(value),
-            code="K015",
-        )
     else:
+        check_shape(f"{row.name}.{key}", row.shape, values.shape_of(value))
         local = values.fit(bucket, value, member)
         if one.view is None:
             state[key] = bucket.shown(local.clone(), member)

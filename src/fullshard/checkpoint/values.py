@@ -10,7 +10,7 @@ The only file of this package that reads buckets: everything else asks the funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from ..torch_private.sharded_tensor import (
     is_sharded_tensor,
     slices_sharded_tensor,
 )
+from .fit import check_shape
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def cut(bucket: Bucket, whole: torch.Tensor, member: Member) -> torch.Tensor:
     Raises:
         CheckpointError: the value has another shape than the parameter.
     """
-    if tuple(whole.shape) != member.shape:
-        raise shape_error(member.name, member.shape, whole.shape)
+    check_shape(member.name, member.shape, whole.shape)
     if not bucket.form.plain:
         chunk: torch.Tensor = rows_on_rank(whole, bucket.axes.shard).clone()
         return chunk
@@ -277,30 +277,6 @@ def like_plain(parameter: Any, value: Any, device: torch.device) -> torch.Tensor
     if isinstance(parameter, DTensor) and whole.shape == parameter.shape:
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return whole.clone()
-
-
-def shape_error(name: str, expected: Iterable[int], got: Iterable[int]) -> CheckpointError:
-    """What to raise for a value that has another shape than its parameter."""
-    return CheckpointError(
-        "A state dict does not fit the model: a value has another shape than its parameter; nothing was loaded.",
-        parameter=name,
-        expected=f"shape {tuple(expected)}",
-        got=f"shape {tuple(got)}",
-        remedy="load it into the model it was saved from, or fix the model's configuration",
-        code="K019",
-    )
-
-
-def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> CheckpointError:
-    """What to raise for a value whose digits the tensor to fill cannot hold."""
-    return CheckpointError(
-        f"Loading {saved} into {dtype} would round values; nothing was loaded.",
-        parameter=name,
-        expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
-        got=saved,
-        remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
-        code="K403",
-    )
 
 
 # Values that only the first rank has.

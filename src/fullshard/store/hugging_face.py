@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
 from ..checkpoint.names import Named, Table
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
-from .fit import check_fit, check_tied
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
 from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model
@@ -315,7 +315,8 @@ class _Plan:
                 code="K114",
             )
         for name in present:
-            check_fit(own, tuple(value.shape), dtype, entries[name], self.cast)
+            check_shape(own, value.shape, entries[name].shape)
+            check_cast(own, dtype, entries[name].dtype, self.cast)
         for piece in self._pieces(row, own):
             if not piece.tensor.numel():
                 continue
@@ -335,7 +336,7 @@ class _Plan:
     def _compare(self, piece: Piece, first: str, other: str) -> None:
         """A tied parameter under two of its names must have one value."""
         read = [self.source.read(name, piece.offsets, piece.sizes) for name in (first, other)]
-        check_tied(piece.name, (first, read[0]), (other, read[1]))
+        check_tied(piece.name, (first.removeprefix(MODEL), read[0]), (other.removeprefix(MODEL), read[1]))
 
     def close(self, strict: bool) -> LoadedNames:
         """Compare the names.
@@ -344,18 +345,9 @@ class _Plan:
             CheckpointError: they differ, and `strict`.
         """
         unexpected = [name.removeprefix(MODEL) for name in self.source.entries if name not in self._asked]
-        if strict and (self._missing or unexpected):
-            raise CheckpointError(
-                "Safetensors files and the model have different names; nothing was loaded.",
-                parameter=(self._missing or unexpected)[0],
-                expected=f"{_some(self._missing)}, which the files lack"
-                if self._missing
-                else "the model's names alone",
-                got=f"{_some(unexpected)}, which the model lacks" if unexpected else "nothing else",
-                remedy="load them into the model they are of; base=True reads a base model's files into an adapted "
-                "one, adapter=True an adapter's; strict=False leaves both alone",
-                code="K116",
-            )
+        if strict:
+            remedy = "base=True reads a base model's files into an adapted one, adapter=True an adapter's"
+            check_names("Safetensors files do", self._missing, unexpected, remedy)
         return LoadedNames(self._missing, unexpected)
 
     def fill(self) -> None:
@@ -363,7 +355,3 @@ class _Plan:
         for piece, name in self.reads:
             if piece.tensor.numel():
                 piece.tensor.copy_(self.source.read(name, piece.offsets, piece.sizes))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

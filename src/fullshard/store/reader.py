@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
 from ..checkpoint.names import Named
 from ..checkpoint.optimizer import add_scalar, blank_states, check_complete, described_state, has_settings_of
 from ..checkpoint.settings import put, settings_to_load
 from ..errors import CheckpointError, DamagedCheckpointError
 from .contents import Contents, StateOf, add_states
-from .fit import check_fit, check_tied
 from .piece import Piece
 from .read import GROUPS, Copy, Files, checked_groups, copies_for
 from .source import MODEL, OPTIMIZER
@@ -25,7 +25,7 @@ class Reader:
 
     Args:
         files: the checkpoint.
-        cast: whether floating-point values may be rounded; see `check_fit`.
+        cast: whether floating-point values may be rounded; see `check_cast`.
 
     Attributes:
         copies: what is to be read into memory that is in use.
@@ -80,20 +80,24 @@ class Reader:
         """Read a piece, which is kept under its own name or one of `names`; whether the checkpoint has it.
 
         Raises:
-            CheckpointError: see `check_fit` and `check_tied`.
+            CheckpointError: see `check_shape`, `check_cast` and `check_tied`.
             DamagedCheckpointError: the checkpoint lacks elements of it.
         """
         index = self.files.index
         present = [name for name in map(self._kept_as, (piece.name, *names)) if name in index.entries]
         for name in present:
-            check_fit(piece.name, piece.shape, piece.dtype, index.entries[name], self._cast)
+            entry = index.entries[name]
+            check_shape(piece.name, piece.shape, entry.shape)
+            check_cast(piece.name, piece.dtype, entry.dtype, self._cast)
         if not present:
             return False
         first, *others = present
         self._asked.add(first)
         for other in others:
             if piece.tensor.numel() and _places(index.stored[other]) != _places(index.stored[first]):
-                parts = [(name, self._part(name, piece.offsets, piece.sizes)) for name in (first, other)]
+                parts = [
+                    (name.removeprefix(MODEL), self._part(name, piece.offsets, piece.sizes)) for name in (first, other)
+                ]
                 check_tied(piece.name, *parts)
         self.copies += copies_for(piece, index.entries[first], index.stored[first])
         return True
@@ -264,13 +268,7 @@ class Reader:
         """What is one number here must be one in the checkpoint."""
         entry, numel = self.files.index.entries[name], like.numel() if isinstance(like, torch.Tensor) else 1
         if entry.numel != numel:
-            raise CheckpointError(
-                "A checkpoint does not fit the model: a tensor has another shape; nothing was loaded.",
-                parameter=name,
-                expected=tuple(getattr(like, "shape", ())),
-                got=entry.shape,
-                code="K150",
-            )
+            check_shape(name, getattr(like, "shape", ()), entry.shape)
         return self.tensor(name)
 
     def _read_groups(self) -> list[dict[str, Any]]:
@@ -311,15 +309,9 @@ class Reader:
         ours = self.files.index.entries if self._bare else self._ours()
         left = [name for name in ours if not any(part in asked for part in _prefixes(name))]
         unknown = [name for name in left if contents.states or not name.startswith(OPTIMIZER)]
-        if strict and (self._missing or unknown):
-            raise CheckpointError(
-                "A checkpoint does not fit the model: names differ; nothing was loaded.",
-                parameter=next(iter([*self._missing, *unknown])),
-                expected=_listed(list(self._missing), "that the checkpoint lacks") if self._missing else None,
-                got=_listed(unknown, "that the model and its optimizers lack") if unknown else None,
-                remedy="load it into the model it was saved from, or pass strict=False to leave these as they are",
-                code="K152",
-            )
+        if strict:
+            remedy = "load it into the model it was saved from"
+            check_names("A checkpoint does", list(self._missing), unknown, remedy)
         return left
 
 
@@ -342,10 +334,6 @@ def _tied_names(ties: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _places(stored: Iterable[Stored]) -> set[tuple[str, int]]:
     return {(one.file, one.begin) for one in stored}
-
-
-def _listed(names: list[str], what: str) -> str:
-    return f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
 def _prefixes(name: str) -> Iterable[str]:
