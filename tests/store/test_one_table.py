@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import CheckpointError
-from fullshard.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from fullshard.checkpoint import whole
+from fullshard.checkpoint.whole import Batch
+from fullshard.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from ways import alone, on_ranks, shard, some_ways
 
 FULL, SHARDED = StateDictOptions(full_state_dict=True), StateDictOptions()
@@ -222,4 +230,28 @@ def test_state_on_other_layouts(tmp_path: Path) -> list[str]:
                 results.append(content(into))
             if results[0] != results[1]:
                 problems.append(f"{way} {case}: {results}")
+    return problems
+
+
+@on_ranks
+def test_whole_values_in_bounded_batches() -> list[str]:
+    """State dicts of weights and of state, by each way: no batch is larger than is said, or than one tensor."""
+    problems = []
+    largest = 4 * 4 * 4  # bytes
+    for way in ("rows", "flat", "wrapper", "originals"):
+        model, optimizer = trained(way, adamw(), 1)
+        want = content((model, optimizer)), get_model_state_dict(model, options=FULL)
+        sizes: list[int] = []
+        pack = Batch.pack
+
+        def counted(batch: Any, pack: Any = pack, sizes: list[int] = sizes) -> None:
+            pack(batch)
+            sizes.append(sum(one.nbytes for one in batch.wanted))
+
+        with mock.patch.object(whole, "BATCH_BYTES", largest), mock.patch.object(Batch, "pack", counted):
+            got = content((model, optimizer)), get_model_state_dict(model, options=FULL)
+        if len(sizes) < 4 or max(sizes) > largest:
+            problems.append(f"{way}: batches of {sizes} bytes")
+        if got[0] != want[0] or not all(torch.equal(got[1][name], value) for name, value in want[1].items()):
+            problems.append(f"{way}: other values")
     return problems

@@ -30,6 +30,7 @@ from .names import Table, settle
 from .optimizer import blank_states, collect, cut_states, load_state, named_state, state_to_load
 from .settings import named_groups, put, settings_to_load
 from .values import Form
+from .whole import Wanted, wholes
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -153,15 +154,16 @@ def get_model_state_dict(
 
 
 def _finished(table: Table, state: dict[str, Any], form: Form) -> dict[str, Any]:
-    """Values of `fully_shard`'s parameters in `form`; one unit's is whole at a time besides the result. Collective."""
+    """Values of `fully_shard`'s parameters in `form`; a batch is whole at a time besides the result. Collective."""
     wanted = form.wanted(dist.get_rank())
     result: dict[str, Any] = {}
     managed = {name for row in table.parameters if row.member is not None for name in row.names}
-    for bucket, comm in table.buckets() if form.kind == "whole" else ():
-        for member, view in values.wholes(bucket, comm, bucket.shard):
-            whole = values.saved_form(bucket, member, view.detach(), form, wanted)
-            row = table.of(member)
-            result |= {name: whole for name in (row.names if row is not None else ()) if name in state}
+    rows = [row for row in table.parameters if row.member is not None and form.kind == "whole"]
+    for row, (_, whole) in zip(rows, wholes(Wanted(row.name, row) for row in rows), strict=True):
+        assert row.bucket is not None and row.member is not None
+        value = values.saved_form(row.bucket, row.member, whole, form, wanted)
+        result |= {name: value for name in row.names if name in state}
+        del whole
     for name, value in state.items():
         if name not in result and isinstance(value, torch.Tensor) and not (name in managed and form.kind == "whole"):
             value = values.whole_of(value, table.axes.device) if form.kind == "whole" else value

@@ -20,6 +20,7 @@ from . import values
 from .fit import check_shape
 from .names import Named, Table
 from .values import Form
+from .whole import Wanted, wholes
 
 _forced: ContextVar[Form | None] = ContextVar("fullshard_form", default=None)
 
@@ -81,10 +82,11 @@ def save_instance(
         if form.kind == "local":
             _fill_slice(bucket, result, keys, _slice_name(prefix, index))
             continue
-        for member, view in values.wholes(bucket, runner.settings.comm, bucket.shard):
-            value = values.saved_form(bucket, member, view.detach(), form, form.wanted(rank))
+        rows = [Named(member.sharded, [member.name], bucket, member) for member in bucket.members]
+        for member, (_, whole) in zip(bucket.members, wholes(Wanted(row.name, row) for row in rows), strict=True):
+            value = values.saved_form(bucket, member, whole, form, form.wanted(rank))
             result.update(dict.fromkeys(keys.get(id(member), ()), value))
-            del view
+            del whole
     for key in [key for key in result if key.startswith(prefix)]:
         if not form.wanted(rank):
             del result[key]

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..comm import Comm
 from ..errors import CheckpointError, MissingStateError
 from ..shard import Bucket
 from ..torch_private.step_hooks import without_step_hooks
@@ -24,6 +23,7 @@ from .held import Held, Kind, Kinds, agreed, held_by, kinds_of, structure_of
 from .names import Named, Table
 from .settings import is_like, named_groups, settings_to_load
 from .values import Form
+from .whole import Wanted, wholes
 
 States = dict[str, dict[str, Any]]  # by parameter name and key
 Blank = Literal["never", "unless stepped", "where missing"]
@@ -161,10 +161,10 @@ def collect(
             result[row.name] = {
                 key: _as_shown(row, one, value, form, table.axes.device) for key, value in states[id(one)].items()
             }
-    for bucket, comm in table.buckets():
+    for bucket in table.buckets():
         known = [named for m in bucket.members if (named := table.of(m)) is not None and kinds.get(named.name)]
         found = [(row, one := holder[row.name], states[id(one)], kinds[row.name]) for row in known]
-        _collect_bucket(bucket, comm, found, form, wanted, result)
+        _collect_bucket(bucket, found, form, wanted, result)
     return {row.name: result[row.name] for row in table.parameters if row.name in result} if wanted else {}
 
 
@@ -191,7 +191,6 @@ def _copied(value: Any) -> Any:
 
 def _collect_bucket(
     bucket: Bucket,
-    comm: Comm,
     rows: list[tuple[Named, Held, Mapping[str, Any], dict[str, Kind]]],
     form: Form,
     wanted: bool,
@@ -216,16 +215,14 @@ def _collect_bucket(
                 if value is not None:
                     result.setdefault(row.name, {})[key] = _as_shown(row, one, value, form, bucket.axes.device)
         else:
-            buffer = values.buffer_of(bucket, dtype)  # type: ignore[arg-type]
-            for row, one, value, _ in mine:
-                if value is not None:
-                    assert row.member is not None
-                    values.part(bucket, buffer, row.member).copy_(one.local(row, value))
-            names = {id(row.member): row.name for row, _, _, _ in mine}
-            for member, view in values.wholes(bucket, comm, buffer):
-                if id(member) in names:
-                    kept = values.saved_form(bucket, member, view, form, wanted)
-                    result.setdefault(names[id(member)], {})[key] = kept
+            nothing = torch.zeros((), dtype=dtype, device=bucket.shard.device)  # where the rank has no state
+            parts = [nothing if value is None else one.local(row, value) for row, one, value, _ in mine]
+            wanted_rows = (Wanted(row.name, row, local=own) for (row, *_), own in zip(mine, parts, strict=True))
+            for (row, *_), (_, whole) in zip(mine, wholes(wanted_rows), strict=True):
+                assert row.member is not None
+                kept = values.saved_form(bucket, row.member, whole, form, wanted)
+                result.setdefault(row.name, {})[key] = kept
+                del whole
 
 
 def _as_shown(row: Named, one: Held, value: Any, form: Form, device: torch.device) -> Any:
@@ -329,7 +326,7 @@ def add_scalar(
             got=f"{str(value)[:80]!r}, a {type(value).__name__}",
             code="K404",
         )
-    if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+    if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and like.dtype != value.dtype:
         if not values.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
             raise rounding_error(f"{row.name}.{key}", like.dtype, value.dtype)
     known = state.setdefault(key, value)

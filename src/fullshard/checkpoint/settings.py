@@ -148,7 +148,10 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
     """Put settings or scalars in place: a tensor stays that tensor, where others may hold it."""
     for key, value in saved.items():
         current = target.get(key)
-        target[key] = value = like_own(current, value)
-        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.shape == value.shape:
+        if isinstance(current, torch.Tensor) and _is_number(current) and value is not None:
             with torch.no_grad():
-                target[key] = current.copy_(value)
+                current.copy_(
+                    value.reshape(current.shape) if isinstance(value, torch.Tensor) else current.new_tensor(value)
+                )
+        else:
+            target[key] = like_own(current, value)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..comm import Comm, object_from
+from ..comm import object_from
 from ..dtypes import as_moved
 from ..errors import CheckpointError
 from ..forms import FlatShard, Member, full_of, rows_on_rank
@@ -108,11 +108,6 @@ def has_whole_shape(bucket: Bucket, member: Member) -> bool:
 # A bucket.
 
 
-def buffer_of(bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-    """[shard_numel] zeros, laid out as the shard and where it is."""
-    return torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.shard.device)
-
-
 def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]]:
     """Tensors that optimizers update in place of parameters: each over [begin, begin + length) of a bucket's shard."""
     for bucket, gradients in zip(unit.buckets, unit.gradients, strict=True):
@@ -121,28 +116,12 @@ def views_of(unit: Unit) -> Iterator[tuple[torch.Tensor, int, int, list[Member]]
                 yield view.tensor, view.offset, view.length, [bucket.members[i] for i in view.members]
 
 
-def wholes(bucket: Bucket, comm: Comm, buffer: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
-    """Every member's whole value (for tensor parallelism: see `joined`) in a buffer laid out as the shard. Collective.
-
-    They share memory that is reused, or the buffer's: keep copies.
-    """
-    if buffer.is_meta:
-        for member in bucket.members:
-            yield member, torch.empty(member.slot.shape, dtype=buffer.dtype, device="meta")
-    elif bucket.layout.holds_runs:
-        whole = bucket.gather_whole(comm, buffer) if bucket.layout.world > 1 else buffer
-        yield from zip(bucket.members, bucket.whole_views(whole), strict=True)
-    else:
-        for member in bucket.members:
-            yield member, bucket.form.whole(member, bucket.part(buffer, member))
-
-
 def joined(bucket: Bucket, member: Member, view: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter from the whole of this rank's tensor-parallel part; `view` itself if it has none.
 
     Collective over the tensor-parallel ranks.
     """
-    if member.split is None or view.is_meta or not bucket.layout.holds_runs:
+    if member.split is None or view.is_meta or not bucket.form.plain:
         return view
     return full_of(member.split.unsharded(view.detach()))
 

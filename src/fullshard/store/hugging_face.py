@@ -16,18 +16,18 @@ from torch import nn
 
 from ..checkpoint.fit import check_cast, check_names, check_shape, check_tied
 from ..checkpoint.names import Named, Table
+from ..checkpoint.whole import BATCH_BYTES, Wanted
 from ..errors import CheckpointError, ConfigError
 from ..names import plain_class, plain_name
 from ..torch_private.local_tensor import inside
 from .adapters import STEM, Adapter
 from .formats.safetensors_folder import MAX_FILE_BYTES, SafetensorsSink, SafetensorsSource
-from .full_parameters import BUCKET_BYTES, check_dtype, stream, wanted_of
+from .full_parameters import check_dtype, stream, wanted_of
 from .lora import Given, adapted, is_peft_model
 from .piece import Piece, member_pieces, value_pieces
 from .ranks import Ranks
 from .source import MODEL, Entry
 from .table import table_of
-from .whole import Wanted
 
 
 def save_safetensors(
@@ -36,7 +36,7 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = BATCH_BYTES,
     adapter: bool | str = False,
     merge_lora: bool = False,
     process_group: dist.ProcessGroup | None = None,
