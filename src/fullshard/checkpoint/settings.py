@@ -148,10 +148,12 @@ def put(target: Any, saved: Mapping[str, Any]) -> None:
     """Put settings or scalars in place: a tensor stays that tensor, where others may hold it."""
     for key, value in saved.items():
         current = target.get(key)
-        if isinstance(current, torch.Tensor) and _is_number(current) and value is not None:
+        fits = value is not None and (
+            _is_number(current) or getattr(value, "shape", None) == getattr(current, "shape", 0)
+        )
+        if isinstance(current, torch.Tensor) and fits:
+            number = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
             with torch.no_grad():
-                current.copy_(
-                    value.reshape(current.shape) if isinstance(value, torch.Tensor) else current.new_tensor(value)
-                )
+                current.copy_(number.reshape(current.shape))
         else:
             target[key] = like_own(current, value)
