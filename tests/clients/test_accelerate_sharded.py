@@ -205,7 +205,7 @@ def test_an_optimizer_that_cannot_step_shards_is_named(layout):
     )
     with pytest.raises(fullshard.ConfigError, match=r"Factored cannot step(.|\n)*optimizer_view") as caught:
         train(accelerator, model, optimizer, loader)
-    assert caught.value.code == "C274" and caught.value.parameter in dict(net().named_parameters())
+    assert caught.value.parameter in dict(net().named_parameters())
 
 
 @on_ranks(by="run_clients")

@@ -30,7 +30,7 @@ def check_shape(name: str, expected: Sequence[int], got: Sequence[int] | None) -
             expected=tuple(expected),
             got=None if got is None else tuple(got),
             remedy="load them into the model they were saved from, or fix the model's configuration",
-            code="K019",
+            topic="checkpoint-does-not-fit",
         )
 
 
@@ -53,7 +53,7 @@ def check_cast(name: str, dtype: torch.dtype, saved: torch.dtype, cast: bool) ->
             expected=dtype,
             got=saved,
             remedy="load them into the model they were saved from, or fix the model's configuration",
-            code="K146",
+            topic="checkpoint-does-not-fit",
         )
     if floats and not cast and not _holds(dtype, saved):
         raise rounding_error(name, dtype, saved)
@@ -67,7 +67,7 @@ def rounding_error(name: str, dtype: torch.dtype, saved: torch.dtype) -> Checkpo
         expected=f"{dtype}, as the model has it, or floating-point numbers of fewer digits",
         got=saved,
         remedy="pass cast=True if rounding is wanted, or load into a model of the saved dtype",
-        code="K403",
+        topic="checkpoint-does-not-fit",
     )
 
 
@@ -95,7 +95,7 @@ def check_names(files: str, missing: Sequence[str], unexpected: Sequence[str], r
             expected=_listed(missing, "that the files lack") if missing else None,
             got=_listed(unexpected, "that the model and its optimizers lack") if unexpected else None,
             remedy=f"{remedy}; or pass strict=False to leave these as they are",
-            code="K152",
+            topic="checkpoint-does-not-fit",
         )
 
 
@@ -119,5 +119,5 @@ def check_tied(name: str, first: tuple[str, torch.Tensor], other: tuple[str, tor
             parameter=name,
             expected=f"the same values under {first[0]} and {other[0]}",
             remedy="make the model without tying these (tie_word_embeddings=False, say)",
-            code="K115",
+            topic="tied-weights",
         )

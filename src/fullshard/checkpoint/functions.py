@@ -108,7 +108,7 @@ def _of_fully_shard(model: nn.Module) -> Table:
             "The model is wrapped by FullyShardedDataParallel, whose parameters do not say how they are split.",
             parameter=wrapped.name,
             remedy="use FullyShardedDataParallel.optim_state_dict(model, optimizer), and optim_state_dict_to_load",
-            code="K006",
+            topic="optimizer-state",
         )
     return table
 
@@ -339,7 +339,6 @@ def state_from_rank0(saved: dict[str, Any] | None, table: Table) -> dict[str, An
             rank=0,
             got="an empty one",
             remedy="load the file on rank 0 before the call, or leave out broadcast_from_rank0",
-            code="K007",
         )
     return result
 
@@ -354,16 +353,15 @@ def _table(model: nn.Module, options: StateDictOptions) -> Table:
             "A module inside a FullyShardedDataParallel was given, which alone knows how its parameters are split.",
             parameter=part.name,
             remedy="give the FullyShardedDataParallel, and pick what is wanted by submodules= or by its name",
-            code="K008",
         )
     if not table.wrapped:  # names as PyTorch's functions have them
         table = Table(model, plain_name)
     elif options.dsd_fqn_modifiers != StateDictOptions().dsd_fqn_modifiers:
         raise ConfigError(
-            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change", code="C075"
+            "dsd_fqn_modifiers has no meaning for models that Fullshard shards: their names do not change"
         )
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True", code="C076")
+        raise ConfigError("full_state_dict must be True when broadcast_from_rank0 is True")
     return table
 
 

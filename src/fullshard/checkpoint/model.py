@@ -125,8 +125,7 @@ def _slice_name(prefix: str, index: int) -> str:
 def _fill_slice(bucket: Bucket, result: Any, keys: dict[int, list[str]], name: str) -> None:
     if bucket.layout.world == 1:
         raise CheckpointError(
-            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD",
-            code="K011",
+            "LOCAL_STATE_DICT can only be used when parameters are flattened and sharded: not with NO_SHARD"
         )
     for member in bucket.members:
         for key in keys.get(id(member), ()):
@@ -246,7 +245,7 @@ def materialize(table: Table, state: Mapping[str, Any], strict: bool) -> None:
                 parameter=", ".join(lacking),
                 expected="values for all of them, or for none",
                 remedy="call model.to_empty(device=...) and initialize every module first, then load",
-                code="K440",
+                topic="weights-on-meta",
             )
     for owner, bucket in with_values:
         owner.materialize(bucket)

@@ -291,7 +291,7 @@ def check_complete(
             expected="state" + (f", as of {present[0][0].name}, which is in the same tensor" if present else ""),
             got="none",
             remedy=remedy,
-            code="K012",
+            topic="optimizer-state",
         )
     keys = dict.fromkeys(key for _, own in present for key in own)
     for row, own in present:
@@ -302,7 +302,7 @@ def check_complete(
                 expected=", ".join(map(str, keys)),
                 got=f"none of {', '.join(map(str, missing))}",
                 remedy=remedy,
-                code="K013",
+                topic="optimizer-state",
             )
 
 
@@ -324,7 +324,6 @@ def add_scalar(
             parameter=row.name,
             expected=f"a {type(like).__name__}",
             got=f"{str(value)[:80]!r}, a {type(value).__name__}",
-            code="K404",
         )
     if not cast and isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and like.dtype != value.dtype:
         if not values.same(value.reshape(like.shape).to(like.dtype).to(value.dtype), value.reshape(like.shape)):
@@ -338,7 +337,6 @@ def add_scalar(
             got=value,
             remedy="load it where each parameter has state of its own: use_orig_params=True, or "
             "optimizer_view(model, params=...)",
-            code="K014",
         )
 
 
@@ -435,7 +433,7 @@ def state_to_load(
             "What was given to load is not an optimizer state dict.",
             expected="a 'state'",
             got=f"keys {list(saved)}",
-            code="K016",
+            topic="optimizer-state",
         )
     agreed(table, structure_of(held, len(groups)), {}, error)
     states = cut_states(table, held, saved["state"], needs_all)

@@ -64,7 +64,6 @@ def settings_to_load(
                     parameter=next(iter(sources[number].values())),
                     expected=f"{key} as a {type(group[key]).__name__}, such as {group[key]}",
                     got=f"{str(value)[:80]!r}, a {type(value).__name__}",
-                    code="K401",
                 )
             settings[number][key] = like_own(group.get(key), value)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -89,7 +88,6 @@ def _settings_of(group: int, saved: Sequence[Mapping[str, Any]], sources: Mappin
                     got=f"{key}={value}",
                     remedy="make the optimizer with a group for each; settings can be changed after loading, in "
                     "optimizer.param_groups",
-                    code="K400",
                 )
             parameter_of.setdefault(key, parameter)
     return found
@@ -112,7 +110,6 @@ def _warn_of_split_groups(
                             expected=f"{key}={other[key]} and {group[key]}, as the optimizer was made",
                             got=f"{key}={settings[number][key]}, as saved",
                             remedy="to keep the new ones, set them in optimizer.param_groups after loading",
-                            code="W400",
                         ),
                         stacklevel=3,
                     )

@@ -217,7 +217,6 @@ def saved_form(bucket: Bucket, member: Member, view: torch.Tensor, form: Form, w
             parameter=member.name,
             remedy='make the instance with device_mesh=mesh["dp"], a part of the mesh whose other part the '
             "parameter is on; or save FULL_STATE_DICT",
-            code="K017",
         )
     return parallel.sharded(mine)
 
@@ -243,7 +242,6 @@ def slice_in(bucket: Bucket, value: Any, name: str) -> torch.Tensor:
             expected=f"a slice of shape {tuple(bucket.shard.shape)}",
             got=f"shape {tuple(found.shape)}",
             remedy="save FULL or SHARDED state dicts to load on other ranks",
-            code="K018",
         )
     return found.detach()
 

@@ -243,5 +243,4 @@ def _check_unused(front_ends: ModuleType) -> None:
             "PyTorch's front-ends have sharded modules in this process already.",
             got=", ".join(sorted(set(found))),
             remedy="call fullshard.adopt() first, or start the program by: python -m fullshard adopt SCRIPT",
-            code="P029",
         )

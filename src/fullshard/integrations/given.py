@@ -39,7 +39,6 @@ def check_sharding(
             "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
             expected='{"reshard_after_forward": True}, say',
             got=repr(given),
-            code="C254",
         )
     known = {*inspect.signature(fully_shard).parameters, *own} - {"module", "auto_wrap_policy", *taken}
     for name in given:
@@ -51,7 +50,6 @@ def check_sharding(
                 expected=", ".join(sorted(known)),
                 got=f"{name}={given[name]!r}"[:200],
                 remedy=f"{near}= is meant, probably" if near else "leave it away",
-                code="C271",
             )
     check_units(given.get("units"), names)
 
@@ -81,5 +79,4 @@ def check_units(units: Any, names: bool = True) -> None:
         remedy='units=["LlamaDecoderLayer"], say; of an Accelerator or Trainer: sharding={"units": [...]}'
         if names
         else "units={Block}, say, with the model's own class; or leave it away",
-        code="C272",
     )

@@ -252,7 +252,6 @@ def refuse(holders: Iterable[str], lenient: bool) -> None:
         got=found,
         remedy="call fullshard.adopt() before it is made, first of all; or start the program by: python -m fullshard "
         "adopt SCRIPT; or adopt leniently (--lenient): it stays PyTorch's",
-        code="P063",
     )
     if not lenient:
         raise error

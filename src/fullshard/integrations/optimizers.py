@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import values
-from ..errors import ConfigError, FullshardError
+from ..errors import ConfigError, PhaseError
 from ..forms import FlatShard, owner_of
 from ..runtime import runners_in
 
@@ -46,7 +46,7 @@ def point_optimizers(
                     parameter=stepped[0],
                     got=f"{type(inner).__name__} with state",
                     remedy="prepare model and optimizer together, before the first step; load its state after",
-                    code="C222",
+                    topic="optimizer-built-early",
                 )
             group["params"] = [now[before[one]] if one in before else one for one in group["params"]]
 
@@ -77,7 +77,6 @@ def check_theirs(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[n
                 got=f"{type(inside(optimizer)).__name__} of {len(held)} others, the first of shape "
                 f"{tuple(held[0].shape)}",
                 remedy="build it from model.parameters() of that very model; prepare its own model with it",
-                code="C273",
             )
 
 
@@ -97,7 +96,7 @@ def naming_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError) as error:  # NotImplementedError is the former
-        ours = isinstance(error, FullshardError) and error.code == "P026"
+        ours = isinstance(error, PhaseError) and error.topic == "used-while-freed"
         *_, last = traceback.extract_tb(error.__traceback__)
         if not ours and "DTensor" not in str(error) and "/torch/distributed/tensor/" not in last.filename:
             raise
@@ -122,5 +121,5 @@ def _not_for_shards(optimizer: Any, error: Exception) -> ConfigError:
         got=f"{kind}s: {(str(error) or type(error).__name__).splitlines()[0]}",
         remedy="take torch.optim.AdamW, or another that steps DTensors; one to which an element is an element can be "
         "built from fullshard.optimizer_view(model) of the sharded model: plain tensors, in every layout",
-        code="C274",
+        topic="optimizer-on-shards",
     )

@@ -156,7 +156,6 @@ def _refuse(path: str, name: str, verb: str) -> None:
         what,
         got=where,
         remedy=f"{INSTEAD.get(name, ANY)}; or adopt leniently (--lenient), if the program can do without",
-        code="C133",
     )
     if not _lenience[-1].lenient:
         raise error

@@ -55,7 +55,6 @@ def adjust_tracker(tracker: ModuleType, told: Callable[[str], None]) -> None:
             "FSDPMemTracker replaces private methods of PyTorch's units, which Fullshard's do not have.",
             remedy="fullshard.memory_use(model) before a step and after it; fullshard.record_events() for what comes "
             "and goes within one",
-            code="C134",
         )
 
     tracker.FSDPMemTracker.__init__ = init

@@ -53,7 +53,7 @@ def warn_of_outside(parameters: Sequence[torch.Tensor]) -> None:
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
                 "no block took. Where you average these gradients yourself, name them in ignored_params= "
                 "(ignored_states= of the wrapper). (Shown once per process.)",
-                code="W032",
+                topic="root-forgotten",
             ),
             stacklevel=5,
         )

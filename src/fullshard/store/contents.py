@@ -52,7 +52,6 @@ def check_given(call: str, model: Any, optimizers: Any, state: Any) -> list[torc
                 expected=kind.__name__,
                 got=type(value).__name__,
                 remedy=_REMEDIES[what].format(call=call),
-                code="C199",
             )
     return given
 
@@ -175,7 +174,6 @@ def _add_optimizer(
                 "Two optimizers update one parameter: their state would have one name.",
                 parameter=name,
                 remedy="give each optimizer parameters of its own",
-                code="C185",
             )
     found.states += [StateOf(optimizer, one, optimizer.state.get(one.tensor) or {}) for one in held]
     add_states(found, found.states[-len(held) :] if held else [], first)

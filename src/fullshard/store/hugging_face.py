@@ -71,9 +71,7 @@ def save_safetensors(
     """
     check_dtype(dtype)
     if adapter and merge_lora:
-        raise ConfigError(
-            "adapter and merge_lora exclude each other: an adapter, or the model it was merged into.", code="C191"
-        )
+        raise ConfigError("adapter and merge_lora exclude each other: an adapter, or the model it was merged into.")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
     sink: SafetensorsSink | None = None
@@ -119,7 +117,6 @@ def _plain(given: list[Given]) -> list[Given]:
             got=_class_of(getattr(odd.wanted.tensor, "parameter", odd.wanted.tensor)),
             remedy="fullshard.save keeps it as it is; or convert it to a plain tensor first. Adapters of a quantised "
             "base: save them (adapter=True), and merge them on one process into a base of 16 bits or more",
-            code="K113",
         )
     return given
 
@@ -234,7 +231,7 @@ def load_safetensors(
         PhaseError: called in the middle of a step.
     """
     if adapter and base:
-        raise ConfigError("adapter and base exclude each other: files hold one or the other.", code="C192")
+        raise ConfigError("adapter and base exclude each other: files hold one or the other.")
     ranks = Ranks(process_group)
     own = _Own.of(model, adapter, ranks) if adapter else None
 
@@ -312,7 +309,6 @@ class _Plan:
                 got=f"{_class_of(row.parameter)}, to be read from plain numbers",
                 remedy="load each block, make its parameters of that class, and only then shard it (docs/inside.md); "
                 "fullshard.load reads what fullshard.save wrote of them",
-                code="K114",
             )
         for name in present:
             check_shape(own, value.shape, entries[name].shape)

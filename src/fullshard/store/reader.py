@@ -52,9 +52,7 @@ class Reader:
         if self.files.manifest is not None:
             found = from_json(self.files.manifest.values.get("optimizer", {}).get("scalars", {}), self.tensor)
             if not _is_nested(found):
-                raise DamagedCheckpointError(
-                    "A checkpoint's optimizer state cannot be read.", got=str(found)[:80], code="K145"
-                )
+                raise DamagedCheckpointError("A checkpoint's optimizer state cannot be read.", got=str(found)[:80])
             known: dict[str, dict[str, Any]] = found
             return known
         made: dict[str, dict[str, Any]] = {}
@@ -122,9 +120,7 @@ class Reader:
         """
         entry = self.files.index.entries.get(name)
         if entry is None:
-            raise DamagedCheckpointError(
-                "A tensor that a checkpoint's manifest names is missing.", parameter=name, code="K147"
-            )
+            raise DamagedCheckpointError("A tensor that a checkpoint's manifest names is missing.", parameter=name)
         self._asked.add(name)
         return self._part(name, (0,) * len(entry.shape), entry.shape)
 
@@ -201,7 +197,7 @@ class Reader:
                 expected="state of the optimizers that are to be filled",
                 got="none",
                 remedy="load(folder, model) alone, or pass strict=False: the optimizers then begin anew",
-                code="K148",
+                topic="checkpoint-does-not-fit",
             )
         for one in contents.states:
             self._state(one)

@@ -32,9 +32,7 @@ from .trial import Step, Trial
 def run_parts(session: Session, plan: Plan, names: Sequence[str], tolerance: float | None) -> Report:
     """See `verify` with `modules`. Collective."""
     if plan.max_norm is not None:
-        raise ConfigError(
-            "verify: max_norm needs the gradients of the whole model, which modules= leaves out", code="C116"
-        )
+        raise ConfigError("verify: max_norm needs the gradients of the whole model, which modules= leaves out")
     made = start.sharded(session, plan)
     if isinstance(made, list):
         return Report(tuple(made), session.world, 0, 0)
@@ -53,7 +51,6 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             parameter=", ".join(missing) or None,
             expected=f"names of modules, such as {', '.join(name for name in list(known)[:20] if name)}",
             got=", ".join(names) or "no names",
-            code="C117",
         )
     return {name: known[name] for name in names}
 

@@ -45,9 +45,7 @@ def sharded(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Findin
     def check() -> tuple[nn.Module, Any]:
         found, optimizer = made or (None, None)
         if not isinstance(found, nn.Module):
-            raise ConfigError(
-                f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}", code="C122"
-            )
+            raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
         listed(optimizer)
         return found, optimizer
 

@@ -119,7 +119,7 @@ class Trial(ABC):
         count = plan.tokens_fn or (lambda batch: 1.0)
         counts = session.all(session.required("tokens_fn", lambda: [float(count(batch)) for batch in mine]))
         if any(n < 0 for row in counts for n in row) or not sum(map(sum, counts)):
-            raise ConfigError("tokens_fn gave negative numbers, or zero for every batch", got=str(counts), code="C130")
+            raise ConfigError("tokens_fn gave negative numbers, or zero for every batch", got=str(counts))
         return mine, [counts[source] for source in session.sources]
 
     def take(

@@ -114,10 +114,12 @@ class _Values:
                         parameter=name,
                         expected=tuple(old.shape),
                         got=tuple(found.shape),
-                        code="K169",
+                        topic="checkpoint-does-not-fit",
                     )
                 return found.to(old.dtype, copy=True)
         for name in known:
             if name in self.made:
                 return self.made[name]
-        raise CheckpointError("A parameter is in no file, and was not made either.", parameter=known[0], code="K168")
+        raise CheckpointError(
+            "A parameter is in no file, and was not made either.", parameter=known[0], topic="weights-on-meta"
+        )

@@ -30,7 +30,6 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
                 expected=f"{STATE}, which is written last",
                 got=str(checkpoint),
                 remedy="remove it",
-                code="W031",
             ),
             stacklevel=3,
         )

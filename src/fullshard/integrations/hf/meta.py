@@ -43,7 +43,6 @@ def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             "The folder holds a model that was quantised; its weights are of classes of their own.",
             got=f"quantization_config in {folder / 'config.json'}",
             remedy="read the weights that were quantised, and quantise block by block (docs/clients/peft.md)",
-            code="C212",
         )
     dtype = dtype or _dtype_of(config)
     with init_empty_weights(include_buffers=False):  # under torch.device("meta") buffers would have no values either
@@ -66,7 +65,6 @@ def _no_source(source: Any) -> ConfigError:
         "from_pretrained builds a model of transformers.",
         expected="a class with from_pretrained, or a configuration whose architectures name one",
         got=getattr(source, "__name__", type(source).__name__),
-        code="C211",
     )
 
 
@@ -118,7 +116,6 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 parameter=beside[0],
                 expected=f"names that begin with {prefix}",
                 got=_some(beside),
-                code="W030",
             ),
             stacklevel=3,
         )
@@ -133,7 +130,6 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 "Safetensors files hold no parameter of the model; nothing was loaded.",
                 **told,
                 remedy="name the class that wrote them (in the folder's config.json, architectures)",
-                code="K175",
             )
         if strict:
             raise CheckpointError(
@@ -141,11 +137,9 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 **told,
                 remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
                 "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
-                code="K116",
+                topic="checkpoint-does-not-fit",
             )
-        warnings.warn(
-            message("Files and model have different names; the rest was loaded.", **told, code="W017"), stacklevel=3
-        )
+        warnings.warn(message("Files and model have different names; the rest was loaded.", **told), stacklevel=3)
     _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
     return lambda name: names_here.get(name, name)
 
@@ -200,5 +194,4 @@ def _initialise(model: Any, missing: Iterable[list[str]]) -> None:
                 "Files lack a parameter which the model does not initialise either.",
                 parameter=name,
                 got=f"{type(model).__name__}._init_weights left it",
-                code="K170",
             )

@@ -70,7 +70,6 @@ def from_pretrained(
             "from_pretrained reads a local folder.",
             got=str(folder),
             remedy="download it first; nothing is fetched here",
-            code="C216",
         )
     if isinstance(dtype, str):  # as transformers takes it
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
@@ -79,7 +78,6 @@ def from_pretrained(
             "dtype must be a floating-point dtype, or None.",
             got=repr(dtype),
             remedy="torch.bfloat16, say; None or 'auto' takes what the configuration says",
-            code="C190",
         )
     base = on_meta(source, where, dtype)
     rename = fit(base, where, strict)
@@ -119,7 +117,7 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
     _replace(base, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if one.is_meta else one)
     model = prepare(base)
     if not isinstance(model, nn.Module):
-        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__, code="C214")
+        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__)
     for config in getattr(model, "peft_config", {}).values():
         start = getattr(config, "init_lora_weights", True)
         if start not in (True, False, "gaussian", "orthogonal"):
@@ -128,7 +126,6 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
                 expected="init_lora_weights of True, False, gaussian or orthogonal",
                 got=repr(start),
                 remedy="adapt the whole model on the CPU, and shard it by fullshard.integrations.hf.shard",
-                code="C213",
             )
     return model
 

@@ -47,7 +47,6 @@ def unit_classes(model: nn.Module, names: Iterable[str | type] | None = None) ->
                 expected=f"some of {', '.join(sorted({type(m).__name__ for m in inside}))}",
                 got=one if isinstance(one, str) else getattr(one, "__name__", repr(one)),
                 remedy="leave units away to take the model's own plan (_no_split_modules)",
-                code="C221",
             )
         found |= classes
     return found
@@ -96,9 +95,7 @@ def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     settings = dict(sharding)
     units, word = settings.pop("units", None), settings.pop("mixed_precision", "no")
     if word not in _DTYPES:
-        raise ConfigError(
-            "mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(word), code="C220"
-        )
+        raise ConfigError("mixed_precision is a word.", expected=" or ".join(map(repr, _DTYPES)), got=repr(word))
     dtype = _DTYPES[word]
     if dtype is not None:
         if "mp_policy" in settings:
@@ -106,7 +103,6 @@ def settings_of(sharding: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 "mixed_precision and mp_policy say the same in two ways.",
                 got=f"mixed_precision={word!r}, mp_policy={settings['mp_policy']}",
                 remedy='give mp_policy with mixed_precision="no"',
-                code="C219",
             )
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     return units, settings
