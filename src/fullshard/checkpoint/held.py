@@ -143,7 +143,7 @@ def agreed(table: Table, structure: list[list[str]], mine: Kinds, error: Fullsha
         DivergenceError: ranks' optimizers hold different parameters, or group them differently; on every rank.
         CheckpointError: the first rank's `error`, on every rank.
     """
-    axes = {id(b.axes.shard.group): b.axes.shard for b, _ in table.buckets() if b.axes.shard.size > 1}
+    axes = {id(b.axes.shard.group): b.axes.shard for b in table.buckets() if b.axes.shard.size > 1}
     for axis in axes.values():  # all of them, whatever is wrong, for ranks of the next one to learn of it
         everyone = objects_of_all((structure, mine, error), axis.group, "optimizers' state")
         mine, error = {}, None
