@@ -210,36 +210,6 @@ def an_optimizer_that_has_stepped(rank: int, folder: Path) -> None:
     FullshardAccelerator().prepare(model, optimizer)
 
 
-# Programs that adopt late.
-
-
-@PROGRAMS.raise_("P063")
-def adopting_after_a_name_was_kept(rank: int, folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fullshard.adopt()
-    assert fully_shard
-
-
-LEAVES_CLASSES = Programs()
-
-
-def test_two_ranks_of_their_own(run_clients, client_pools, tmp_path):
-    """P029, after which PyTorch's classes stay: no other test has these processes."""
-    told = run_clients(outcome, LEAVES_CLASSES["P029"], tmp_path, timeout=SECONDS)
-    client_pools.close()
-    assert all("code:      P029" in text for text in told), [text[:500] for text in told]
-
-
-@LEAVES_CLASSES.raise_("P029")
-def adopting_after_sharding(rank: int, folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(two_layers())
-    fullshard.adopt()
-    assert model
-
-
 # Programs that have adopted.
 
 ADOPTED = Programs()
