@@ -11,7 +11,6 @@ import importlib.util
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import state
 from accelerate.utils import dataclasses
 
@@ -36,8 +35,6 @@ def state_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """Let `AcceleratorState` choose FSDP on CPU ranks as it does on others."""
     first = not state.AcceleratorState._shared_state
     plugin = kwargs.get("fsdp_plugin")
-    if plugin is not None and dist.is_torchelastic_launched():
-        kwargs["cpu"] = True  # its launcher does not say so of FSDP: every rank would train a model of its own
     _state_init(self, *args, **kwargs)
     if not first or plugin is None or self.distributed_type is not state.DistributedType.MULTI_CPU:
         return
