@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from ..errors import PhaseError, PrivateNameError
+from ..errors import ArgumentTypeError, ConfigError, PhaseError, PrivateNameError
 
 # adopt.py
 
@@ -40,4 +42,96 @@ def memory_tracker() -> PrivateNameError:
         remedy="fullshard.memory_use(model) before a step and after it; fullshard.record_events() for what comes "
         "and goes within one",
         code="C134",
+    )
+
+
+# sharding.py
+
+
+def no_dictionary(sharding: object) -> ConfigError:
+    """The error for `sharding=` of another kind."""
+    return ConfigError(
+        "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
+        expected='{"reshard_after_forward": True}, say',
+        got=repr(sharding),
+        code="C254",
+    )
+
+
+def unknown_argument(name: object, value: object, known: Collection[str]) -> ArgumentTypeError:
+    """The error for an argument that `fully_shard` does not have, or that the integration gives itself."""
+    near = ["units"] if name == "auto_wrap_policy" else difflib.get_close_matches(str(name), known, 1)
+    return ArgumentTypeError(
+        f"Sharding has no argument {name!r} here.",
+        expected=", ".join(sorted(known)),
+        got=f"{name}={value!r}"[:200],
+        remedy=f"{near[0]}= is meant, probably" if near else "omit it",
+        code="C271",
+    )
+
+
+def no_such_class(name: Any, classes: Iterable[type]) -> ConfigError:
+    """The error for units of a class that no module of the model has."""
+    return ConfigError(
+        "units names a class that no module of the model has.",
+        expected=f"some of {', '.join(sorted({cls.__name__ for cls in classes}))}",
+        got=getattr(name, "__name__", str(name)),
+        remedy="omit units to take the model's own plan (_no_split_modules)",
+        code="C221",
+    )
+
+
+def unknown_precision(word: object, known: Iterable[str]) -> ConfigError:
+    """The error for another word as mixed_precision."""
+    return ConfigError(
+        f"mixed_precision must be {' or '.join(map(repr, known))}.",
+        got=repr(word),
+        code="C220",
+    )
+
+
+def two_precisions(word: str, policy: object) -> ConfigError:
+    """The error for both mixed_precision and mp_policy."""
+    return ConfigError(
+        "mixed_precision and mp_policy both set the precision.",
+        got=f"mixed_precision={word!r}, mp_policy={policy}",
+        remedy='give mp_policy with mixed_precision="no"',
+        code="C219",
+    )
+
+
+def stepped_before(optimizer: object, name: str) -> ConfigError:
+    """The error for an optimizer that has state of a parameter which is sharded now."""
+    return ConfigError(
+        "An optimizer has stepped before the model was sharded.",
+        parameter=name,
+        got=f"{type(optimizer).__name__} with state",
+        remedy="prepare model and optimizer together, before the first step; load its state after",
+        code="C222",
+    )
+
+
+def of_no_model(optimizer: object, parameters: Sequence[Any]) -> ConfigError:
+    """The error for an optimizer of parameters that no prepared model has."""
+    return ConfigError(
+        "An optimizer steps none of the models that are prepared: it would train another one, on each rank by itself, "
+        "or nothing.",
+        expected="parameters of a model that is prepared with it, or was before",
+        got=f"{type(optimizer).__name__} of {len(parameters)} others, the first of shape {tuple(parameters[0].shape)}",
+        remedy="build it from model.parameters() of that very model; prepare its own model with it",
+        code="C273",
+    )
+
+
+def not_for_shards(optimizer: object, at: Sequence[Any], names: Sequence[str], error: Exception) -> ConfigError:
+    """The error for an optimizer whose step failed; `at` is the parameter at which it did, if known, `names` its."""
+    kinds = ", ".join(type(parameter.data).__name__ for parameter in at)
+    return ConfigError(
+        f"{type(optimizer).__name__} cannot step sharded parameters: it computes with them as with plain tensors.",
+        parameter=names[0] if names else None,
+        expected="an optimizer that steps DTensors, or elements each by itself",
+        got=f"{kinds}: {(str(error) or type(error).__name__).splitlines()[0]}",
+        remedy="take torch.optim.AdamW, or another that steps DTensors; one to which an element is an element can be "
+        "built from fullshard.optimizer_view(model) of the sharded model: plain tensors, in every layout",
+        code="C274",
     )

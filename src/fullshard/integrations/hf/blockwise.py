@@ -18,7 +18,7 @@ from ...store.lora import adapted, is_peft_model
 from ...store.ranks import Ranks
 from ...store.source import MODEL
 from ..quantised import by_rows
-from .units import settings_of, wrap_policy
+from ..sharding import plan_sharding
 
 
 def read_by_units(
@@ -43,8 +43,7 @@ def read_by_units(
         ConfigError: `quantise` failed to leave weights that can be split; see `by_rows`.
         CheckpointError: a shape that is another in the files.
     """
-    units, settings = settings_of(sharding)
-    policy = wrap_policy(model, units)
+    policy, settings = plan_sharding(model, sharding)
     blocks = [block for _, block, _ in plan_wrapping(model, policy)]
     if dist.is_initialized():
         made = Ranks(None).share(made)

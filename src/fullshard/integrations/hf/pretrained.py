@@ -17,9 +17,9 @@ from ...errors import ConfigError
 from ...runtime import runners_in
 from ...store.hugging_face import load_safetensors
 from ...store.lora import is_peft_model
+from ..sharding import finish, shard
 from .blockwise import read_by_units
 from .meta import fit, on_meta
-from .units import hold_in_float32, serve_generate, shard
 
 
 def from_pretrained(
@@ -89,15 +89,12 @@ def from_pretrained(
     words = "no" if "mp_policy" in sharding else mixed_precision
     if quantise is not None:
         read_by_units(model, where, rename, made, quantise, {"mixed_precision": words, **sharding})
-        if dist.is_initialized():
-            serve_generate(model)
     else:
         if dist.is_initialized():
             shard(model, mixed_precision=words, **sharding)
         _give_memory(model, held)
         _read(model, where, rename, made)
-    if mixed_precision != "no":
-        hold_in_float32(model)
+    finish(model, mixed_precision)
     return model.eval()
 
 

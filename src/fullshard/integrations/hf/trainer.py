@@ -16,10 +16,9 @@ from ...store.load import load
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
 from ...store.save import save
-from ..given import check_sharding
+from ..sharding import check_sharding, is_sharded
 from .checkpoints import last_whole
 from .saving import save_pretrained
-from .units import is_sharded
 
 FOLDER, SCHEDULER, ARGUMENTS = "fullshard", "scheduler.pt", "training_args.bin"
 """In a checkpoint: what `fullshard.save` wrote, and Trainer's own."""
@@ -65,8 +64,7 @@ class ShardedTrainerMixin:
             )
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        check_sharding(sharding, "sharding")
-        self._sharding = dict(sharding or {})
+        self._sharding = check_sharding(sharding)
         super().__init__(*args, **settings)
 
     def create_accelerator_and_postprocess(self) -> None:
