@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, message
 from ...store.hugging_face import load_safetensors
 from ...store.load import load
 from ...store.lora import is_peft_model
 from ...store.ranks import Ranks
 from ...store.save import save
 from ..sharding import check_sharding, is_sharded
-from .checkpoints import last_whole
 from .saving import save_pretrained
 
 FOLDER, SCHEDULER, ARGUMENTS = "fullshard", "scheduler.pt", "training_args.bin"
@@ -182,3 +185,37 @@ class ShardedTrainerMixin:
     def _has_adapter(self) -> bool:
         """Whether PEFT made the model: its files are the adapter's, and a config.json would hide that."""
         return any(is_peft_model(module) for module in self.model.modules())
+
+
+STATE = "trainer_state.json"
+"""What Trainer writes into a checkpoint last, once all ranks have written their parts."""
+
+
+def last_whole(folder: str | os.PathLike[str]) -> str | None:
+    """The checkpoint with the highest step among those that were finished; others after it are warned of.
+
+    Args:
+        folder: a Trainer's `output_dir`.
+    """
+    named = [(re.fullmatch(r"checkpoint-(\d+)", one.name), one) for one in Path(folder).glob("checkpoint-*")]
+    for _, checkpoint in sorted([(int(found[1]), one) for found, one in named if found is not None], reverse=True):
+        if _is_whole(checkpoint):
+            return str(checkpoint)
+        warnings.warn(
+            message(
+                "A checkpoint was not finished, and is passed over: the run was broken off while it was written.",
+                expected=f"{STATE}, which is written last",
+                got=str(checkpoint),
+                remedy="remove it",
+                code="W031",
+            ),
+            stacklevel=3,
+        )
+    return None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        return isinstance(json.loads((checkpoint / STATE).read_text()), dict)
+    except (OSError, ValueError):
+        return False
