@@ -162,8 +162,28 @@ def test_backwards_in_step_go_back_over_the_order_in_which_forwards_began():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 6))
 def test_what_repeats_is_foreseen(period, times):
-    history = period * times
-    assert following(history) == period[0] or len(set(period)) < len(period)
+    history = "".join(map(str, period * times))
+    assert following(history[::-1]) == history[0] or len(set(period)) < len(period)
+
+
+@given(st.text("abc", max_size=12))
+def test_the_longest_stretch_that_came_before_tells_what_follows(history):
+    """Told by trying all of them, up to half of what there is."""
+    ends = [(length, at) for at in range(1, len(history)) for length in range(1, min(at, len(history) // 2) + 1)]
+    alike = [(length, at) for length, at in ends if history[at - length : at] == history[-length:]]
+    assert following(history[::-1]) == (history[max(alike)[1]] if alike else None)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 9, 100])
+def test_the_last_of_many_micro_batches_is_foreseen(micro_batches):
+    """Kinds of passes: a forward, a backward that is not reduced, and one that is."""
+    log, foreseen = Log(), []
+    step = [1, 2] * (micro_batches - 1) + [1, 3]
+    for kind in step * 3:
+        foreseen.append(log.expects(kind))
+        log.begin(kind)
+        log.end()
+    assert all(foreseen[2 * len(step) :])
 
 
 def test_what_is_left_is_new_until_it_was_taken_again():

@@ -20,13 +20,14 @@
 Each is also the built-in type that PyTorch raises for the same mistake, so that code which catches
 PyTorch's errors still catches ours.
 
-Every error and warning ends in its code, which finds it in docs/errors.md: a letter (C ConfigError, L LayoutError,
-D DivergenceError, K CheckpointError, P PhaseError, N NonfiniteError, W a warning; a subclass has its parent's) and a
-number. A code stands for one mistake and is never given to another; `python docs/_errors/codes.py --new C` finds a
-free one.
+Some mistakes need more than a message: their errors and warnings have a topic, a word that the last line names
+(`more:      fullshard explain TOPIC`), and a section of docs/errors.md. The line is a command and not a link, as the
+command prints the text of the version that is installed, on machines without a network too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def message(
@@ -37,10 +38,11 @@ def message(
     expected: object = None,
     got: object = None,
     remedy: str | None = None,
-    code: str | None = None,
+    topic: str | None = None,
 ) -> str:
-    """The text of an error or a warning: what happened, then the facts, a line each; its code is the last."""
-    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy, "code": code}
+    """The text of an error or a warning: what happened, then the facts, a line each, and where to read more."""
+    more = None if topic is None else f"fullshard explain {topic}"
+    facts = {"parameter": parameter, "rank": rank, "expected": expected, "got": got, "remedy": remedy, "more": more}
     lines = [f"  {key + ':':<11}{value}" for key, value in facts.items() if value is not None]
     return "\n".join([what, *lines])
 
@@ -51,8 +53,11 @@ class FullshardError(Exception):
     Args:
         what: what happened, in one sentence.
         parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
-        code: of this mistake, for docs/errors.md. None only for errors that are not Fullshard's own, in tests say.
+        topic: a section of docs/errors.md that says more; if left out, that of the class, if any. An attribute too.
     """
+
+    topic: str | None = None
+    """Of every error of the class that names no other."""
 
     def __init__(
         self,
@@ -63,14 +68,17 @@ class FullshardError(Exception):
         expected: object = None,
         got: object = None,
         remedy: str | None = None,
-        code: str | None = None,
+        topic: str | None = None,
     ) -> None:
+        self.topic = topic or self.topic
         super().__init__(
-            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, code=code),
+            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, topic=self.topic),
         )
         self.what = what
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
-        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__  # its text as it is, in another process too
 
 
 class ConfigError(FullshardError, ValueError):
@@ -91,6 +99,8 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint that are missing, truncated, or not what was written: another one may be whole."""
+
+    topic = "checkpoint-damaged"
 
 
 class MissingStateError(CheckpointError, ValueError):

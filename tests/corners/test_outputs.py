@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +211,50 @@ def test_a_loss_kept_now_and_then(way: str) -> list[str]:
     for step in range(4):
         backward_of_both(model, plain, step, sometimes)
         problems += gradient_problems(f"step {step}", model, plain)
+    return problems
+
+
+def changed(change: Callable[[Tensor], Any], output: Tensor | dict[str, Tensor]) -> Tensor:
+    """What a block returned, changed in place: [samples, WIDE] again."""
+    y = output["y"] if isinstance(output, dict) else output
+    change(y)
+    return y.reshape(-1, WIDE)
+
+
+def doubled_gradient(column: Tensor) -> None:
+    column.register_hook(lambda gradient: gradient * 2)
+    column.mul_(2)
+
+
+RETURNED = {
+    "reshaped": lambda block, y: y.view(-1, 1, WIDE),
+    "a slice of that": lambda block, y: y.view(-1, 1, WIDE)[:],
+    "in a dict": lambda block, y: {"y": y.view(-1, 1, WIDE)},
+    "transposed twice": lambda block, y: y.t().t(),
+    "changed before": lambda block, y: y.add_(1)[:],
+}
+CHANGES = {
+    "itself": lambda y: y.add_(1),
+    "a column": lambda y: y[..., 0].mul_(2),
+    "a part of some": lambda y: y[..., 1:][..., :2].mul_(2),
+    "a column with a hook": lambda y: doubled_gradient(y[..., 0]),
+    "a column, then a hook": lambda y: y[..., 0].mul_(2).register_hook(lambda gradient: gradient * 3),
+    "by another view": lambda y: y.view(-1, WIDE)[:, 1:].zero_(),
+}
+
+
+@three_ways
+@pytest.mark.parametrize("returned", RETURNED)
+@on_ranks
+def test_outputs_that_are_views_and_are_changed_in_place(way: str, returned: str) -> list[str]:
+    """What a view's gradient comes back through is made anew then, from the view's base on."""
+    problems = []
+    for name, change in CHANGES.items():
+        build = partial(Network, partial(Block, RETURNED[returned]), partial(changed, change))
+        model, plain = shard(build(), way, blocks_of), build()
+        for step in range(4):
+            backward_of_both(model, plain, step, mean_square)
+            problems += gradient_problems(f"{name}, step {step}", model, plain)
     return problems
 
 

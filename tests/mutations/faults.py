@@ -146,7 +146,7 @@ FAULTS = (
         "agreement/use.py",
         "        if total != fingerprint * axes.world:",
         "        if total < 0:",
-        test="tests/errors/test_errors_of_ranks.py -k D005",
+        test="tests/errors/test_errors_of_ranks.py -k gathered",
     ),
     Fault(
         "one more small all-reduce for each unit",
@@ -387,11 +387,25 @@ FAULTS = (
         besides="tests/store/test_elastic.py",
     ),
     Fault(
-        "a tensor's header is taken from one of as many elements",
+        "two tensors may lie in one place of a file",
+        "store/manifest.py",
+        "if file == next_file and begin + one.nbytes > next_begin:",
+        "if file == next_file and begin > next_begin:",
+        test="tests/store/test_attacks.py -k tensors",
+    ),
+    Fault(
+        "a piece's bytes may end beyond its file",
+        "store/manifest.py",
+        "if begin < 0 or begin + part.nbytes > facts.nbytes:",
+        "if begin < 0:",
+        test="tests/store/test_attacks.py -k beyond",
+    ),
+    Fault(
+        "a file's keys do not say where in a tensor a piece lies",
         "store/write.py",
-        "        key = tensor.dtype, tensor.shape\n        around = self._around.get(key)",
-        "        key = tensor.dtype, torch.Size((tensor.numel(),))\n        around = self._around.get(key)",
-        besides="tests/store/test_save_and_load.py",
+        "f'{at}:{at + extent}' for at, extent in zip(offsets, sizes, strict=True)",
+        "f'{0 * at}:{extent}' for at, extent in zip(offsets, sizes, strict=True)",
+        test="tests/store/test_save_and_load.py -k without_fullshard",
     ),
     Fault(
         "the last block that is read has its hash not checked",
@@ -419,7 +433,7 @@ FAULTS = (
         "store/plan.py",
         "        for rank in ranks[1:]:",
         "        for rank in ranks[2:]:",
-        test="tests/errors/test_errors_of_ranks.py -k D011",
+        test="tests/errors/test_errors_of_ranks.py -k tensors",
     ),
     Fault(
         "a save in the background keeps the lock's descriptor open",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import islice
@@ -30,9 +31,9 @@ ENTER, LEAVE, SIZES, MODEL = range(len(VERBS), len(VERBS) + 4)
 MOST_UNITS = 1 << 20
 """More than a root has."""
 
-_MEMORY = 128  # passes
+_MEMORY = 1024  # passes
 _KINDS = 64  # of passes, whose tokens are known
-_CONTEXT = 16  # passes that a prediction looks back
+_CONTEXT = 512  # passes that a prediction looks back: of 256 micro-batches
 
 
 class Log:
@@ -64,7 +65,8 @@ class Log:
 
     def __init__(self) -> None:
         self._tokens: dict[Hashable, list[int]] = {}  # by kind and state; that of the pass which ended last comes last
-        self._history: list[int] = []  # kinds
+        self._letters: dict[int, str] = {}  # by kind
+        self._history = ""  # letters of kinds, newest first
         self._around: list[tuple[Any, ...]] = []  # the passes around the one that runs now, innermost last
         self._sum = 0  # of what was issued since the ranks last agreed, as far as it was worked out
         self.complete: set[int] = set()
@@ -72,7 +74,7 @@ class Log:
 
     def expects(self, kind: int) -> bool:
         """Whether a pass of this kind is what comes next, if passes go on as they did."""
-        return bool(self._history) and following(self._history) == kind
+        return following(self._history) == self._letters.get(kind, "")
 
     # A pass.
 
@@ -83,9 +85,8 @@ class Log:
             kind: a token; what ranks call it.
             state: passes of one kind that begin in different states issue different tokens.
         """
-        self._history.append(kind)
-        if len(self._history) > 2 * _MEMORY:
-            del self._history[:_MEMORY]
+        letter = self._letters.setdefault(kind, chr(len(self._letters)))
+        self._history = (letter + self._history)[:_MEMORY]
         self._sum = _mixed(self.taken(), self._sum)
         self._around.append((self.kind, self.known, self.ahead, self.expected, self.left, self._seen, self._strayed))
         self._start((kind, state))
@@ -176,8 +177,9 @@ class Log:
 
     def forget(self) -> None:
         """Nothing is known any more: whatever comes next is new."""
-        for what in (self._around, self._tokens, self._history, self.complete):
+        for what in (self._around, self._tokens, self._letters, self.complete):
             what.clear()
+        self._history = ""
         self._sum = 0
         self._start(None)
 
@@ -222,22 +224,18 @@ def _gathers_in(tokens: Iterable[int]) -> Iterator[int]:
     return (token >> VERB_BITS for token in tokens if token & VERB in (GATHER, REGATHER))
 
 
-def following(history: Sequence[Hashable]) -> Hashable:
-    """What came after the last stretch of `history` that ended as it ends now, the longest one; None if none did.
+def following(history: str) -> str | None:
+    """What came after the longest stretch that ended as passes end now, the latest such one; None if none did.
 
-    >>> following(["a", "b", "a", "c", "a", "b", "a"])
+    Args:
+        history: a letter for each pass, newest first. Stretches of up to half of it are looked for.
+
+    >>> following("abacaba"[::-1])
     'c'
     """
-    last, best, found = len(history) - 1, 0, None
-    for at in range(last - 1, max(-1, last - _MEMORY), -1):
-        most = min(at + 1, _CONTEXT)
-        if best >= most:  # nor will an earlier one be longer
-            break
-        length = 0
-        if history[at + 1 - most : at + 1] == history[last + 1 - most :]:  # the usual case, compared in C
-            length = most
-        while length < most and history[at - length] == history[last - length]:
-            length += 1
-        if length > best:
-            best, found = length, history[at + 1]
-    return found
+    most = min(len(history) // 2, _CONTEXT)
+    at = history.find(history[:most], 1)  # the usual case: what repeats is shorter than all that is looked at
+    if at < 0:  # whatever comes again does so with all that it begins with
+        longest = bisect_left(range(1, most + 1), True, key=lambda length: history.find(history[:length], 1) < 0)
+        at = history.find(history[:longest], 1) if longest else 0
+    return history[at - 1] if at > 0 and most else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
 from ..comm import Comm, has_streams
+from ..containers import drain
 from ..mesh import MeshAxes
 from ..shard import Delivery, Unit
 from .aside import texts_of_all
@@ -18,6 +19,8 @@ from .messages import changed_before_backward, different_steps, different_units_
 from .position import Position
 
 _USED, _UNDECIDED, _ASIDE = attrgetter("used"), attrgetter("undecided"), attrgetter("aside")
+_DELIVERY, _GRADIENTS = attrgetter("delivery"), attrgetter("gradients")
+_NOBODY, _VIEWS = attrgetter("nobody"), attrgetter("views")
 _AXES, _STEPS = attrgetter("bucket.axes"), attrgetter("touched.steps")
 
 
@@ -82,7 +85,7 @@ class UseAgreement:
         if not self.reduced:
             refuse_changed(units, changed)
             return []
-        deliveries = [gradients.delivery for unit in units for gradients in unit.gradients]
+        deliveries = [*map(_DELIVERY, chain.from_iterable(map(_GRADIENTS, units)))]
         fingerprint = self.position.log.fingerprint()
         self.reduced.clear()
         given: list[torch.Tensor] = []
@@ -90,6 +93,9 @@ class UseAgreement:
             used = [*chain.from_iterable(map(_USED, group))]
             asks = any(map(_UNDECIDED, group)) or any(map(_ASIDE, group))
             present = self._union(group[0].bucket.axes, used, changed, fingerprint, asks, units)
+            if not asks and not any(map(_VIEWS, group)):  # as ever: `delivery.used = delivery.nobody`
+                drain(map(setattr, group, repeat("used"), map(_NOBODY, group)))
+                continue
             at = 0
             for delivery in group:
                 count = len(delivery.used)

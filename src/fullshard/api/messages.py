@@ -17,7 +17,7 @@ def entered_while_running(unit: str, summoned: bool, phase: str) -> PhaseError:
         expected="a unit whose own forward and backward are over",
         got=f"phase {phase}",
         remedy="enter it around the call of the unit",
-        code="P005",
+        topic="called-in-a-step",
     )
 
 
@@ -26,13 +26,13 @@ def called_within_a_pass(what: str, unit: str) -> PhaseError:
     return PhaseError(
         f"{what} was called while a forward or backward through unit {unit or '(root)'!r} runs.",
         remedy=f"call {what} between steps",
-        code="P006",
+        topic="called-in-a-step",
     )
 
 
 def takes_a_module(what: str, kind: str) -> ConfigError:
     """The error for what is not a module."""
-    return ConfigError(f"{what} takes a module, got {kind}", code="C030")
+    return ConfigError(f"{what} takes a module, got {kind}")
 
 
 def no_unit_inside(kind: str, inside: bool) -> ConfigError:
@@ -42,7 +42,7 @@ def no_unit_inside(kind: str, inside: bool) -> ConfigError:
         expected="a unit, or a module that contains units",
         got="a part of a unit, or a model that is not sharded" if inside else "a module without parameters",
         remedy="owner_of(model, module).module is the unit that runs it",
-        code="C031",
+        topic="no-units",
     )
 
 
@@ -51,7 +51,7 @@ def no_unit_inside(kind: str, inside: bool) -> ConfigError:
 
 def counts_of_no_model(kind: str) -> ConfigError:
     """The error for `set_token_count` of what is not a module."""
-    return ConfigError(f"set_token_count takes a model, got {kind}", code="C032")
+    return ConfigError(f"set_token_count takes a model, got {kind}")
 
 
 def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
@@ -61,7 +61,7 @@ def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
         expected='reduction="tokens"',
         got=f"unit {unit!r} with reduction={reduction!r}",
         remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
-        code="C033",
+        topic="token-counts",
     )
 
 
@@ -73,7 +73,7 @@ def counted_within_a_step(unit: str) -> UsageError:
         got=f"gradients of unit {unit!r} that were accumulated without sync and wait",
         remedy="call set_token_count(model, [count, ...]) once per step; what waits is dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
-        code="P007",
+        topic="token-counts",
     )
 
 
@@ -82,7 +82,7 @@ def not_sharded(kind: str) -> ConfigError:
     return ConfigError(
         f"{kind} has no units: neither front-end was applied to it",
         remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
-        code="C034",
+        topic="no-units",
     )
 
 
@@ -92,13 +92,15 @@ def counted_below_root(unit: str) -> PhaseError:
         "set_token_count is for the root.",
         got=f"unit {unit!r} below it",
         remedy="pass the model whose forward is called",
-        code="P008",
+        topic="token-counts",
     )
 
 
 def counted_within_backward() -> PhaseError:
     """The error for `set_token_count` within a backward."""
-    return PhaseError("set_token_count was called within a backward; call it before the step's first one", code="P009")
+    return PhaseError(
+        "set_token_count was called within a backward; call it before the step's first one", topic="token-counts"
+    )
 
 
 def not_a_count(count: object) -> ConfigError:
@@ -107,18 +109,17 @@ def not_a_count(count: object) -> ConfigError:
         "set_token_count takes how many tokens each micro-batch of this rank has.",
         expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
         got=repr(count),
-        code="C035",
     )
 
 
 def no_counts() -> ConfigError:
     """The error for an empty list of counts."""
-    return ConfigError("set_token_count was given no counts", expected="one for each backward of the step", code="C036")
+    return ConfigError("set_token_count was given no counts", expected="one for each backward of the step")
 
 
 def nothing_to_check(kind: str) -> ConfigError:
     """The error for `set_check_nonfinite` of a model without units."""
-    return ConfigError(f"{kind} has no units: neither front-end was applied to it", code="C037")
+    return ConfigError(f"{kind} has no units: neither front-end was applied to it", topic="no-units")
 
 
 def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigError:
@@ -128,7 +129,6 @@ def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigErr
         expected=f"one of {reductions}",
         got=repr(reduction),
         remedy='leave it out for "mean"',
-        code="C038",
     )
 
 
@@ -138,7 +138,6 @@ def reduction_beside_scaling(reduction: str, kind: str) -> ConfigError:
         f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
         got=f"comm of kind {kind!r}",
         remedy='leave reduction= at "mean", and let the comm scale as you want',
-        code="C039",
     )
 
 
@@ -150,7 +149,6 @@ def divisor_beside_reduction(what: str, reduction: str, unit: str) -> ConfigErro
         got=f"reduction={reduction!r} of unit {unit!r}",
         remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
         'reduction="sum" and scale the loss',
-        code="C040",
     )
 
 
@@ -163,20 +161,17 @@ def nothing_to_join(kind: str) -> ConfigError:
         "join takes a sharded model and this rank's batches.",
         got=f"{kind}, which has no units",
         remedy="apply fully_shard or FullyShardedDataParallel first",
-        code="C041",
     )
 
 
 def not_batches(batches: object) -> ConfigError:
     """The error for batches that cannot be iterated over."""
-    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80], code="C042")
+    return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
 
 
 def joined_twice() -> ConfigError:
     """The error for a `join` inside another one of the same model."""
-    return ConfigError(
-        "join is used inside another join of the same model.", remedy="iterate over one at a time", code="C043"
-    )
+    return ConfigError("join is used inside another join of the same model.", remedy="iterate over one at a time")
 
 
 def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
@@ -186,7 +181,6 @@ def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
         rank=rank,
         got="none here" if not has else f"one here, none on {lacks} other rank(s)",
         remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
-        code="C044",
     )
 
 
@@ -199,7 +193,6 @@ def parked_already(parked: Sequence[str]) -> PhaseError:
         "park was called for a model that is parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,
         remedy="call fullshard.resume first",
-        code="P010",
     )
 
 
@@ -208,7 +201,6 @@ def parked_within_a_block(held: bool, unit: str) -> PhaseError:
     return PhaseError(
         f"park was called inside {'keep_gathered' if held else 'summon_full_params'} of unit {unit or '(root)'!r}.",
         remedy="park the model after that block",
-        code="P011",
     )
 
 
@@ -218,7 +210,6 @@ def not_parked(parked: bool) -> PhaseError:
         "resume was called for a model that is not parked.",
         got="units that were parked with another module" if parked else None,
         remedy="give resume the module that park was given" if parked else "call park first, or leave resume out",
-        code="P012",
     )
 
 
@@ -228,18 +219,17 @@ def optimizer_left_out(kind: str) -> ConfigError:
         "resume was not given an optimizer that was parked with its model: its next step would mix devices.",
         got=f"{kind} left out",
         remedy="call resume(model, *optimizers) with all that park was given",
-        code="C045",
     )
 
 
 def takes_a_sharded_model(what: str, kind: str) -> ConfigError:
     """The error for a model without units."""
-    return ConfigError(f"{what} takes a sharded model, got {kind} without units", code="C046")
+    return ConfigError(f"{what} takes a sharded model, got {kind} without units", topic="no-units")
 
 
 def not_an_optimizer(kind: str) -> ConfigError:
     """The error for what is not an optimizer."""
-    return ConfigError(f"park takes a model and its optimizers, got {kind}", code="C047")
+    return ConfigError(f"park takes a model and its optimizers, got {kind}")
 
 
 def optimizer_of_another_model(kind: str) -> ConfigError:
@@ -247,7 +237,6 @@ def optimizer_of_another_model(kind: str) -> ConfigError:
     return ConfigError(
         f"This {kind} has no parameter of the model that it is to be parked with.",
         remedy="park it with the model that it was built from",
-        code="C048",
     )
 
 
@@ -263,5 +252,4 @@ def ranks_missing(what: str, rank: int, world: int, here: int, seconds: float) -
         got=f"{here} after {seconds:g} s",
         remedy=f"call {what} on every rank (it writes on the main one), or pass "
         "state_dict=accelerator.get_state_dict(model), called on every rank",
-        code="P030",
     )

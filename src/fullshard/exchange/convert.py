@@ -52,14 +52,14 @@ def convert(
     """Write a checkpoint in another format. One process, no process group, no accelerator; nothing in it is executed.
 
     Read: folders of Fullshard and of any program that saves with `torch.distributed.checkpoint`, files of `torch.save`,
-    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first three.
+    safetensors, DeepSpeed's ZeRO-3 folders, and sharded files that FSDP1's ranks saved. Written: the first four.
     Memory is that of one tensor and of a buffer.
 
     Args:
         src: a file or a folder; its format is found out. Of a folder with several checkpoints, the latest.
         dst: where the new one will be: nothing may be there. It appears when it is whole.
-        to: "fullshard", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors; else
-            fullshard).
+        to: "fullshard", "dcp", "torch" or "safetensors"; None: by the suffix of `dst` (.pt, .pth, .bin; .safetensors;
+            else fullshard).
         dtype: floating-point tensors of the model are cast to it; None: as they are. Optimizer state is not cast.
         model_only: parameters and buffers alone.
         progress: called with a tensor's name, the bytes done before it, and those of all; and at the end with "".
@@ -71,29 +71,23 @@ def convert(
     source, target = Path(src), Path(dst)
     kind = kind_to_write(target, to)
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype, code="C088")
+        raise ConfigError("Weights can only be cast to a floating-point dtype.", got=dtype)
     if os.path.lexists(target):
-        raise CheckpointError(
-            f"There is something at {target}: nothing is overwritten.", remedy="name another place", code="K020"
-        )
+        raise CheckpointError(f"There is something at {target}: nothing is overwritten.", remedy="name another place")
     if not target.absolute().parent.is_dir():
-        raise CheckpointError(
-            f"There is no folder {target.absolute().parent} to write into.", remedy="make it first", code="K021"
-        )
+        raise CheckpointError(f"There is no folder {target.absolute().parent} to write into.", remedy="make it first")
     with open_source(source, model_only) as opened:
         chosen = _chosen(opened, kind, dtype, model_only)
         total = sum(entry.nbytes for entry in chosen.entries.values())
         free = shutil.disk_usage(target.absolute().parent).free
         if total > free:
             raise CheckpointError(
-                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}", code="K022"
+                f"There is not enough room for {target}.", expected=f"{total:,} bytes", got=f"{free:,}"
             )
         try:
             _write(opened, chosen, target, kind, total, progress)
         except OSError as error:
-            raise CheckpointError(
-                f"{target} cannot be written ({type(error).__name__}: {error}).", code="K023"
-            ) from error
+            raise CheckpointError(f"{target} cannot be written ({type(error).__name__}: {error}).") from error
     return Conversion(
         source, target, kind_of(source), kind, len(chosen.entries), total, tuple(chosen.left_out), tuple(chosen.notes)
     )
@@ -131,7 +125,6 @@ def _chosen(source: Source, kind: str, dtype: torch.dtype | None, model_only: bo
         raise CheckpointError(
             "The checkpoint has no model, only other things.",
             got=", ".join([*source.entries, *source.values][:3]) or "nothing",
-            code="K024",
         )
     ties = {name: known for name, known in source.ties.items() if known in taken}
     of = {name: name for name in names}
@@ -157,8 +150,8 @@ def _lost(source: Source) -> list[tuple[str, str]]:
     ]
 
 
-HELD = {"fullshard": {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()}}
-"""Which values a folder of Fullshard's has a place for, and which in them; (): all. A file of torch.save takes all."""
+HELD = {kind: {"step": (), "optimizer": ("param_groups", "scalars"), "state": ()} for kind in ("fullshard", "dcp")}
+"""Which values a folder has a place for, and which in them; (): all. A file of torch.save takes all."""
 
 
 def _values(values: Mapping[str, Any], kind: str, bare: bool, model_only: bool) -> tuple[dict[str, Any], list[str]]:

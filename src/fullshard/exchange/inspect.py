@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedCheckpointError
-from ..store.formats.dcp import DcpSource
+from ..store.formats.own import CheckpointSource
 from ..store.formats.pieced import PiecedSource
 from ..store.formats.safetensors_folder import SafetensorsSource
 from ..store.read import Files
@@ -95,7 +95,7 @@ def _found(name: str, entry: Entry, files: Iterable[str]) -> Found:
 
 
 def _files_of(source: Source, path: Path, name: str) -> list[str]:
-    if isinstance(source, DcpSource):
+    if isinstance(source, CheckpointSource):
         return _where(source.files, name)
     if isinstance(source, PiecedSource):
         return source.files_of(name)

@@ -22,7 +22,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         expected=f"a Parameter of shape {(numel,)}",
         got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
         remedy="change values inside summon_full_params(model), or in place",
-        code="C090",
+        topic="parameter-replaced",
     )
 
 
@@ -35,7 +35,7 @@ def pickled(parameter: str) -> PhaseError:
         f"FlatShard {parameter!r} holds a part of a parameter and a process group, and cannot be pickled.",
         remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
-        code="P025",
+        topic="copied-or-pickled",
     )
 
 
@@ -50,7 +50,6 @@ def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[in
         got=f"{count} of shape {shape}",
         remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
         '"owner"; DCP\'s own FileSystemWriter writes all layouts',
-        code="K037",
     )
 
 
@@ -63,7 +62,7 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
         remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
         'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
-        code="P026",
+        topic="used-while-freed",
     )
 
 
@@ -81,7 +80,7 @@ def does_not_fit_local(
         expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
         got=_kind_and_shape(found),
         remedy=_remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
-        code="C091",
+        topic="parameter-replaced",
     )
 
 
@@ -96,7 +95,7 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         got=f"{called} on the object from before fully_shard",
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
         "modules inside one module that fully_shard is applied to",
-        code="C092",
+        topic="optimizer-built-early",
     )
 
 
@@ -108,7 +107,7 @@ def copied_into_whole(name: str | None) -> PhaseError:
     return PhaseError(
         f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
-        code="P385",
+        topic="copied-or-pickled",
     )
 
 
@@ -119,7 +118,7 @@ def saved_by_torch() -> str:
         "number of ranks.",
         remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
-        code="W386",
+        topic="copied-or-pickled",
     )
 
 
@@ -133,7 +132,7 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
         remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
         "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
         "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
-        code="P027",
+        topic="used-while-freed",
     )
 
 
@@ -145,7 +144,7 @@ def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any
         expected=f"{kind} of shape {shape}, split the same way",
         got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
-        code="C093",
+        topic="parameter-replaced",
     )
 
 
@@ -157,7 +156,7 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
         expected="the meta device for both or for none, as of any tensor",
         got=f"{device}, set to one on {new_device}",
         remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
-        code="C094",
+        topic="weights-on-meta",
     )
 
 
@@ -173,7 +172,7 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
         expected="weights that are tied before the model is sharded",
         got=f"{other} in its place",
         remedy="tie them first (module.weight = other.weight), then shard the model",
-        code="C095",
+        topic="tied-weights",
     )
 
 
@@ -190,7 +189,7 @@ def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, found
             "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
             "placements",
         ),
-        code="C096",
+        topic="parameter-replaced",
     )
 
 
@@ -219,7 +218,7 @@ def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> Conf
         expected=f"Replicate() on {dim!r}",
         got=placement,
         remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
-        code="C097",
+        topic="mesh-dims",
     )
 
 
@@ -231,7 +230,6 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
         expected="Shard or Replicate",
         got=placement,
         remedy="redistribute it first",
-        code="C098",
     )
 
 
@@ -246,7 +244,7 @@ def hidden_now(called: str, parameter: str | None) -> PhaseError:
         expected="use inside the forward of its FullyShardedDataParallel instance",
         got="use from outside it",
         remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-        code="P028",
+        topic="used-while-freed",
     )
 
 
@@ -261,7 +259,6 @@ def without_rows(kind: str, parameter: str, dim: Any, shape: Sequence[int]) -> C
         expected="a first dim, to split",
         got=f"shape {shape}, split on dim {dim}",
         remedy="put it in ignored_params",
-        code="C099",
     )
 
 
@@ -273,7 +270,6 @@ def not_cut_into_chunks(kind: str, parameter: str, error: Exception) -> ConfigEr
         expected="detach, split (torch.chunk), slice, clone and, from another device, to",
         got=f"{type(error).__name__}: {error}",
         remedy="implement them in the class's __torch_dispatch__, or put it in ignored_params",
-        code="C100",
     )
 
 
@@ -288,7 +284,6 @@ def sends_uneven_rows(
         expected=f"at most {most} tensors, of as many rows on every rank, or of each rank's own: {chunks}",
         got=f"numbers of tensors {counts}, of rows {columns}",
         remedy="pad what is sent to the first rank's number of rows",
-        code="D009",
     )
 
 
@@ -302,13 +297,12 @@ def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, mi
         got=f"{kind} without {' and '.join(missing)}",
         remedy="of a frozen weight, call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
         "else implement them (they may be set on the class after fully_shard), or put it in ignored_params",
-        code="C101",
     )
 
 
 def freed_whole(parameter: str) -> ConfigError:
     """The error for a unit of a tensor subclass that is to keep a part of what it gathered."""
-    return ConfigError("a tensor subclass with a gather of its own is freed whole", parameter=parameter, code="C103")
+    return ConfigError("a tensor subclass with a gather of its own is freed whole", parameter=parameter)
 
 
 def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError:
@@ -318,5 +312,4 @@ def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError
         parameter=parameter,
         expected=expected,
         got=shape,
-        code="C102",
     )

@@ -18,7 +18,6 @@ def adopted_late(uses: Iterable[str]) -> PhaseError:
         got="; ".join(uses),
         remedy="start the program by: python -m fullshard adopt SCRIPT; or call fullshard.adopt() first, before these "
         "imports",
-        code="P029",
     )
 
 
@@ -31,7 +30,6 @@ def private_name(path: str, verb: str, where: str, instead: str) -> PrivateNameE
         f"This program {verb} {path}, which is private in PyTorch and has no part in how Fullshard shards.",
         got=where,
         remedy=f"{instead}; or adopt leniently (--lenient), if the program can do without",
-        code="C133",
     )
 
 
@@ -41,7 +39,6 @@ def memory_tracker() -> PrivateNameError:
         "FSDPMemTracker replaces private methods of PyTorch's units, which Fullshard's do not have.",
         remedy="fullshard.memory_use(model) before a step and after it; fullshard.record_events() for what comes "
         "and goes within one",
-        code="C134",
     )
 
 
@@ -54,7 +51,6 @@ def no_dictionary(sharding: object) -> ConfigError:
         "sharding is a dictionary: arguments of fullshard.integrations.hf.shard by their names.",
         expected='{"reshard_after_forward": True}, say',
         got=repr(sharding),
-        code="C254",
     )
 
 
@@ -66,7 +62,6 @@ def unknown_argument(name: object, value: object, known: Collection[str]) -> Arg
         expected=", ".join(sorted(known)),
         got=f"{name}={value!r}"[:200],
         remedy=f"{near[0]}= is meant, probably" if near else "omit it",
-        code="C271",
     )
 
 
@@ -77,17 +72,12 @@ def no_such_class(name: Any, classes: Iterable[type]) -> ConfigError:
         expected=f"some of {', '.join(sorted({cls.__name__ for cls in classes}))}",
         got=getattr(name, "__name__", str(name)),
         remedy="omit units to take the model's own plan (_no_split_modules)",
-        code="C221",
     )
 
 
 def unknown_precision(word: object, known: Iterable[str]) -> ConfigError:
     """The error for another word as mixed_precision."""
-    return ConfigError(
-        f"mixed_precision must be {' or '.join(map(repr, known))}.",
-        got=repr(word),
-        code="C220",
-    )
+    return ConfigError(f"mixed_precision must be {' or '.join(map(repr, known))}.", got=repr(word))
 
 
 def two_precisions(word: str, policy: object) -> ConfigError:
@@ -96,7 +86,6 @@ def two_precisions(word: str, policy: object) -> ConfigError:
         "mixed_precision and mp_policy both set the precision.",
         got=f"mixed_precision={word!r}, mp_policy={policy}",
         remedy='give mp_policy with mixed_precision="no"',
-        code="C219",
     )
 
 
@@ -107,7 +96,7 @@ def stepped_before(optimizer: object, name: str) -> ConfigError:
         parameter=name,
         got=f"{type(optimizer).__name__} with state",
         remedy="prepare model and optimizer together, before the first step; load its state after",
-        code="C222",
+        topic="optimizer-built-early",
     )
 
 
@@ -119,7 +108,6 @@ def of_no_model(optimizer: object, parameters: Sequence[Any]) -> ConfigError:
         expected="parameters of a model that is prepared with it, or was before",
         got=f"{type(optimizer).__name__} of {len(parameters)} others, the first of shape {tuple(parameters[0].shape)}",
         remedy="build it from model.parameters() of that very model; prepare its own model with it",
-        code="C273",
     )
 
 
@@ -133,5 +121,5 @@ def not_for_shards(optimizer: object, at: Sequence[Any], names: Sequence[str], e
         got=f"{kinds}: {(str(error) or type(error).__name__).splitlines()[0]}",
         remedy="take torch.optim.AdamW, or another that steps DTensors; one to which an element is an element can be "
         "built from fullshard.optimizer_view(model) of the sharded model: plain tensors, in every layout",
-        code="C274",
+        topic="optimizer-on-shards",
     )

@@ -16,7 +16,6 @@ def not_a_mesh(kind: str) -> ConfigError:
         f"mesh must be a torch.distributed DeviceMesh, got {kind}",
         remedy='leave mesh= out for all ranks, or give init_device_mesh("cpu", (dist.get_world_size(),)), or of a '
         'group DeviceMesh.from_group(group, "cpu"); "cuda" in place of "cpu" on GPUs',
-        code="C136",
     )
 
 
@@ -27,18 +26,13 @@ def other_dims(shape: Sequence[int], dims: int) -> ConfigError:
         expected="mesh.ndim in (1, 2)",
         got=f"shape {shape}",
         remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
-        code="C137",
+        topic="mesh-dims",
     )
 
 
 def outside_the_mesh(rank: int, mesh: str) -> ConfigError:
     """The error for a process that is not part of the mesh."""
-    return ConfigError(
-        "This process is not part of the mesh given to fully_shard.",
-        rank=rank,
-        got=mesh,
-        code="C138",
-    )
+    return ConfigError("This process is not part of the mesh given to fully_shard.", rank=rank, got=mesh)
 
 
 def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigError:
@@ -49,18 +43,12 @@ def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigEr
         got=size,
         remedy="give one of these (an int is the size of the groups in which parameters stay split from forward to "
         "backward), or True (free what was gathered after forward), or False (keep it until backward)",
-        code="C139",
     )
 
 
 def other_device_type(expected: str, device: Any) -> ConfigError:
     """The error for a device that is not of the mesh's type."""
-    return ConfigError(
-        "The device to compute on is not of the mesh's device type.",
-        expected=expected,
-        got=str(device),
-        code="C140",
-    )
+    return ConfigError("The device to compute on is not of the mesh's device type.", expected=expected, got=str(device))
 
 
 def device_not_available(device_type: str, error: Exception) -> ConfigError:
@@ -70,7 +58,6 @@ def device_not_available(device_type: str, error: Exception) -> ConfigError:
         expected=f"a usable {device_type} device",
         got=str(error),
         remedy='build the mesh for a device this machine has: init_device_mesh("cpu", ...)',
-        code="C141",
     )
 
 
@@ -80,13 +67,12 @@ def needs_two_groups(groups: Any) -> ConfigError:
         "A hybrid strategy shards over one group and replicates over another.",
         expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
         got=repr(groups),
-        code="C143",
     )
 
 
 def takes_one_group() -> ConfigError:
     """The error for two groups for a strategy that is not hybrid."""
-    return ConfigError("process_group is a pair only for hybrid strategies; give one group", code="C144")
+    return ConfigError("process_group is a pair only for hybrid strategies; give one group")
 
 
 def not_groups(groups: Any) -> ConfigError:
@@ -95,7 +81,6 @@ def not_groups(groups: Any) -> ConfigError:
         "process_group must be a process group, or two of them for hybrid strategies.",
         got=repr(groups),
         remedy="make groups with torch.distributed.new_group(ranks), on every rank",
-        code="C145",
     )
 
 
@@ -108,7 +93,6 @@ def groups_do_not_cross(rank: int, shard_groups: Sequence[Any], replicas: Sequen
         got=f"shard groups {', '.join(map(str, shard_groups))} of ranks {replicas}",
         remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or give "
         "that as device_mesh",
-        code="C430",
     )
 
 
@@ -119,7 +103,6 @@ def unequal_nodes(sizes: Mapping[str, int]) -> ConfigError:
         expected="equal numbers",
         got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
         remedy="give process_group=(shard_group, replicate_group) or a 2-D device_mesh",
-        code="C147",
     )
 
 
@@ -130,7 +113,6 @@ def alone() -> str:
         "start the program.",
         remedy="nothing is to be done in a notebook or on one device; to train on several, start the program with "
         "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
-        code="W383",
     )
 
 
@@ -143,7 +125,6 @@ def unnamed_dims(shard: Any, replicate: Any) -> ConfigError:
         "DataParallelMeshDims needs the names of data-parallel mesh dims, each once.",
         expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
         got=f"shard={shard!r}, replicate={replicate!r}",
-        code="C148",
     )
 
 
@@ -153,7 +134,7 @@ def unknown_dims(names: Sequence[str], unknown: Sequence[str]) -> ConfigError:
         "dp_mesh_dims names a dim that the mesh does not have.",
         expected=f"names among {names}",
         got=", ".join(map(repr, unknown)),
-        code="C149",
+        topic="mesh-dims",
     )
 
 
@@ -164,15 +145,14 @@ def nothing_to_shard_on(replicate: Any) -> ConfigError:
         expected="shard=, the name of at least one dim",
         got=f"replicate={replicate!r} alone",
         remedy="use DistributedDataParallel, or name one of these dims in shard=",
-        code="C150",
+        topic="mesh-dims",
     )
 
 
 def cannot_flatten(names: Sequence[str]) -> ConfigError:
     """The error for a torch that does not flatten dims."""
     return ConfigError(
-        f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place",
-        code="C151",
+        f"this version of torch cannot flatten mesh dims {names}: make the mesh with one dim in their place"
     )
 
 
@@ -189,7 +169,7 @@ def two_shard_dims(first: str, second: str, got: str) -> ConfigError:
         remedy=f"to shard over both, make a 1-D mesh of all these ranks, or give fully_shard dp_mesh_dims="
         f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, give "
         f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant to be replicas, name it so",
-        code="C152",
+        topic="mesh-dims",
     )
 
 
@@ -202,5 +182,5 @@ def replicas_second(second: str, got: str) -> ConfigError:
         got=got,
         remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
         'mesh_dim_names=("replicate", "shard"))',
-        code="C153",
+        topic="mesh-dims",
     )

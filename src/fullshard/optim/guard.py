@@ -142,7 +142,7 @@ def _warn_of_outside(groups: Sequence[dict[str, Any]]) -> None:
                 remedy="call fully_shard(model) on the whole model after its blocks (or wrap it whole): it takes what "
                 "no block took. Where something else averages these gradients (DDP, say), name them in ignored_params= "
                 "(ignored_states= of the wrapper). (Shown once per process.)",
-                code="W032",
+                topic="root-forgotten",
             ),
             stacklevel=4,
         )
@@ -179,7 +179,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             expected="an optimizer built from model.parameters() once the model is sharded",
             remedy="build the optimizer after fully_shard (or wrapping), from model.parameters(); or wrap "
             "the model with use_orig_params=True, which keeps Parameter objects",
-            code="C158",
+            topic="optimizer-built-early",
         )
     if WHOLE_KEY in known:
         raise ConfigError(
@@ -189,7 +189,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             expected="an optimizer built from the sharded parameters",
             got="one built between unshard() and reshard(), or inside a forward",
             remedy="build the optimizer from model.parameters() before unshard(), or after reshard()",
-            code="C159",
+            topic="optimizer-built-early",
         )
     if (part := known.get(PART_KEY)) is None:
         return
@@ -206,7 +206,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             if "Adafactor" in bases
             else f'shard the model with fully_shard, layout="rows", and build {name} from model.parameters(); or take '
             "an element-wise optimizer",
-            code="C160",
+            topic="optimizer-on-shards",
         )
     if not bases & ELEMENT_WISE and name not in _warned:
         _warned.add(name)
@@ -217,7 +217,7 @@ def _check_one(optimizer: Optimizer, parameter: torch.Tensor) -> None:
                 got=f"{name} with {part}",
                 remedy="nothing is to be done if each element's step depends on that element's gradient and state "
                 "alone; else build it from model.parameters() of fully_shard. (Shown once per class.)",
-                code="W009",
+                topic="optimizer-on-shards",
             ),
             stacklevel=4,
         )

@@ -21,6 +21,7 @@ from ..containers import Borrowed, leaves_in, map_own, tensors_in
 from ..shard import Unit
 from ..torch_private.dispatch_modes import view_of
 from ..torch_private.graph_nodes import next_node, number_of
+from ..torch_private.local_tensor import is_view, view_base
 from ..torch_private.tensor_hooks import hooks_of, join, on_gradient, on_gradient_first, put_first
 from .outputs import PLAIN, refuse_views, tensors_behind
 from .usual import UsualStep
@@ -133,8 +134,20 @@ class Forward:
         node, call = tensor.grad_fn, self.call
         if node is not None and number_of(node) >= self.first_node:
             on_gradient(tensor, call.before_backward)
+            if is_view(tensor):
+                self.watch_base(tensor)
         else:
             call.hands_on = True
+
+    def watch_base(self, view: torch.Tensor) -> None:
+        """Be told as well when what made the base of an output is about to run.
+
+        A view that is changed in place later gets another history, from its base on, in which its hook does not occur.
+        """
+        base = view_base(view)
+        node: Any = base.grad_fn if base is not None else None
+        if node is not None and number_of(node) >= self.first_node:
+            node.register_prehook(self.call.before_backward)
 
     def _watch_producers(self) -> None:
         """An input that the call changed in place got another history, in which our view does not occur.

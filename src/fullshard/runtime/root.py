@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import repeat, takewhile
-from operator import attrgetter, call, is_, is_not
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, repeat, takewhile
+from operator import attrgetter, call, is_not, or_
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -299,15 +299,16 @@ class Root:
                 one.unit.finish_gather()
         self._settle()
 
-    def _some_open(self) -> bool:
-        """Whether any unit is in another phase than `IDLE`, or gathered: asked of all of them in C."""
-        return not all(map(is_, map(_PHASE, self.units), _IDLE)) or not all(map(is_, map(_STATE, self.units), _SHARDED))
+    @staticmethod
+    def _open_among(units: Sequence[Runnable]) -> Iterable[Runnable]:
+        """Those in another phase than `IDLE`, or not sharded: asked of all in C, of each when its turn comes."""
+        busy = map(is_not, map(_PHASE, units), _IDLE)
+        return compress(units, map(or_, busy, map(is_not, map(_STATE, units), _SHARDED)))
 
     def _settle(self) -> None:
         self.usual_forward = False
-        for one in self.units if self._some_open() else ():
-            if one.phase is not Phase.IDLE or one.unit.state is not SHARDED:  # else nothing is done
-                one.happens(Happening.PASS_END)
+        for one in self._open_among(self.units):
+            one.happens(Happening.PASS_END)
         self.reducer.settle()
         self.pass_top = self.traces.current = None
 
@@ -370,9 +371,8 @@ class Root:
         self.usual_backward = False
         try:
             self.pass_back_over(self.traces.rest())
-            for one in reversed(self.units) if self._some_open() else ():
-                if one.phase is not Phase.IDLE or one.unit.state is not SHARDED:  # else nothing is done
-                    one.happens(Happening.END)
+            for one in self._open_among(self.units[::-1]):
+                one.happens(Happening.END)
             self.reducer.end()
         except BaseException as error:
             if isinstance(error, DivergenceError):

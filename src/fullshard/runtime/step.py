@@ -26,7 +26,7 @@ from ..containers import borrowed_from, cast_floating
 from ..events import stream
 from ..torch_private.dynamo import dynamo_is_active
 from ..torch_private.graph_nodes import next_node, number_of
-from ..torch_private.local_tensor import read_version
+from ..torch_private.local_tensor import is_view, read_version
 from ..torch_private.tensor_hooks import join, on_gradient
 from ..torch_private.transforms import current_transform
 from ..watcher import GATHER, RANK, REGATHER, VERB_BITS
@@ -40,6 +40,8 @@ from .trace import Period
 from .usual import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, GRADIENTS, REDUCES
 
 IDLE, FORWARD, BACKWARD = Phase.IDLE, Phase.FORWARD, Phase.BACKWARD
+
+_ONE_TENSOR = [Tensor]
 
 FORWARD_METHODS_KEY = "_fullshard_forward_methods"
 """Where a module keeps its methods that count as forwards, by name."""
@@ -91,7 +93,7 @@ def before_forward(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             root.prefetch(depth)
     else:
         runner.before_forward(forward)
-    plain = not kwargs and len(args) == 1 and type(args[0]) is Tensor
+    plain = not kwargs and [*map(type, args)] == _ONE_TENSOR
     if not plain:
         forward.borrowed = borrowed_from(args, kwargs)
     if settings.inputs_dtype is not None:
@@ -126,6 +128,8 @@ def after_forward(runner: Runner, module: nn.Module, output: Any) -> Any:
         node = output.grad_fn if plain and not forward.views else None
         if node is not None and number_of(node) >= forward.first_node:
             on_gradient(output, watching.before_backward)
+            if is_view(output):
+                forward.watch_base(output)
             watching.period.leads_back = True
             if runner.leftovers is not None and (left := runner.leftovers.tensors()):
                 forward.watch(left)

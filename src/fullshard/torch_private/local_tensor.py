@@ -1,7 +1,7 @@
 """The tensor inside a DTensor, and reading attributes of tensor subclasses without asking them.
 
 Private torch API: `DTensor._local_tensor` and `._spec` (placements, shape and dtype, which `.data = ` leaves as they
-were), `Tensor._base`, `._version`, `._backward_hooks`, `._post_accumulate_grad_hooks`,
+were), `Tensor._base`, `._is_view`, `._version`, `._backward_hooks`, `._post_accumulate_grad_hooks`,
 `torch._C.DisableTorchFunctionSubclass`, `_disabled_torch_function_impl`.
 The public alternatives are `DTensor.to_local()`, which makes a new tensor object at each call and takes 5 us, so that
 identity could not be checked every step; and plain attribute access, 2 us in place of 0.1 where a class has a
@@ -103,6 +103,10 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.device != other.device or one.data_ptr() != other.data_ptr():
         return False
     return bool(one.numel()) or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+is_view: Callable[[torch.Tensor], bool] = _of_tensor._is_view
+"""Whether autograd knows a tensor as a view of another one, `view_base`."""
 
 
 def view_base(plain: torch.Tensor) -> torch.Tensor | None:

@@ -205,7 +205,7 @@ def _unexplained(what: str, why: str) -> DivergenceError:
         what,
         got=why or "no watcher reported a cause",
         remedy="look at what the other ranks printed",
-        code="D015",
+        topic="rank-gone",
     )
 
 
@@ -216,30 +216,28 @@ def stuck_ranks(report: str) -> DivergenceError:
         remedy="let every rank make the same calls in the same order; with unequal numbers of batches, train in "
         "fullshard.join(model, loader); end all ranks when one fails; the time allowed is set by "
         "fullshard.watch(limit=...)",
-        code="D016",
+        topic="rank-gone",
     )
 
 
 def not_a_time(name: str, value: object) -> ConfigError:
     """The error for `limit` or `grace` that is not a time."""
-    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value), code="C203")
+    return ConfigError(f"watch() takes {name} in seconds.", expected="a positive number", got=repr(value))
 
 
 def not_a_bool(enabled: object) -> ConfigError:
     """The error for `enabled` that is not a bool."""
-    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled), code="C204")
+    return ConfigError("watch(enabled=) must be True or False.", got=repr(enabled))
 
 
 def not_a_path(folder: object) -> ConfigError:
     """The error for `folder` that is not a path."""
-    return ConfigError("watch() takes the path of a folder, which is made when needed.", got=repr(folder), code="C205")
+    return ConfigError("watch() takes the path of a folder, which is made when needed.", got=repr(folder))
 
 
 def is_a_file(path: str) -> ConfigError:
     """The error for `folder` that is a file."""
-    return ConfigError(
-        "watch() takes the path of a folder, which is made when needed.", got=f"the file {path}", code="C206"
-    )
+    return ConfigError("watch() takes the path of a folder, which is made when needed.", got=f"the file {path}")
 
 
 def found_before(report: str) -> str:
@@ -273,4 +271,4 @@ def ended_by_watcher(rank: int, grace: float, report: str) -> str:
 
 def no_watcher(error: BaseException) -> str:
     """The warning for a watcher that cannot be started."""
-    return message(f"no watcher could be started ({error}): hangs will not be explained", code="W015")
+    return message(f"no watcher could be started ({error}): hangs will not be explained")

@@ -347,7 +347,6 @@ def accept(value: Any, kind: type[T], argument: str, error: type[ConfigError] = 
         expected=f"fullshard.{kind.__name__}",
         got=class_and_value(value),
         remedy=_remedy(kind, value),
-        code="C054",
     )
 
 

@@ -14,7 +14,6 @@ def not_classes(policy: object) -> ConfigError:
     return ConfigError(
         f"auto_wrap_policy must hold module classes, got {policy!r}",
         remedy="name the classes of the model's blocks, {Block}, not modules of them nor their names",
-        code="C070",
     )
 
 
@@ -24,7 +23,6 @@ def not_a_policy(policy: Any, one_class: bool) -> ArgumentTypeError:
         'auto_wrap_policy must be "auto", a set of module classes, a ModuleWrapPolicy, a CustomPolicy or a callable, '
         f"got {policy!r}",
         remedy=f"give a set of it: {{{policy.__name__}}}" if one_class else 'give "auto", or {Block}',
-        code="C071",
     )
 
 
@@ -35,7 +33,6 @@ def nothing_chosen(auto: bool, kind: str, largest: str) -> str:
         expected="modules of the classes that it names" if not auto else "blocks that the model repeats",
         got=f"a {kind}, in which the largest classes are: {largest}",
         remedy="name the class of the model's blocks, {Block}; or leave auto_wrap_policy out if one unit is meant",
-        code="W034",
     )
 
 
@@ -48,15 +45,14 @@ def no_answer(kind: str, answer: object) -> ConfigError:
         f"CustomPolicy's lambda_fn gave no answer for a {kind}.",
         expected="False, True or a dict of arguments",
         got=repr(answer),
-        code="C072",
     )
 
 
 def wrapper_not_callable(wrapper_cls: object) -> ConfigError:
     """The error for an invalid `wrapper_cls`."""
-    return ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}", code="C073")
+    return ConfigError(f"enable_wrap needs a wrapper_cls that can be called, got {wrapper_cls!r}")
 
 
 def not_module_classes(argument: str, cls: object) -> ConfigError:
     """The error for a class policy that holds anything but classes."""
-    return ConfigError(f"{argument} must hold module classes, got {cls!r}", code="C074")
+    return ConfigError(f"{argument} must hold module classes, got {cls!r}")

@@ -109,9 +109,7 @@ def calls_of(chosen: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]
 def run_parts(session: Session, plan: Plan, names: Sequence[str], tolerance: float | None) -> Report:
     """See `verify` with `modules`. Collective."""
     if plan.max_norm is not None:
-        raise ConfigError(
-            "verify: max_norm needs the gradients of the whole model, which modules= leaves out", code="C116"
-        )
+        raise ConfigError("verify: max_norm needs the gradients of the whole model, which modules= leaves out")
     made = sharded(session, plan)
     if isinstance(made, list):
         return Report(tuple(made), session.world, 0, 0)
@@ -130,7 +128,6 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             parameter=", ".join(missing) or None,
             expected=f"names of modules, such as {', '.join(name for name in list(known)[:20] if name)}",
             got=", ".join(names) or "no names",
-            code="C117",
         )
     return {name: known[name] for name in names}
 

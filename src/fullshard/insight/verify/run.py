@@ -95,7 +95,7 @@ def verify(
     )  # fmt: skip
     plan.check()
     if initial not in ("compare", "copy"):
-        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}', code="C118")
+        raise ConfigError(f'initial must be "compare" or "copy", got {initial!r}')
     with opened(data_mesh, seed) as session:
         if modules is not None:
             return run_parts(session, plan, modules, tolerance)

@@ -159,7 +159,6 @@ class Session:
                 f"verify could not begin: {what} raised {error.name}: {error.text}",
                 rank=rank,
                 remedy="call it by itself, without verify; loss_fn(model, batch) returns a scalar tensor",
-                code="C119",
             )
         return result  # type: ignore[return-value]
 
@@ -184,14 +183,12 @@ def opened(data_mesh: DeviceMesh | None, seed: int) -> Iterator[Session]:
                 "A rank is not part of the data_mesh that verify was given.",
                 rank=numbers.index(None),
                 expected="on every rank the data-parallel part of one mesh of all ranks, as mesh['dp']",
-                code="C121",
             )
         if sorted(set(numbers)) != list(range(len(set(numbers)))):
             raise ConfigError(
                 "data_mesh does not number the ranks' batches.",
                 expected="on every rank the data-parallel part of one mesh, as mesh['dp']",
                 got=f"places {numbers} by rank",
-                code="C120",
             )
         kind = device_type_of(None)
         with generators_kept():

@@ -59,26 +59,23 @@ class Plan:
         """
         for name in ("model_fn", "batch_fn", "loss_fn", "shard_fn", "optimizer_fn"):
             if not callable(getattr(self, name)):
-                raise ConfigError(f"verify: {name} must be callable, got {getattr(self, name)!r}", code="C123")
+                raise ConfigError(f"verify: {name} must be callable, got {getattr(self, name)!r}")
         if self.train_step_fn is not None and not callable(self.train_step_fn):
-            raise ConfigError(f"verify: train_step_fn must be callable, got {self.train_step_fn!r}", code="C124")
+            raise ConfigError(f"verify: train_step_fn must be callable, got {self.train_step_fn!r}")
         for name in ("steps", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"verify: {name} must be an int of at least 1, got {value!r}", code="C125")
+                raise ConfigError(f"verify: {name} must be an int of at least 1, got {value!r}")
         if self.reduction not in ("mean", "sum", "tokens"):
-            raise ConfigError(
-                f'verify: reduction must be "mean", "sum" or "tokens", got {self.reduction!r}', code="C126"
-            )
+            raise ConfigError(f'verify: reduction must be "mean", "sum" or "tokens", got {self.reduction!r}')
         if (self.reduction == "tokens") != (self.tokens_fn is not None):
             raise ConfigError(
                 'verify: reduction="tokens" and tokens_fn go together; one was given without the other',
                 got=f"reduction={self.reduction!r}, {'no tokens_fn' if self.tokens_fn is None else 'a tokens_fn'}",
-                code="C127",
             )
         if self.train_step_fn is not None and self.no_sync:
             raise ConfigError(
-                "verify: no_sync is for verify's own loop; the train_step_fn decides itself when to reduce", code="C128"
+                "verify: no_sync is for verify's own loop; the train_step_fn decides itself when to reduce"
             )
 
     def weights(self, counts: Weights) -> Weights:
@@ -206,9 +203,7 @@ def listed(optimizers: Any) -> list[torch.optim.Optimizer]:
     found: Iterable[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     for one in found:
         if not hasattr(one, "step") or not hasattr(one, "param_groups"):
-            raise ConfigError(
-                f"verify: optimizer_fn must return an optimizer or a list of them, got {one!r}", code="C129"
-            )
+            raise ConfigError(f"verify: optimizer_fn must return an optimizer or a list of them, got {one!r}")
     return list(found)
 
 
@@ -232,9 +227,7 @@ def sharded(session: Session, plan: Plan) -> tuple[nn.Module, Any] | list[Findin
     def check() -> tuple[nn.Module, Any]:
         found, optimizer = made or (None, None)
         if not isinstance(found, nn.Module):
-            raise ConfigError(
-                f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}", code="C122"
-            )
+            raise ConfigError(f"shard_fn must return a module, or a module and its optimizer; it gave {found!r}")
         listed(optimizer)
         return found, optimizer
 
@@ -356,7 +349,7 @@ class Trial(ABC):
         count = plan.tokens_fn or (lambda batch: 1.0)
         counts = session.all(session.required("tokens_fn", lambda: [float(count(batch)) for batch in mine]))
         if any(n < 0 for row in counts for n in row) or not sum(map(sum, counts)):
-            raise ConfigError("tokens_fn gave negative numbers, or zero for every batch", got=str(counts), code="C130")
+            raise ConfigError("tokens_fn gave negative numbers, or zero for every batch", got=str(counts))
         return mine, [counts[source] for source in session.sources]
 
     def take(

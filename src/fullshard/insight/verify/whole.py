@@ -313,11 +313,9 @@ def _reference(session: Session, plan: Plan, other: nn.Module) -> Reference | No
     session.seed_with("model")
     model = plan.model_fn()
     if not isinstance(model, nn.Module) or model is other:
-        raise ConfigError("model_fn must make a new module at each call", code="C131")
+        raise ConfigError("model_fn must make a new module at each call")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ConfigError(
-            "model_fn gave parameters on the meta device; let it give values, and use meta in shard_fn", code="C132"
-        )
+        raise ConfigError("model_fn gave parameters on the meta device; let it give values, and use meta in shard_fn")
     model.to(session.device)
     return Reference(session, model, listed(plan.optimizer_fn(model)), plan.loss_fn, plan.max_norm)
 

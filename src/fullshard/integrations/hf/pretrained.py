@@ -83,7 +83,6 @@ def from_pretrained(
             "from_pretrained reads a local folder.",
             got=str(folder),
             remedy="download it first; nothing is fetched here",
-            code="C216",
         )
     if isinstance(dtype, str):  # as transformers takes it
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
@@ -92,7 +91,6 @@ def from_pretrained(
             "dtype must be a floating-point dtype, or None.",
             got=repr(dtype),
             remedy="torch.bfloat16, say; None or 'auto' takes what the configuration says",
-            code="C190",
         )
     base = on_meta(source, where, dtype)
     rename = fit(base, where, strict)
@@ -129,7 +127,7 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
     _replace(base, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if one.is_meta else one)
     model = prepare(base)
     if not isinstance(model, nn.Module):
-        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__, code="C214")
+        raise ConfigError("prepare must return the model to shard.", got=type(model).__name__)
     for config in getattr(model, "peft_config", {}).values():
         start = getattr(config, "init_lora_weights", True)
         if start not in (True, False, "gaussian", "orthogonal"):
@@ -138,7 +136,6 @@ def _prepared(base: nn.Module, prepare: Callable[[Any], nn.Module]) -> nn.Module
                 expected="init_lora_weights of True, False, gaussian or orthogonal",
                 got=repr(start),
                 remedy="adapt the whole model on the CPU, and shard it by fullshard.integrations.hf.shard",
-                code="C213",
             )
     return model
 
@@ -207,7 +204,6 @@ def on_meta(source: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             "The folder holds a model that was quantised; its weights are of classes of their own.",
             got=f"quantization_config in {folder / 'config.json'}",
             remedy="read the weights that were quantised, and quantise block by block (docs/clients/peft.md)",
-            code="C212",
         )
     dtype = dtype or _dtype_of(config)
     with init_empty_weights(include_buffers=False):  # under torch.device("meta") buffers would have no values either
@@ -230,7 +226,6 @@ def _no_source(source: Any) -> ConfigError:
         "from_pretrained builds a model of transformers.",
         expected="a class with from_pretrained, or a configuration whose architectures name one",
         got=getattr(source, "__name__", type(source).__name__),
-        code="C211",
     )
 
 
@@ -282,7 +277,6 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 parameter=beside[0],
                 expected=f"names that begin with {prefix}",
                 got=_some(beside),
-                code="W030",
             ),
             stacklevel=3,
         )
@@ -297,7 +291,6 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 "Safetensors files hold no parameter of the model; nothing was loaded.",
                 **told,
                 remedy="name the class that wrote them (in the folder's config.json, architectures)",
-                code="K175",
             )
         if strict:
             raise CheckpointError(
@@ -305,11 +298,9 @@ def fit(model: Any, folder: Path, strict: bool) -> Callable[[str], str]:
                 **told,
                 remedy="strict=False initialises what the files lack. Where transformers converts names while loading "
                 "(experts, say), load once on one process, and write the model by fullshard.save_safetensors",
-                code="K116",
+                topic="checkpoint-does-not-fit",
             )
-        warnings.warn(
-            message("Files and model have different names; the rest was loaded.", **told, code="W017"), stacklevel=3
-        )
+        warnings.warn(message("Files and model have different names; the rest was loaded.", **told), stacklevel=3)
     _initialise(model, [name for name in names.values() if there.isdisjoint(name)])
     return lambda name: names_here.get(name, name)
 
@@ -364,7 +355,6 @@ def _initialise(model: Any, missing: Iterable[list[str]]) -> None:
                 "Files lack a parameter which the model does not initialise either.",
                 parameter=name,
                 got=f"{type(model).__name__}._init_weights left it",
-                code="K170",
             )
 
 
@@ -460,10 +450,12 @@ class _Values:
                         parameter=name,
                         expected=tuple(old.shape),
                         got=tuple(found.shape),
-                        code="K169",
+                        topic="checkpoint-does-not-fit",
                     )
                 return found.to(old.dtype, copy=True)
         for name in known:
             if name in self.made:
                 return self.made[name]
-        raise CheckpointError("A parameter is in no file, and was not made either.", parameter=known[0], code="K168")
+        raise CheckpointError(
+            "A parameter is in no file, and was not made either.", parameter=known[0], topic="weights-on-meta"
+        )

@@ -63,7 +63,6 @@ class ShardedTrainerMixin:
                 f"{cls.__name__} names ShardedTrainerMixin after the Trainer, whose methods then run in its place.",
                 got=" before ".join(base.__name__ for base in cls.__bases__),
                 remedy=f"class {cls.__name__}(ShardedTrainerMixin, ...)",
-                code="C253",
             )
 
     def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **settings: Any) -> None:
@@ -79,7 +78,6 @@ class ShardedTrainerMixin:
                 "ShardedTrainerMixin shards the model; the arguments say that something else does, too.",
                 got="fsdp" if self.args.fsdp else "deepspeed",
                 remedy="leave it away; or keep it with a plain Trainer, and run python -m fullshard adopt",
-                code="C218",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         take_over(self.accelerator, self._sharding)
@@ -164,7 +162,6 @@ class ShardedTrainerMixin:
                 "A checkpoint of an unsharded Trainer holds whole optimizer state by number, not by parameters' names.",
                 got=str(folder / "optimizer.pt"),
                 remedy="take its weights alone: from_pretrained(checkpoint), and train without resume_from_checkpoint",
-                code="K172",
             )
         if (folder / SCHEDULER).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
@@ -207,7 +204,6 @@ def last_whole(folder: str | os.PathLike[str]) -> str | None:
                 expected=f"{STATE}, which is written last",
                 got=str(checkpoint),
                 remedy="remove it",
-                code="W031",
             ),
             stacklevel=3,
         )

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import values
-from ..checkpoint.names import Named
 from ..comm import TorchComm, apart_of
 from ..forms import full_of
 from ..layout import window_of
 from ..watcher import RANK
+from . import values
+from .names import Named
+
+BATCH_BYTES = 256 * 2**20
+"""Of whole values that are gathered together; a larger tensor is gathered alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +32,13 @@ class Wanted:
         name: what it will be called.
         tensor: a parameter's row in the model's table, or a buffer.
         dtype: to make it in; None: its own.
+        local: of optimizer state like the parameter, this rank's part, or a value for all of it; None: the parameter's.
     """
 
     name: str
     tensor: Named | torch.Tensor
     dtype: torch.dtype | None = None
+    local: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,6 +48,8 @@ class Wanted:
     def own_dtype(self) -> torch.dtype:
         """Of its elements in the model."""
         row = self.tensor
+        if self.local is not None:
+            return self.local.dtype
         if isinstance(row, torch.Tensor):
             return row.dtype
         found: torch.dtype = row.parameter.dtype if row.bucket is None else row.bucket.storage_dtype
@@ -82,7 +89,7 @@ class Batch:
     def pack(self) -> None:
         """Take memory, and put this rank's parts into it. No communication."""
         first = self.wanted[0].tensor
-        if not _in_windows(first):
+        if not _in_windows(first) or first.bucket.shard.is_meta:  # type: ignore[union-attr]
             return
         window = self._window()
         axes = first.bucket.axes  # type: ignore[union-attr]
@@ -93,20 +100,25 @@ class Batch:
             for lot in lots:
                 if lot.rank == axes.shard.rank:
                     target = self._buffer.as_strided(lot.part.shape, lot.part.stride, lot.at)
-                    target.copy_(bucket.part(bucket.shard, member))  # type: ignore[union-attr,arg-type]
+                    own = one.local if one.local is not None else bucket.part(bucket.shard, member)  # type: ignore[union-attr,arg-type]
+                    target.copy_(own)
 
     def _window(self) -> Any:
         rows: Any = [one.tensor for one in self.wanted]
         return window_of([(row.bucket.layout, row.member.slot) for row in rows])
 
-    def gather(self) -> list[tuple[Wanted, torch.Tensor]]:
-        """The whole values, in memory that is the caller's. Collective, once `pack` was called."""
+    def gather(self, joined: bool = True) -> list[tuple[Wanted, torch.Tensor]]:
+        """The whole values, in memory that is the caller's. Collective, once `pack` was called.
+
+        Args:
+            joined: over tensor parallelism too; False: whole values of this rank's parts of such parameters.
+        """
         with torch.no_grad():
             if self._buffer is None:
                 return [(one, _made_whole(one)) for one in self.wanted]
-            return self._from_window(self._buffer)
+            return self._from_window(self._buffer, joined)
 
-    def _from_window(self, buffer: torch.Tensor) -> list[tuple[Wanted, torch.Tensor]]:
+    def _from_window(self, buffer: torch.Tensor, joined: bool) -> list[tuple[Wanted, torch.Tensor]]:
         self._buffer = None
         window = self._window()
         rows: Any = [one.tensor for one in self.wanted]
@@ -126,7 +138,7 @@ class Batch:
         found = []
         for index, (one, row) in enumerate(zip(self.wanted, rows, strict=True)):
             whole = _assembled(buffer, window, index)
-            if row.member.split is not None:
+            if joined and row.member.split is not None:
                 whole = full_of(row.member.split.unsharded(whole))
             found.append((one, whole))
         return found
@@ -156,6 +168,8 @@ def _made_whole(one: Wanted) -> torch.Tensor:
     if isinstance(row, torch.Tensor):
         found = values.whole_of(row, row.device)
     elif row.bucket is not None and row.member is not None:
+        if row.bucket.shard.is_meta and row.bucket.form.plain:
+            return torch.empty(row.member.slot.shape, dtype=one.given_dtype, device="meta")
         found = row.bucket.whole(row.member)
         if type(found) is not torch.Tensor:
             return found
@@ -185,3 +199,13 @@ def _key(one: Wanted) -> Any:
         return None
     axes = row.bucket.axes
     return axes.shard.ranks, axes.device, one.given_dtype
+
+
+def wholes(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, torch.Tensor]]:
+    """Each whole value, of tensor parallelism this rank's part, batch by batch. Collective.
+
+    They share memory: keep copies.
+    """
+    for batch in batches(wanted, BATCH_BYTES):
+        batch.pack()
+        yield from batch.gather(joined=False)
