@@ -35,8 +35,7 @@ from ..store.in_place import recover_folder, remove, replace_folder, write_synce
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .given import check_sharding, check_units
-from .micro_batches import without_sync
+from .sharding import ARGUMENTS, check_sharding, without_sync
 
 NAME = "fullshard"
 META = "lightning.pt"
@@ -155,8 +154,7 @@ class _OnAllRanks:
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
         timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
-        check_units(units, names=False)
-        check_sharding(settings, type(self).__name__, ("timeout",), ("mesh",), names=False)
+        check_sharding(settings, ARGUMENTS - {"mesh"})
         super().__init__(  # type: ignore[call-arg]
             *self._lightnings, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
         )
@@ -188,7 +186,6 @@ class FullshardStrategy(_OnAllRanks, ModelParallelStrategy):
         settings: further arguments of `fully_shard`: `mp_policy`, `reshard_after_forward`, `layout`, ...
 
     Raises:
-        ConfigError: units that are none.
         ArgumentTypeError: an argument that there is not.
     """
 

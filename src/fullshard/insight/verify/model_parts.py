@@ -26,7 +26,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
-class Held:
+class ModelParts:
     """The parameters and buffers of a model as they are now, sharded or not.
 
     Made anew whenever the model may have been changed: replaced storage is taken over by its unit first.
@@ -111,7 +111,7 @@ class Held:
     @staticmethod
     def numbers(row: Named, device: torch.device) -> torch.Tensor:
         """[numel] of this rank's part: the number of each of its elements in the whole."""
-        return Held.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape)).reshape(-1)
+        return ModelParts.cut(row, torch.arange(math.prod(row.shape), device=device).view(row.shape)).reshape(-1)
 
     def tensors(self) -> dict[int, set[str]]:
         """By the id of a tensor through which an optimizer may update parameters: their names."""

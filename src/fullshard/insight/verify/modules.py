@@ -8,7 +8,9 @@ of them was given by all ranks in a step. Not compared: the loss, what lies betw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,22 +20,97 @@ from ...checkpoint.names import Named
 from ...containers import map_tensors, tensors_in
 from ...errors import ConfigError
 from ...names import plain_name
-from . import causes, generators, start
-from .apart import difference, index_of, rms
-from .calls import Call, calls_of
-from .compare import merged
-from .held import Held, buffers_of, modules_of
+from ...torch_private.autograd_task import inside_backward
+from . import causes
+from .compare import difference, index_of, merged, rms
+from .model_parts import ModelParts, buffers_of, modules_of
 from .report import Finding, Report
-from .session import Session
-from .training import Plan, listed
-from .trial import Step, Trial
+from .session import Session, generator_states, restore_generators
+from .trial import Plan, Step, Trial, listed, sharded
+
+
+@dataclass
+class Call:
+    """One forward of a chosen module, all tensors on the host.
+
+    Attributes:
+        inputs: (args, kwargs) as the module got them.
+        outputs: tensors in what it gave; `arrived`: their gradients, by number.
+        buffers: before the call; `states`: of the generators, by device type.
+    """
+
+    inputs: Any
+    buffers: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Noting:
+    """Hooks of one chosen module: notes its calls of a step.
+
+    Attributes:
+        calls: those whose backward counts, in order.
+        without_grad: calls of which a reentrant checkpoint will do the one that counts in backward.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.without_grad = 0
+        self.now: Call | None = None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.now = None
+        if not torch.is_grad_enabled():
+            self.without_grad += 1
+        elif not inside_backward() or self.without_grad:  # otherwise a checkpoint's second run of a noted call
+            self.without_grad -= inside_backward()
+            buffers = {name: _kept(buffer) for name, buffer in buffers_of(module).items()}
+            self.now = Call(map_tensors(_kept, (args, kwargs)), buffers, generator_states())
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call, self.now = self.now, None
+        if call is None:
+            return
+        self.calls.append(call)
+        for number, tensor in enumerate(tensors_in(output)):
+            call.outputs.append(_kept(tensor))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad, number=number: _arrive(call, number, grad))
+
+
+def _arrive(call: Call, number: int, grad: torch.Tensor) -> None:
+    call.arrived[number] = call.arrived[number] + _kept(grad) if number in call.arrived else _kept(grad)
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def calls_of(chosen: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
+    """The calls of the chosen modules while the block runs, by name."""
+    noting = {name: _Noting() for name in chosen}
+    handles = [
+        handle
+        for name, module in chosen.items()
+        for handle in (
+            module.register_forward_pre_hook(noting[name].before, with_kwargs=True),
+            module.register_forward_hook(noting[name].after, with_kwargs=True),
+        )
+    ]
+    try:
+        yield {name: one.calls for name, one in noting.items()}
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_parts(session: Session, plan: Plan, names: Sequence[str], tolerance: float | None) -> Report:
     """See `verify` with `modules`. Collective."""
     if plan.max_norm is not None:
         raise ConfigError("verify: max_norm needs the gradients of the whole model, which modules= leaves out")
-    made = start.sharded(session, plan)
+    made = sharded(session, plan)
     if isinstance(made, list):
         return Report(tuple(made), session.world, 0, 0)
     chosen = session.required("modules", lambda: _chosen(made[0], names))
@@ -64,7 +141,7 @@ class _Copy:
     """
 
     def __init__(self, session: Session, plan: Plan, name: str, module: nn.Module) -> None:
-        ties = Held(module).ties
+        ties = ModelParts(module).ties
         self.module = module.to_empty(device=session.device)
         inside = modules_of(module)
         for names in ties:
@@ -72,7 +149,7 @@ class _Copy:
             for path, other in others:
                 setattr(inside[path], other, getattr(inside[first], key))
         self.parameters: dict[str, torch.Tensor] = {
-            _prefix(name) + own: row.parameter for row in Held(module).rows.values() for own in row.names
+            _prefix(name) + own: row.parameter for row in ModelParts(module).rows.values() for own in row.names
         }
         self.optimizers = listed(plan.optimizer_fn(module))
 
@@ -128,11 +205,11 @@ class _Parts(Trial):
     @torch.no_grad()
     def _fill(self) -> None:
         """Give the copies the values that the sharded model has. Collective; one parameter at a time is whole."""
-        held = Held(self.model)
+        parts = ModelParts(self.model)
         for name in self.chosen:
-            for row in held.rows.values():
-                if held.comparable(row) and any(own.startswith(_prefix(name)) for own in row.names):
-                    whole = held.whole(row, held.value(row))
+            for row in parts.rows.values():
+                if parts.comparable(row) and any(own.startswith(_prefix(name)) for own in row.names):
+                    whole = parts.whole(row, parts.value(row))
                     if name in self.copies:
                         self.copies[name].of(row).copy_(whole)
 
@@ -142,7 +219,7 @@ class _Parts(Trial):
         # A parameter that is tied to one outside of the module has gradients from there, too.
         rows = [
             row
-            for own, row in step.held.rows.items()
+            for own, row in step.parts.rows.items()
             if own in step.before and all(each.startswith(_prefix(name)) for each in row.names)
         ]
         gathered = session.to_first(step.noted[name])
@@ -167,9 +244,9 @@ class _Parts(Trial):
         with torch.no_grad():
             for own, buffer in buffers_of(module).items():
                 buffer.copy_(call.buffers[own])
-        generators.restore(call.states)
+        restore_generators(call.states)
         args, kwargs = map_tensors(lambda t: t.to(session.device), call.inputs)
-        computed = _computed(_prefix(name), module, step.held)
+        computed = _computed(_prefix(name), module, step.parts)
         outputs = list(tensors_in(torch.func.functional_call(module, computed, args, kwargs)))
         for number, (want, got) in enumerate(zip(outputs, call.outputs, strict=True)):
             self.compared += 1
@@ -183,9 +260,9 @@ class _Parts(Trial):
             torch.autograd.backward([t for t, _ in roots], [g / session.data_world for _, g in roots])
 
 
-def _computed(prefix: str, module: nn.Module, held: Held) -> dict[str, torch.Tensor]:
+def _computed(prefix: str, module: nn.Module, parts: ModelParts) -> dict[str, torch.Tensor]:
     """A copy's parameters in the dtypes that the sharded model computes with."""
-    rows, found = {name: row for row in held.rows.values() for name in row.names}, {}
+    rows, found = {name: row for row in parts.rows.values() for name in row.names}, {}
     for own, parameter in module.named_parameters():
         row = rows.get(prefix + plain_name(own))
         if row is not None and row.bucket is not None and parameter.is_floating_point():
