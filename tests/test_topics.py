@@ -25,7 +25,7 @@ import fullshard
 from fullshard import errors
 from fullshard.cli import explain
 from fullshard.cli.main import main
-from fullshard.optim import outside
+from fullshard.optim import guard
 
 SOURCE = Path(fullshard.__file__).parent
 PAGE = SOURCE / "cli" / "errors.md"
@@ -73,7 +73,7 @@ def outcome(program: str, folder: Path) -> set[str | None]:
     """The topics of what this rank is told by a program: of its error, or of warnings; None: an error without one."""
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
-    with warnings.catch_warnings(record=True) as caught, mock.patch.object(outside, "LOOKED", []):
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(guard, "_warned", set()):
         warnings.simplefilter("always")
         exec(before().replace('dist.init_process_group("gloo")\n', ""), names)
         try:

@@ -119,12 +119,12 @@ def test_an_adapter_that_is_no_parameter(tmp_path):
 
 
 def test_a_precision_by_another_word():
-    with raises("ConfigError: mixed_precision is a word"):
+    with raises("ConfigError: mixed_precision must be"):
         hf.shard(llama(), mixed_precision="bfloat16")
 
 
 def test_two_precisions():
-    with raises("ConfigError: mixed_precision and mp_policy say the same in two ways"):
+    with raises("ConfigError: mixed_precision and mp_policy both set the precision"):
         hf.shard(llama(), mixed_precision="bf16", mp_policy=fullshard.MixedPrecisionPolicy())
 
 
