@@ -68,7 +68,10 @@ CALLS = [
         lambda: FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))), auto_wrap_policy={nn.Linear}),
         "ConfigError: auto_wrap_policy was passed for a model that is already wrapped",
     ),
-    (lambda: by_policy({"layout": "rows"}), "ArgumentTypeError: auto_wrap_policy has arguments for a Linear that no"),
+    (
+        lambda: by_policy({"layout": "rows"}),
+        "ArgumentTypeError: auto_wrap_policy has arguments for a Linear that Fully",
+    ),
     (
         lambda: FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), use_orig_params=False),
         "ConfigError: Must flatten tensors with uniform dtype when use_orig_params=False",
@@ -89,8 +92,11 @@ CALLS = [
         "ConfigError: HYBRID_SHARD cannot use this device_mesh",
     ),
     (lambda: wrapped(device_id="gpu"), "ConfigError: device_id is not a device"),
-    (lambda: wrapped(ignored_modules=[], ignored_states=[]), "ConfigError: ignored_modules and ignored_states exclude"),
-    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be given"),
+    (
+        lambda: wrapped(ignored_modules=[], ignored_states=[]),
+        "ConfigError: ignored_modules and ignored_states are mutually",
+    ),
+    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be a list"),
     (lambda: wrapped(ignored_states=["0.weight"]), "ConfigError: the ignored states must be parameters, or modules"),
     (
         lambda: FSDP(nn.Linear(4, 4)),
