@@ -65,7 +65,7 @@ CALLS = [
     (lambda: linears(comm="null"), "ConfigError: auto_wrap_policy has arguments for '0' (Linear) that cannot"),
     (lambda: linears(mp_policy=torch.half), "ConfigError: mp_policy for '0' must be a fullshard.MixedPrecisionPolicy"),
     (lambda: linears(reshard_after_forward=2), "ConfigError: reshard_after_forward for '0' must be a bool or None"),
-    (lambda: fully_shard([]), "ConfigError: fully_shard was given an empty list of modules"),
+    (lambda: fully_shard([]), "ConfigError: fully_shard was called with an empty list of modules"),
     (lambda: fully_shard(list(nn.Linear(4, 4).parameters())), "ArgumentTypeError: fully_shard takes an nn.Module or a"),
     (
         lambda: fully_shard(nn.ModuleList([nn.Linear(4, 4)])),

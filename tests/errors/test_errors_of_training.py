@@ -50,7 +50,7 @@ CALLS = [
         lambda: set_token_count(counting(), 8.5),
         "ConfigError: set_token_count takes the number of tokens in each micro-batch",
     ),
-    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count was given no counts"),
+    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count was called without counts"),
     (
         counting,
         lambda m: set_token_count(m, 8),

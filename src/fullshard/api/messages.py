@@ -34,7 +34,7 @@ def takes_a_module(what: str, kind: str) -> ConfigError:
 
 
 def no_unit_inside(kind: str, inside: bool) -> ConfigError:
-    """The error for a module without units; `inside`: it has parameters of its own, which another unit may hold."""
+    """The error for a module without units; `inside`: it has parameters, which a unit around it may hold."""
     return ConfigError(
         f"There is no unit in this {kind}.",
         expected="a unit, or a module that contains units",
@@ -105,7 +105,7 @@ def not_a_count(count: object) -> ConfigError:
 
 def no_counts() -> ConfigError:
     """The error for an empty list of counts."""
-    return ConfigError("set_token_count was given no counts", expected="one for each backward of the step")
+    return ConfigError("set_token_count was called without counts", expected="one for each backward of the step")
 
 
 def nothing_to_check(kind: str) -> ConfigError:

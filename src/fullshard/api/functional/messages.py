@@ -21,7 +21,7 @@ def mixed_precision_policy_type(mp_policy: object) -> ConfigError:
 
 def no_modules() -> ConfigError:
     """The error for an empty list of modules."""
-    return ConfigError("fully_shard was given an empty list of modules")
+    return ConfigError("fully_shard was called with an empty list of modules")
 
 
 def not_a_module(kind: str) -> ArgumentTypeError:
@@ -254,7 +254,7 @@ def not_a_root(kind: str, unit: str) -> ConfigError:
     """The error for `share_comm_ctx` of a unit below another root."""
     return ConfigError(
         "share_comm_ctx takes roots, whose forward is called from outside.",
-        got=f"{kind}, unit {unit!r} of another root",
+        got=f"{kind}, unit {unit!r} of a different root",
         remedy="pass only the root modules: the units below them are included",
     )
 

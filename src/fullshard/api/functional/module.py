@@ -223,11 +223,11 @@ class FSDPModule:
             runner.unit.keep_storage(keep)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch exactly these units' parameters in this unit's forward, in place of the recorded order."""
+        """Prefetch exactly these units' parameters in this unit's forward, instead of the recorded order."""
         self._runner().set(prefetch_forward_units=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch exactly these units' parameters in this unit's backward, in place of the recorded order."""
+        """Prefetch exactly these units' parameters in this unit's backward, instead of the recorded order."""
         self._runner().set(prefetch_backward_units=_units_of(modules))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:

@@ -47,7 +47,7 @@ def _search(module: nn.Module, repeated: list[nn.Module], seen: set[int]) -> Non
 
 
 def _blocks_of(container: nn.Module) -> list[nn.Module]:
-    """The modules of a container's most repeated class, unless they are bare layers or have no parameters."""
+    """The modules of the largest repeated class in a container, by parameters; never bare layers or empty modules."""
     candidates = [m for m in container.children() if any(True for _ in m.children()) and _numel(m)]
     classes = Counter(type(m) for m in candidates)
     repeated = [cls for cls, count in classes.items() if count >= 2]
