@@ -21,11 +21,13 @@ Each is also the built-in type that PyTorch raises for the same mistake, so that
 PyTorch's errors still catches ours.
 
 Some mistakes need more than a message: their errors and warnings have a topic, a word that the last line names
-(`more:      fullshard explain TOPIC`), and a section of `cli/errors.md`. The line is a command and not a link, as the
+(`more:      fullshard explain TOPIC`), and a section of docs/errors.md. The line is a command and not a link, as the
 command prints the text of the version that is installed, on machines without a network too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def message(
@@ -51,8 +53,11 @@ class FullshardError(Exception):
     Args:
         what: what happened, in one sentence.
         parameter, rank, expected, got, remedy: the facts; those left out are not shown. Attributes of the error too.
-        topic: a section of `cli/errors.md` that says more, if there is one. An attribute too.
+        topic: a section of docs/errors.md that says more; if left out, that of the class, if any. An attribute too.
     """
+
+    topic: str | None = None
+    """Of every error of the class that names no other."""
 
     def __init__(
         self,
@@ -65,12 +70,15 @@ class FullshardError(Exception):
         remedy: str | None = None,
         topic: str | None = None,
     ) -> None:
+        self.topic = topic or self.topic
         super().__init__(
-            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, topic=topic),
+            message(what, parameter=parameter, rank=rank, expected=expected, got=got, remedy=remedy, topic=self.topic),
         )
         self.what = what
         self.parameter, self.rank, self.expected, self.got, self.remedy = parameter, rank, expected, got, remedy
-        self.topic = topic
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__  # its text as it is, in another process too
 
 
 class ConfigError(FullshardError, ValueError):
@@ -91,6 +99,8 @@ class CheckpointError(FullshardError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint that are missing, truncated, or not what was written: another one may be whole."""
+
+    topic = "checkpoint-damaged"
 
 
 class MissingStateError(CheckpointError, ValueError):

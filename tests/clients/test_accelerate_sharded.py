@@ -231,14 +231,12 @@ def test_bad_inputs_are_named():
         ({"nonsense": 1}, "no argument 'nonsense'"),
         ({"layouts": "flat"}, "layout= is meant"),
         ({"auto_wrap_policy": {nn.Linear}}, "units= is meant"),
-        ({"units": 1000}, r"sharding=.*units"),
         ("full", "sharding is a dictionary"),
     ):
         with pytest.raises(fullshard.ConfigError, match=word):
             FullshardAccelerator(sharding=sharding)
-    with pytest.raises(fullshard.ConfigError, match="units says which modules") as caught:
+    with pytest.raises(fullshard.ConfigError, match="a set of module classes"):
         hf.shard(net(), units=1000)
-    assert "auto_wrap_policy" not in str(caught.value)
     with pytest.raises(fullshard.ConfigError, match="safe_serialization"):
         accelerator.save_model(model, "x", safe_serialization=False)
     fresh()

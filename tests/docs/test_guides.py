@@ -1,7 +1,7 @@
 """The pages say what is so: their programs run, what they print is what they show, links lead somewhere.
 
 Pages of docs/ and README.md are programs on two ranks (`WHOLE`); docs/adopt.md and docs/clients are run by
-tests/clients, docs/errors.md by tests/errors.
+tests/clients, docs/errors.md by tests/test_topics.py.
 docs/guides/run.py says how a page is read.
 """
 

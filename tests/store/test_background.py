@@ -108,11 +108,11 @@ def test_a_disk_of_one_rank_that_fails_for_good(run_ranks: Any, tmp_path: Path) 
 def test_what_is_discarded_is_gone_though_another_rank_still_writes_into_it(tmp_path: Path) -> None:
     folder, unlink = Folder(tmp_path), os.unlink
     name = folder.begin(1)
-    (folder.at(name) / "__0_0.distcp").touch()
+    (folder.at(name) / "rank-0.safetensors").touch()
 
     def late(*args: Any, **options: Any) -> None:
         with contextlib.suppress(FileNotFoundError):
-            (folder.at(name) / "__1_0.distcp").touch()
+            (folder.at(name) / "rank-1.safetensors").touch()
         unlink(*args, **options)
 
     with mock.patch.object(os, "unlink", late):

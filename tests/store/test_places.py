@@ -69,7 +69,7 @@ def test_a_folder_that_was_copied_in_any_order(tmp_path: Path) -> None:
             assert folder.names() == [name_of(1), name_of(2), name_of(3)]
         assert loaded(copy) == 3  # `latest` was not copied
         inspect(copy)
-    os.truncate(copy / name_of(3) / "__0_0.distcp", 100)
+    os.truncate(copy / name_of(3) / "rank-0.safetensors", 100)
     with pytest.warns(UserWarning, match="was passed over"):
         assert loaded(copy, fall_back=True) == 2
     save(copy, 4, keep_last=2)
@@ -117,8 +117,8 @@ def test_files_that_were_moved_up_a_folder(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "whole", step)
     files = sorted(path.name for path in (tmp_path / "whole" / name_of(2)).iterdir())
-    assert len(files) == 3
-    for moved in (some for n in (1, 2, 3) for some in itertools.combinations(files, n)):
+    assert len(files) == 2
+    for moved in (some for n in (1, 2) for some in itertools.combinations(files, n)):
         folder = tmp_path / "+".join(moved)
         shutil.copytree(tmp_path / "whole", folder)
         for file in moved:
@@ -160,13 +160,18 @@ def test_a_renamed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_manifest_nothing_is_checked_and_that_is_said(tmp_path: Path) -> None:
-    save(tmp_path, 0)
-    (tmp_path / name_of(0) / "manifest.json").unlink()
+    """Of a folder of DCP's; without it files of ours are no checkpoint."""
+    save(tmp_path / "ours", 0)
+    fullshard.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
     with pytest.warns(UserWarning, match="no manifest.json"):
-        loaded(tmp_path / name_of(0))
+        loaded(tmp_path / "dcp")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded(tmp_path / name_of(0), check=False)  # nothing was to be checked
+        loaded(tmp_path / "dcp", check=False)  # nothing was to be checked
+    (tmp_path / "ours" / name_of(0) / "manifest.json").unlink()
+    for reads in (loaded, inspect):
+        with pytest.raises(CheckpointError):
+            reads(tmp_path / "ours" / name_of(0))
 
 
 # A save beside it.

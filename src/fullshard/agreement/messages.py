@@ -26,6 +26,7 @@ def different_orders(ranks: Sequence[int], tokens: Sequence[int], names: Sequenc
         f"  rank {ranks[1]} {_about_to(tokens[1], names)}",
         remedy="let every rank run the same units in the same order: where a rank has nothing to compute in "
         "one, call it all the same and multiply its result by zero",
+        topic="ranks-differ",
     )
 
 
@@ -41,6 +42,7 @@ def out_of_shared_order(unit: str) -> DivergenceError:
         got=f"unit {name!r} once more",
         remedy='give the root check="every": ranks then say before every unit which one they run (a small '
         "collective each)",
+        topic="ranks-differ",
     )
 
 
@@ -63,6 +65,7 @@ def different_models(ranks: Sequence[int], lines: Sequence[str], at: int, count:
         f"  First difference: line {at + 1} of {count}.",
         remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; where "
         "ranks ignore different modules on purpose, give these names that no sharded one has",
+        topic="models-differ",
     )
 
 
@@ -109,6 +112,7 @@ def goes_on_differently(
         f"  rank {ranks[0]}: {_about_to(tokens[0], names)}\n"
         f"  rank {ranks[1]}: {_about_to(tokens[1], names)}",
         remedy=_ALIKE_OR_EVERY if zeros else _ALIKE,
+        topic="ranks-differ",
     )
 
 
@@ -156,6 +160,7 @@ def changed_unseen(parameters: Iterable[str], rank: int) -> UsageError:
         expected="changes of the parameter itself: under torch.no_grad(), by an optimizer, or by loading",
         got="values that differ from what is gathered, though no operation changed the parameter",
         remedy="change p in place of p.data, or call reshard() on the unit before or after the change",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -186,6 +191,7 @@ def different_units_reduced(rank: int) -> DivergenceError:
         got="different ones (compared at the end of backward)",
         remedy="let every rank run the same units; call set_reduce_scatter_unused_params(True) where ranks "
         "run different ones, and zero_grad() before going on",
+        topic="ranks-differ",
     )
 
 
@@ -208,6 +214,7 @@ def different_steps(ranks: Sequence[int], steps: Sequence[str], differ: bool) ->
         f"  rank {ranks[1]}: {steps[1] if differ else 'stepped with other settings before'}",
         remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
         "it on every rank or on none",
+        topic="ranks-differ",
     )
 
 
@@ -221,6 +228,7 @@ def changed_before_backward(unit: str, parameters: Iterable[str], rank: int) -> 
         expected="optimizer steps, loads and changes in place after the backward",
         remedy="call zero_grad() and repeat the step; run the backward before the weights change, or the "
         "forward again after it",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -246,6 +254,7 @@ def drawn_apart(parameter: str, ranks: Sequence[int], more: int, count: int) -> 
         got=_unlike(ranks, more, count),
         remedy="torch.manual_seed(0) on all ranks before the model is made, or sync_module_states=True in "
         "every call that shards a part of it, makes them equal; nothing is to be done for random weights",
+        topic="weights-differ",
     )
 
 
@@ -265,4 +274,5 @@ def loaded_apart(parameter: str, ranks: Sequence[int], more: int, count: int, wr
         remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
         "give sync_module_states=True, which makes them rank 0's, to every call that shards a part of the model: a "
         "call for the model cannot restore what earlier calls for its blocks have cut",
+        topic="weights-differ",
     )

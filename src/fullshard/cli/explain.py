@@ -16,7 +16,7 @@ from . import terminal
 from .main import refuse
 
 _PAGE = Path(__file__).with_name("errors.md")
-"""Written by hand; docs/errors.md is a link to it. A section is a topic, whose first paragraph says it in one line."""
+"""A link to docs/errors.md; a package has a copy. A section is a topic, whose first paragraph says it in one line."""
 
 
 @dataclass(frozen=True)

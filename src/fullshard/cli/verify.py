@@ -124,7 +124,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fullshard.cli", "verify", *arguments]
+    command = [sys.executable, "-m", "fullshard", "verify", *arguments]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     started = [
         subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -22,6 +22,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         expected=f"a Parameter of shape {(numel,)}",
         got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
         remedy="change values inside summon_full_params(model), or in place",
+        topic="parameter-replaced",
     )
 
 
@@ -34,6 +35,7 @@ def pickled(parameter: str) -> PhaseError:
         f"FlatShard {parameter!r} holds a part of a parameter and a process group, and cannot be pickled.",
         remedy="fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or torch.save what "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives on all ranks",
+        topic="copied-or-pickled",
     )
 
 
@@ -78,6 +80,7 @@ def does_not_fit_local(
         expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
         got=_kind_and_shape(found),
         remedy=_remedy_for(found, "change values inside summon_full_params(model), or with copy_"),
+        topic="parameter-replaced",
     )
 
 
@@ -92,6 +95,7 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         got=f"{called} on the object from before fully_shard",
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight between "
         "modules inside one module that fully_shard is applied to",
+        topic="optimizer-built-early",
     )
 
 
@@ -102,7 +106,8 @@ def copied_into_whole(name: str | None) -> PhaseError:
     """The error for copying a sharded tensor into a plain one; `load_state_dict` quotes it for each parameter."""
     return PhaseError(
         f"{name or 'This tensor'} is sharded and the target is not: load whole values there, as "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives."
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model) gives.",
+        topic="copied-or-pickled",
     )
 
 
@@ -113,6 +118,7 @@ def saved_by_torch() -> str:
         "number of ranks.",
         remedy="fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
+        topic="copied-or-pickled",
     )
 
 
@@ -126,6 +132,7 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
         remedy="call the module, block(x), not block.forward(x), which bypasses the gather; if another method uses "
         "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
         "module.unshard() ... module.reshard(); to combine tensors on purpose make both DTensors, or use full_tensor()",
+        topic="used-while-freed",
     )
 
 
@@ -137,6 +144,7 @@ def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any
         expected=f"{kind} of shape {shape}, split the same way",
         got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
+        topic="parameter-replaced",
     )
 
 
@@ -148,6 +156,7 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
         expected="the meta device for both or for none, as of any tensor",
         got=f"{device}, set to one on {new_device}",
         remedy="model.to_empty(device=...), then initialise or load; or assign a new Parameter to the module",
+        topic="weights-on-meta",
     )
 
 
@@ -163,6 +172,7 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
         expected="weights that are tied before the model is sharded",
         got=f"{other} in its place",
         remedy="tie them first (module.weight = other.weight), then shard the model",
+        topic="tied-weights",
     )
 
 
@@ -179,6 +189,7 @@ def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, found
             "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
             "placements",
         ),
+        topic="parameter-replaced",
     )
 
 
@@ -207,6 +218,7 @@ def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> Conf
         expected=f"Replicate() on {dim!r}",
         got=placement,
         remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
+        topic="mesh-dims",
     )
 
 
@@ -232,6 +244,7 @@ def hidden_now(called: str, parameter: str | None) -> PhaseError:
         expected="use inside the forward of its FullyShardedDataParallel instance",
         got="use from outside it",
         remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
+        topic="used-while-freed",
     )
 
 

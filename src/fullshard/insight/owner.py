@@ -55,7 +55,7 @@ def owner_of(model: nn.Module, module_or_parameter: nn.Module | torch.Tensor) ->
     if not isinstance(model, nn.Module):
         raise ConfigError(f"owner_of takes a model, got {type(model).__name__}")
     if not runners_in(model):
-        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it")
+        raise ConfigError(f"{type(model).__name__} has no units: neither front-end was applied to it", topic="no-units")
     if isinstance(module_or_parameter, nn.Module):
         return _record(model, _runs(model, module_or_parameter))
     if isinstance(module_or_parameter, torch.Tensor):
@@ -77,6 +77,7 @@ def _runs(model: nn.Module, module: nn.Module) -> Runner:
                 f"No unit runs the module {clean_path(path) or '(root)'!r}: there are units in the model, but none "
                 "around it.",
                 remedy="apply fully_shard, or FullyShardedDataParallel, to a module around it",
+                topic="root-forgotten",
             )
         known: Runner = runner
         return known
@@ -114,6 +115,7 @@ def _holds(model: nn.Module, parameter: torch.Tensor) -> Runner:
         expected="a parameter that was there when a unit around it was made",
         got="one without a unit around it, or one that was added later",
         remedy="apply the front-end to a module around it, after all parameters are registered",
+        topic="parameter-added",
     )
 
 

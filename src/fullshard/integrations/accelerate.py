@@ -29,11 +29,19 @@ from ..optim import ShardedGradScaler, clip_grad_norm_
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .given import check_sharding
 from .hf.saving import write_weights
-from .hf.units import is_sharded, shard
-from .micro_batches import without_sync
-from .optimizers import check_theirs, inside, names_of, naming_steps, point_optimizers, stepped_in
+from .sharding import (
+    check_sharding,
+    check_theirs,
+    inside,
+    is_sharded,
+    names_of,
+    naming_steps,
+    point_optimizers,
+    shard,
+    stepped_in,
+    without_sync,
+)
 
 FOLDER = "fullshard"
 """In a folder of `save_state`, where models and their optimizers are; of further models with a number behind."""
@@ -88,8 +96,7 @@ class FullshardAccelerator(Accelerator):
                 remedy="leave it away; or keep the FSDP plugin with a plain Accelerator, and start the program by "
                 "python -m fullshard adopt",
             )
-        check_sharding(sharding, "sharding")
-        self._sharding = dict(sharding or {})
+        self._sharding = check_sharding(sharding)
         if getattr(self, "scaler", None) is not None:
             self.scaler: Any = ShardedGradScaler(self.device.type)
 

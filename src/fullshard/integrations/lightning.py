@@ -35,8 +35,7 @@ from ..store.in_place import recover_folder, remove, replace_folder, write_synce
 from ..store.load import load
 from ..store.ranks import Ranks
 from ..store.save import save
-from .given import check_sharding, check_units
-from .micro_batches import without_sync
+from .sharding import ARGUMENTS, check_sharding, without_sync
 
 NAME = "fullshard"
 META = "lightning.pt"
@@ -74,6 +73,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             "Some parameters of the model are on meta, and others have values.",
             parameter=real[0],
             remedy="make the whole model on meta in configure_model(), or all of it with values",
+            topic="weights-on-meta",
         )
     module.to_empty(device=device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -86,6 +86,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
                     f"{type(part).__name__} was made on meta and has no reset_parameters() to give it values.",
                     parameter=path or "(root)",
                     remedy="write one, or make the module with values",
+                    topic="weights-on-meta",
                 )
             if own:
                 reset()
@@ -153,8 +154,7 @@ class _OnAllRanks:
 
     def __init__(self, units: Any = "auto", *, process_group_backend: str | None = None, **settings: Any) -> None:
         timeout = {"timeout": settings.pop("timeout")} if "timeout" in settings else {}
-        check_units(units, names=False)
-        check_sharding(settings, type(self).__name__, ("timeout",), ("mesh",), names=False)
+        check_sharding(settings, ARGUMENTS - {"mesh"})
         super().__init__(  # type: ignore[call-arg]
             *self._lightnings, tensor_parallel_size=1, process_group_backend=process_group_backend, **timeout
         )
@@ -186,7 +186,6 @@ class FullshardStrategy(_OnAllRanks, ModelParallelStrategy):
         settings: further arguments of `fully_shard`: `mp_policy`, `reshard_after_forward`, `layout`, ...
 
     Raises:
-        ConfigError: units that are none.
         ArgumentTypeError: an argument that there is not.
     """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..errors import LayoutError
 from .messages import no_such_dim, scalar_in_rows, uneven_dim
 from .plan import Layout, ParameterSpec, Segment, Slot, round_up
 
@@ -28,7 +27,7 @@ def plan_flat(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout:
     Returns:
         A layout without padding but what brings each parameter and each slice to a multiple of `align`.
     """
-    _check(world, align)
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(spec, 0, offset, offset))
@@ -55,7 +54,7 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
     Raises:
         LayoutError: a 0-dimensional parameter, or an uneven cut on a dim other than 0.
     """
-    _check(world, align)
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     for spec in specs:
         _check_rows(spec, world)
     alone = [i for i, spec in enumerate(specs) if _comes_out_whole(spec, world, align, own_segment_numel)]
@@ -83,11 +82,6 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
         if in_columns:
             full += world * (slice_numel - offset)
     return Layout("rows", world, align, tuple(slots[i] for i in range(len(specs))), tuple(segments), full)
-
-
-def _check(world: int, align: int) -> None:
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
 
 
 def _check_rows(spec: ParameterSpec, world: int) -> None:

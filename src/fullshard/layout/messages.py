@@ -28,16 +28,3 @@ def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenE
         f"parameter {name} of shape {shape} cannot be sharded evenly on dim {dim} over {world} ranks.",
         remedy=f"shard on dim 0, or on a dim whose size is a multiple of {world}",
     )
-
-
-# plan.py
-
-
-def beyond_the_bucket(parameter: str, stop: int, numel: int) -> LayoutError:
-    """The error for a parameter that ends after its bucket does."""
-    return LayoutError(f"parameter {parameter} ends at {stop}, full bucket at {numel}")
-
-
-def not_aligned(parameter: str, start: int, align: int) -> LayoutError:
-    """The error for a parameter that begins between aligned places."""
-    return LayoutError(f"parameter {parameter} begins at {start}, not a multiple of {align}")

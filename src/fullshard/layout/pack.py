@@ -165,8 +165,7 @@ def plan_blocks(
         label: what the layout is called; `note` tells of more segments than one, and of rows in its stead.
         whole_rows: the granules are rows, so that the rows layout may take its place.
     """
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     sizes = [(math.prod(spec.shape), max(1, granule)) for spec, granule in zip(specs, granules, strict=True)]
     everything = list(range(len(sizes)))
     by_granule: dict[int, list[int]] = {}
@@ -242,8 +241,7 @@ def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout
     the largest first, each to the rank that has least (R. L. Graham, "Bounds on multiprocessing timing anomalies",
     SIAM J. Appl. Math. 17, 1969: at most 4/3 of the best there is).
     """
-    if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
+    assert world >= 1 and align >= 1, f"no layout for {world} ranks, aligned to {align} elements"
     numels = [math.prod(spec.shape) for spec in specs]
     in_order = _best_order(list(range(len(specs))), [(numel, max(numel, 1)) for numel in numels], world, align)
     loads = [0] * world

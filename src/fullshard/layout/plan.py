@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ..errors import LayoutError
-from .messages import beyond_the_bucket, not_aligned
-
 ALIGN_BYTES = 16  # what vectorised kernels and NCCL's fast paths want of an address
 
 
@@ -169,8 +166,7 @@ class Layout:
             lie ("owner", "blocks(row)") are flat to the engine.
         note: what the planner decided that users may want to know; empty if nothing.
 
-    Raises:
-        LayoutError: if two parameters overlap or one lies outside its segment.
+    No two parameters overlap, and each lies within the full bucket, at a multiple of `align`: a plan asserts it.
     """
 
     kind: str
@@ -185,13 +181,13 @@ class Layout:
     def __post_init__(self) -> None:
         spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
         for (_, stop, first), (start, _, second) in pairwise(spans):
-            if start < stop:
-                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket")
-        if spans and spans[-1][1] > self.full_numel:
-            raise beyond_the_bucket(spans[-1][2], spans[-1][1], self.full_numel)
+            assert start >= stop, f"parameters {first} and {second} overlap in the full bucket"
+        if spans:
+            _, stop, last = spans[-1]
+            assert stop <= self.full_numel, f"parameter {last} ends at {stop}, full bucket at {self.full_numel}"
         for slot in self.slots:
-            if slot.full_offset % self.align:
-                raise not_aligned(slot.name, slot.full_offset, self.align)
+            start = slot.full_offset
+            assert start % self.align == 0, f"parameter {slot.name} begins at {start}, not a multiple of {self.align}"
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ def other_dims(shape: Sequence[int], dims: int) -> ConfigError:
         expected="mesh.ndim in (1, 2)",
         got=f"shape {shape}",
         remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
+        topic="mesh-dims",
     )
 
 
@@ -133,6 +134,7 @@ def unknown_dims(names: Sequence[str], unknown: Sequence[str]) -> ConfigError:
         "dp_mesh_dims names a dim that the mesh does not have.",
         expected=f"names among {names}",
         got=", ".join(map(repr, unknown)),
+        topic="mesh-dims",
     )
 
 
@@ -143,6 +145,7 @@ def nothing_to_shard_on(replicate: Any) -> ConfigError:
         expected="shard=, the name of at least one dim",
         got=f"replicate={replicate!r} alone",
         remedy="use DistributedDataParallel, or name one of these dims in shard=",
+        topic="mesh-dims",
     )
 
 
@@ -166,6 +169,7 @@ def two_shard_dims(first: str, second: str, got: str) -> ConfigError:
         remedy=f"to shard over both, make a 1-D mesh of all these ranks, or give fully_shard dp_mesh_dims="
         f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, give "
         f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant to be replicas, name it so",
+        topic="mesh-dims",
     )
 
 
@@ -178,4 +182,5 @@ def replicas_second(second: str, got: str) -> ConfigError:
         got=got,
         remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
         'mesh_dim_names=("replicate", "shard"))',
+        topic="mesh-dims",
     )

@@ -55,7 +55,10 @@ def clip_grad_norm_(
     grads = [p.grad for p in given if p.grad is not None]
     total = _norm_of([part for p in given for part in _parts_of(p, viewed.get(id(p), []))], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise NonfiniteError(f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite")
+        raise NonfiniteError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, not finite",
+            topic="nonfinite-gradients",
+        )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     locals_by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:

@@ -56,6 +56,7 @@ def optimizer_view(model: nn.Module, params: Iterable[torch.Tensor] | None = Non
             "optimizer_view needs a model that fully_shard was applied to",
             got=f"a {type(model).__name__} without units",
             remedy="call fully_shard(model) first, and build the optimizer after it",
+            topic="no-units",
         )
     held = {id(member.sharded) for _, _, member in members_of(model)}
     flats = [bucket.flat_parameter for unit in units for bucket in unit.buckets if bucket.flat_parameter is not None]

@@ -28,15 +28,14 @@ def refused_transform(unit: str) -> PhaseError:
     )
 
 
-def impossible(phase: str, event: str, unit: str, asked: bool) -> PhaseError:
-    """The error for what the table of phases refuses; `asked`: the user asked for it."""
+def not_while_it_runs(phase: str, event: str, unit: str) -> PhaseError:
+    """The error for a `reshard` or `unshard` that the table of phases refuses."""
     return PhaseError(
         f"Unit {named(unit)} cannot serve {event.lower()} now.",
-        expected="reshard() and unshard() between, before or after the unit's forward and backward"
-        if asked
-        else "another order of events; this is a bug in Fullshard",
+        expected="reshard() and unshard() between, before or after the unit's forward and backward",
         got=f"{event} while {phase}",
-        remedy="call it when the unit's own forward or backward is over" if asked else None,
+        remedy="call it when the unit's own forward or backward is over",
+        topic="called-in-a-step",
     )
 
 
@@ -73,6 +72,7 @@ def generator_calls_unit(parameter: str) -> PhaseError:
         expected="a forward that computes before it returns",
         got="this rank's part of the parameter",
         remedy="return a list of the results, or shard the modules that the generator calls as units of their own",
+        topic="used-while-freed",
     )
 
 
@@ -83,6 +83,7 @@ def object_holds_view(parameter: str, rank: int) -> PhaseError:
         parameter=parameter,
         rank=rank,
         remedy="return a copy (weight.clone()), or the view itself or in a list, tuple, dict or dataclass",
+        topic="used-while-freed",
     )
 
 
@@ -97,6 +98,7 @@ def called_by_itself(unit: str) -> PhaseError:
         got=f"a forward of {unit!r}, which made it a model of its own",
         remedy="call the whole model once before you call its parts (under torch.no_grad() will do); now the "
         "model has to be built and sharded anew",
+        topic="unit-called-alone",
     )
 
 
@@ -113,6 +115,7 @@ def backward_while_summoned() -> UsageError:
     return UsageError(
         "backward() was called inside summon_full_params() of the same model",
         remedy="call it before the context or after it: what that shows are copies, which get no gradients",
+        topic="summoned-parameters",
     )
 
 
@@ -172,6 +175,7 @@ def added_parameters(names: Iterable[str], rank: int) -> PhaseError:
         rank=rank,
         remedy="apply fully_shard to the module that holds them, or add them before the model is sharded; "
         "freeze them, or name them in ignored_params, to leave them alone",
+        topic="parameter-added",
     )
 
 
@@ -197,6 +201,7 @@ def attached_before_sharding(parameter: str | None, optimizer: torch.optim.Optim
         expected="optimizers attached once the model is sharded, or a model wrapped with use_orig_params=True",
         got=f"{type(optimizer).__name__} of the parameter from before, which would train nothing",
         remedy="call _apply_optimizer_in_backward with model.parameters() of the sharded model",
+        topic="optimizer-built-early",
     )
 
 
@@ -206,7 +211,9 @@ def attached_before_sharding(parameter: str | None, optimizer: torch.optim.Optim
 def copied_while_it_runs(module: str) -> PhaseError:
     """The error for a deep copy within a forward or backward."""
     return PhaseError(
-        f"{module} was deep-copied while a forward or backward through it runs.", remedy="copy it between steps"
+        f"{module} was deep-copied while a forward or backward through it runs.",
+        remedy="copy it between steps",
+        topic="called-in-a-step",
     )
 
 
@@ -218,6 +225,7 @@ def pickled(module: str) -> PhaseError:
         got="torch.save(model), or pickle.dumps(model)",
         remedy="fullshard.save(folder, model), on all ranks; or, for one file, call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save the result on the first",
+        topic="copied-or-pickled",
     )
 
 
@@ -226,6 +234,7 @@ def copied_in_part(module: str) -> PhaseError:
     return PhaseError(
         f"{module} forms one unit with a module that was deep-copied without it.",
         remedy="deep-copy a module that contains all modules of the unit",
+        topic="copied-or-pickled",
     )
 
 
@@ -238,6 +247,7 @@ def input_never_ran(parameter: str) -> PhaseError:
         "backward(inputs=...) names a parameter whose unit has not run yet.",
         parameter=parameter,
         remedy="name parameters that the loss depends on",
+        topic="gradients-by-autograd",
     )
 
 
@@ -263,6 +273,7 @@ def grad_of_sharded(parameters: Iterable[str]) -> PhaseError:
         expected="loss.backward(), which leaves reduced gradients in .grad (inputs= chooses parameters)",
         remedy="call loss.backward(inputs=parameters) and read .grad; for a penalty on weights compute it from "
         "parameter.full_tensor() or the sharded parameters themselves",
+        topic="gradients-by-autograd",
     )
 
 
@@ -279,6 +290,7 @@ def second_order(parameter: str) -> PhaseError:
         "constant (.grad.detach())",
         remedy="for a penalty on weights' gradients take finite differences of two backwards, or compute it in a "
         "unit that is not sharded",
+        topic="gradients-by-autograd",
     )
 
 
@@ -308,6 +320,7 @@ def reset_while_it_runs() -> PhaseError:
     return PhaseError(
         "reset_iter_state() was called while the model runs.",
         remedy="let its forward or backward end, by an exception for instance, and call it then",
+        topic="called-in-a-step",
     )
 
 
@@ -325,5 +338,7 @@ def added_to_older_gradients(parameters: Iterable[str]) -> PhaseError:
 def reduced_while_it_runs() -> PhaseError:
     """The error for reducing kept gradients within a pass."""
     return PhaseError(
-        "Kept gradients cannot be reduced while the model runs.", remedy="let its forward and backward end first"
+        "Kept gradients cannot be reduced while the model runs.",
+        remedy="let its forward and backward end first",
+        topic="called-in-a-step",
     )

@@ -18,21 +18,6 @@ from ..errors import (
 # unit.py
 
 
-def not_sharded(unit: str, state: str) -> PhaseError:
-    """The error for a gather of a unit that is gathered."""
-    return PhaseError(f"unit {unit!r} is {state}; only a sharded one is gathered")
-
-
-def no_gather(unit: str, state: str) -> PhaseError:
-    """The error for waiting where nothing is gathered."""
-    return PhaseError(f"unit {unit!r} is {state}; there is no gather to wait for")
-
-
-def already_sharded(unit: str) -> PhaseError:
-    """The error for freeing a sharded unit."""
-    return PhaseError(f"unit {unit!r} is already sharded; there is nothing to free")
-
-
 def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
     """The error for a forward that wrote to its own parameters."""
     return PhaseError(
@@ -44,6 +29,7 @@ def written_while_gathered(parameters: Iterable[str], rank: int) -> PhaseError:
         remedy="do it between steps, on the sharded parameter (under torch.no_grad()), or compute with a changed "
         "copy; Embedding(max_norm=) renormalises rows in its forward: leave it out, or put the weight in "
         "ignored_params",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -56,12 +42,8 @@ def assigned_in_forward(parameter: str, rank: int, unit: str) -> PhaseError:
         expected="parameters that are assigned between steps",
         got=f"another object in its place, in or before the forward of unit {unit or '(root)'!r}",
         remedy="assign it between steps, or change values in place then (copy_)",
+        topic="parameter-replaced",
     )
-
-
-def lacks_parameter(unit: str) -> PhaseError:
-    """The error for a parameter that a unit does not hold."""
-    return PhaseError(f"unit {unit!r} lacks what it should give up; this is a bug in Fullshard")
 
 
 # bucket.py
@@ -73,6 +55,7 @@ def partly_on_meta(parameters: Iterable[str]) -> ConfigError:
         "Some parameters of a unit are on the meta device and others are not.",
         parameter=", ".join(parameters),
         remedy="materialise the whole unit: model.to_empty(device=...), then initialise every module",
+        topic="weights-on-meta",
     )
 
 
@@ -93,15 +76,11 @@ def several_dtypes(named: Sequence[tuple[str, str]], rank: int) -> ConfigError:
         expected="one dtype",
         got="; ".join(f"{dtype}: {', '.join(group)}" for dtype, group in names.items()),
         remedy="cast the whole unit; or cast a part of it before the model is sharded, or make it a unit of its own",
+        topic="mixed-dtypes",
     )
 
 
 # gradients.py
-
-
-def collected_while_reduced() -> PhaseError:
-    """The error for gradients that come while their buffer is sent."""
-    return PhaseError("gradients were collected while their bucket is being reduced; this is a bug in Fullshard")
 
 
 def not_reduced_yet(unit: str, parameters: Iterable[str], rank: int, what: str, do: str) -> PhaseError:
@@ -296,6 +275,7 @@ def tied_between_units(parameter: str) -> LayoutError:
         parameter=parameter,
         remedy="let one fully_shard call take all modules that use it: shard the module around them, "
         "or a list of them, before any of them by itself",
+        topic="tied-weights",
     )
 
 
@@ -307,6 +287,7 @@ def is_a_dtensor(parameter: str, layout: Any) -> ConfigError:
         expected='layout="rows", whose sharded parameters say how they are split twice',
         got=f"layout={layout!r}",
         remedy='use layout="rows" for this unit, or pass the parameter in ignored_params',
+        topic="mesh-dims",
     )
 
 
@@ -316,6 +297,7 @@ def share_memory(other: str, name: str) -> LayoutError:
         "Two Parameter objects share one memory: sharded separately they would drift apart.",
         parameter=f"{other} and {name}",
         remedy="tie them by assigning the same Parameter object to both modules",
+        topic="tied-weights",
     )
 
 
@@ -329,6 +311,7 @@ def copied_without_its_tie(parameter: str, rank: int) -> PhaseError:
         parameter=parameter,
         rank=rank,
         remedy="deep-copy the whole model",
+        topic="tied-weights",
     )
 
 
@@ -342,6 +325,7 @@ def used_outside_its_unit(unit: str, parameter: str) -> LayoutError:
         parameter=parameter,
         expected="one unit around all uses of a tied weight",
         remedy="apply fully_shard to the innermost module that contains all of them, after its parts",
+        topic="tied-weights",
     )
 
 
@@ -356,6 +340,7 @@ def forward_on_meta(parameters: Iterable[str]) -> PhaseError:
         remedy="call model.to_empty(device=...), then torch.manual_seed(rank) (each rank draws the rows that it "
         "owns: with one seed all would draw the same), and initialise every module (reset_parameters()); or load a "
         "state dict",
+        topic="weights-on-meta",
     )
 
 
@@ -370,6 +355,7 @@ def other_counts_of_batches(rank: int, mine: int, everyone: int, world: int) -> 
         expected="the same number on every rank",
         got=f"{mine} on this one, {everyone} on {world} ranks together",
         remedy="give one count per backward on every rank, 0 where a rank has no tokens",
+        topic="token-counts",
     )
 
 
@@ -386,6 +372,7 @@ def tokens_not_counted(backwards: int | None) -> UsageError:
         got=got,
         remedy="call fullshard.set_token_count(model, count) before the step's first backward, or "
         "set_token_count(model, [count, ...]) with the counts of all micro-batches of the step",
+        topic="token-counts",
     )
 
 
@@ -398,6 +385,7 @@ def view_on_meta(parameters: Iterable[str]) -> ConfigError:
         "An optimizer view was asked for while parameters are on the meta device.",
         parameter=", ".join(parameters),
         remedy="call model.to_empty(device=...) first",
+        topic="weights-on-meta",
     )
 
 
@@ -420,6 +408,7 @@ def several_grad_dtypes(names: Mapping[Any, Sequence[str]]) -> ConfigError:
         expected="the same grad_dtype for all of them",
         got="; ".join(f"{dtype or 'unset'}: {', '.join(some[:3])}" for dtype, some in names.items()),
         remedy="set grad_dtype before fully_shard, which gives each value a buffer of its own",
+        topic="mixed-dtypes",
     )
 
 

@@ -1,7 +1,7 @@
 """Where checkpoints are kept: a folder that all ranks see, in which each is whole or not there.
 
     ROOT/
-      step-000000100/                    a whole checkpoint: DCP's files, .metadata, manifest.json
+      step-000000100/                    a whole checkpoint: rank-0.safetensors, ..., manifest.json
       step-000000100.2/                  another one of the same step, saved after it
       step-000000200.saving-1f3a/        being written, or left by a save that was broken off; never read
       latest                             the name of the newest whole one
@@ -28,13 +28,12 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import CheckpointError, DamagedCheckpointError, message
 from . import manifest
 from .in_place import placed, replace_file, sync, write_synced
 from .storage import LocalStorage, Storage
-from .write import LocalWriter
 
 LATEST = "latest"
 LOCK = "lock"
@@ -191,9 +190,9 @@ class Folder:
 
     # Writing.
 
-    def writer(self, name: str) -> Any:
-        """What writes into one that `begin` made: a writer of DCP's, and a `PieceWriter`."""
-        return LocalWriter(self.path / name)
+    def create(self, name: str, file: str) -> IO[bytes]:
+        """A new file in what `begin` made, to be written from front to back."""
+        return (self.path / name / file).open("xb")
 
     def sees(self, name: str) -> bool:
         """Whether this process sees what another one made by `begin`."""

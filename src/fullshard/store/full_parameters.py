@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.whole import BATCH_BYTES, Wanted, batches
 from ..errors import ConfigError, PhaseError
 from .lora import Given, merged_parameters
 from .ranks import Ranks
 from .table import table_of
-from .whole import Wanted, batches
-
-BUCKET_BYTES = 256 * 2**20
 
 
 def full_parameters(
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = BATCH_BYTES,
     merge_lora: bool = False,
     buffers: bool = False,
     process_group: dist.ProcessGroup | None = None,

@@ -126,6 +126,7 @@ def _compare_checkpoints(files: Files, loaded: Loaded, ranks: Ranks) -> None:
             got=f"another one: {told[other][1]}",
             remedy="give all ranks a folder in a file system that all of them see, or a whole copy of the same "
             "checkpoint each",
+            topic="folders-differ",
         )
 
 
@@ -136,8 +137,9 @@ def _planned(
     files = opened.enter_context(Files(folder.storage(name), wanted.hashes))
     reader = Reader(files, wanted.cast)
     settle(wanted.model)
-    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first, lacking)
+    contents = contents_of(wanted.model, wanted.optimizers, ranks.is_first)
     reader.model(contents)
+    reader.add_new_states(contents, wanted.optimizers, lacking, ranks.is_first)
     reader.optimizers(contents, wanted.strict)
     state = _State(wanted, reader, contents, ranks)
     state.plan()
@@ -197,6 +199,7 @@ class _State:
                     parameter=name,
                     expected=f"one of {', '.join(saved) or 'none'}",
                     remedy="name it as in save(state=...), leave it out, or pass strict=False",
+                    topic="checkpoint-does-not-fit",
                 )
         for key in saved:
             if key == RNG:
@@ -365,6 +368,7 @@ def load(
             got=f"step={steps[other]}",
             remedy="let one rank choose, and tell the others (torch.distributed.broadcast_object_list); or leave step= "
             "out for the newest",
+            topic="ranks-differ",
         )
     removed: CheckpointError | None = None
     for _ in range(_RESTARTS):
@@ -405,7 +409,10 @@ def _first_whole(
                 raise
             if ranks.is_first:
                 warnings.warn(
-                    message(f"{where.at(name)} was passed over, and the one before it is tried. {error}"),
+                    message(
+                        f"{where.at(name)} was passed over, and the one before it is tried. {error}",
+                        topic="checkpoint-damaged",
+                    ),
                     stacklevel=3,
                 )
     raise AssertionError("no candidates")  # `_candidates` raises then
@@ -441,6 +448,7 @@ def _candidates(
                 expected=f"step {step} in {where}",
                 got=f"steps {', '.join(sorted({str(where.step_of(n)) for n in names}, key=int)) or 'none'}",
                 remedy="leave step out to load the newest, or take one of those that are there",
+                topic="checkpoint-missing",
             )
         return of_step[::-1] if fall_back else of_step[-1:]
     newest: str | None = None
@@ -457,6 +465,7 @@ def _candidates(
             expected="a folder that was given to save()",
             got=str(where),
             remedy="if this may be a run's first start, pass missing_ok=True",
+            topic="checkpoint-missing",
         )
     order = names[::-1] if newest is None else [newest, *(n for n in names[::-1] if n != newest)]
     return order if fall_back else order[:1]

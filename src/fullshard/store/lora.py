@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.names import Named, Table
+from ..checkpoint.whole import Wanted
 from ..errors import ConfigError
 from ..names import plain_path
-from .whole import Wanted
 
 _BASE = ".base_layer."
 

@@ -41,8 +41,8 @@ def save(
 
     Every rank writes the pieces that it owns into one file, from its shard's memory; replicas share the writing.
     Nothing is gathered; besides the model it takes the memory of one tensor's piece at most, and that only of those
-    that are not contiguous or not in host memory. The files are those of `torch.distributed.checkpoint`, which its
-    tools read.
+    that are not contiguous or not in host memory. The files are safetensors; `fullshard convert --to dcp` makes of them
+    what `torch.distributed.checkpoint` reads.
     The folder takes its place, and `latest` names it, only when all ranks have written and their files are synced:
     a save that is broken off, whenever and however, leaves what was there before.
 
@@ -104,9 +104,7 @@ def save(
                 order = Order.of(where, name, plan, ranks.rank, ranks.size)
                 part = ranks.together("copying what is to be saved", lambda: WRITER.start(order, plan.pieces, lock))
                 return Saving(where, ranks, step, part)
-            written = ranks.together(
-                "writing", lambda: write(where, name, ranks.rank, plan.pieces, plan.values), files=True
-            )
+            written = ranks.together("writing", lambda: write(where, name, ranks.rank, plan.pieces), files=True)
             everyone: list[Written] = ranks.gather(written)
             final = ranks.first("finishing", lambda: end(where, name, plan.ending, everyone), files=True)
             return Saving(where, ranks, step, final)
@@ -146,6 +144,7 @@ def _begin(where: Folder, step: int, ranks: Ranks) -> str:
                 rank=ranks.rank,
                 expected=f"{name} in {where}",
                 remedy="save into a folder that all ranks share, on every machine under the same path",
+                topic="folders-differ",
             )
 
     try:

@@ -119,6 +119,7 @@ def _refused(value: Any, path: str, expected: str) -> CheckpointError:
         parameter=path,
         expected=expected,
         remedy="let state_dict() return plain values, and make the object of them in load_state_dict()",
+        topic="not-plain-values",
     )
 
 

@@ -79,7 +79,9 @@ class _Machine:
         elif name in _HANDLERS:
             _HANDLERS[name](self, argument)
         elif name not in ("PROTO", "FRAME"):
-            raise CheckpointError(f"{self._what}: its pickle does what no checkpoint does ({name}).")
+            raise CheckpointError(
+                f"{self._what}: its pickle does what no checkpoint does ({name}).", topic="not-plain-values"
+            )
 
     def stop(self, _: Any) -> None:
         (self.result,) = self._stack

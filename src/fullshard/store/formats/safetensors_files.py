@@ -74,6 +74,7 @@ def split_files(entries: Mapping[str, Entry], max_bytes: int, stem: str) -> list
             held = 0
         files[-1][name.removeprefix(MODEL)] = entry
         held += entry.nbytes
+    files = [dict(sorted(file.items(), key=lambda item: -item[1].dtype.itemsize)) for file in files]  # all aligned
     if len(files) == 1:
         return [(f"{stem}{SUFFIX}", files[0])]
     return [(f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}", file) for i, file in enumerate(files, 1)]

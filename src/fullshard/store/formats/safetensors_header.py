@@ -169,16 +169,14 @@ def _damaged(called: str, expected: str, got: str) -> DamagedCheckpointError:
 
 
 def make_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A header, and where in the file each tensor begins, in bytes.
-
-    Wider elements come first, so that all of them are aligned to their size.
+    """A header, and where in the file each tensor begins, in bytes: one after the other.
 
     Raises:
         CheckpointError: a dtype that the format does not have.
     """
     said: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     begins, at = {}, 0
-    for name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
+    for name, entry in entries.items():
         if entry.dtype not in NAMES:
             raise CheckpointError(
                 "A tensor is of a dtype that safetensors files do not have.",

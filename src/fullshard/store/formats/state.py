@@ -203,6 +203,7 @@ def refused(what: str, name: str, path: str) -> CheckpointError:
     return CheckpointError(
         f"{what} holds more than tensors and plain values: {name}, which is not loaded, as that would execute it.",
         parameter=path or None,
+        topic="not-plain-values",
     )
 
 
