@@ -167,4 +167,4 @@ def test_a_rank_that_went_without_a_word(monkeypatch):
     monkeypatch.setattr(rank_module, "_EXPLAINED", 0.1)
     with raises("DivergenceError: a connection to another rank broke (Connection closed by peer)"):
         raise rank.explain(RuntimeError("Connection closed by peer"))
-    rank.watcher.end(says_so=False)
+    rank.watcher.end(announce=False)

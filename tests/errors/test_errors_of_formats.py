@@ -48,18 +48,18 @@ OPTIMIZER = torch.optim.AdamW(two_layers().parameters()).state_dict()
 ASKED = [
     (lambda f: converted(f, dtype=torch.int8), "ConfigError: Weights can only be cast to a floating-point dtype"),
     (lambda f: converted(f, to="deepspeed"), "ConfigError: Cannot write the format"),
-    (lambda f: fullshard.convert(f / "a", f), "CheckpointError: There is something at"),
-    (lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"), "CheckpointError: There is no folder"),
+    (lambda f: fullshard.convert(f / "a", f), "CheckpointError: already exists, and is not overwritten"),
+    (lambda f: fullshard.convert(f / "a", f / "not" / "b.pt"), "CheckpointError: does not exist ... create it first"),
     (saved(WHOLE), lambda f: fullshard.convert(f / "a", f / ("b" * 300)), "CheckpointError: cannot be written"),
     (
         saved({"optimizer": OPTIMIZER, "step": 8}),
         lambda f: converted(f, model_only=True),
-        "CheckpointError: The checkpoint has no model, only other things",
+        "CheckpointError: The checkpoint contains no model",
     ),
     (
         lambda f: (f / SAVING).mkdir(),
         lambda f: fullshard.convert(f / SAVING, f / "b.safetensors"),
-        "CheckpointError: is half a checkpoint",
+        "CheckpointError: is an incomplete checkpoint",
     ),
     (
         put("manifest.json", "{}"),
@@ -69,7 +69,7 @@ ASKED = [
     (
         lambda f: (f / "a" / "manifest.json").mkdir(parents=True),
         lambda f: inspect(f / "a"),
-        "CheckpointError: has no whole checkpoint ... a folder with files",
+        "CheckpointError: has no complete checkpoint ... a folder with the files",
     ),
     (lambda f: fullshard.convert("/proc/self/mem", f / "b.safetensors"), "CheckpointError: /proc/self/mem cannot be"),
     # Folders of PyTorch's `torch.distributed.checkpoint`, tensor by tensor; and of DeepSpeed.
@@ -152,16 +152,13 @@ def columns(folder: Path) -> None:
 
 WRONG: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: None, "CheckpointError: does not exist"),
-    (saved(WHOLE, _use_new_zipfile_serialization=False), "CheckpointError: is of torch.save's"),
+    (saved(WHOLE, _use_new_zipfile_serialization=False), "CheckpointError: is in the format of torch.save"),
     (put("a"), "CheckpointError: is empty"),
-    (put("a", "nothing of a model"), "CheckpointError: is no checkpoint of a known format ... a file of torch.save"),
+    (put("a", "nothing of a model"), "CheckpointError: is not a checkpoint of a known format ... a file of torch.save"),
     (lambda f: (f / "a").mkdir(), "CheckpointError: is empty"),
-    (
-        put("a/rank-0.safetensors"),
-        "CheckpointError: is half a checkpoint: it has no manifest.json",
-    ),
-    (lambda f: (f / "a" / SAVING).mkdir(parents=True), "CheckpointError: has no whole checkpoint"),
-    (put("a/notes.txt"), "CheckpointError: is no checkpoint of a known format ... notes.txt"),
+    (put("a/rank-0.safetensors"), "CheckpointError: is an incomplete checkpoint: it has no manifest.json"),
+    (lambda f: (f / "a" / SAVING).mkdir(parents=True), "CheckpointError: has no complete checkpoint"),
+    (put("a/notes.txt"), "CheckpointError: is not a checkpoint of a known format ... notes.txt"),
     (truncated, "CheckpointError: is no whole zip file (File is not a zip file)"),
     (too_short, "CheckpointError: is truncated ... 1,001,536 bytes"),
     (lambda f: (f / "a" / ".metadata").mkdir(parents=True), "CheckpointError: There is no checkpoint here"),

@@ -62,16 +62,16 @@ CALLS = [
         lambda: fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], auto_wrap_policy={nn.Linear}),
         "ConfigError: auto_wrap_policy needs one module, not a list",
     ),
-    (lambda: linears(comm="null"), "ConfigError: auto_wrap_policy has arguments for '0' (Linear) that a unit"),
+    (lambda: linears(comm="null"), "ConfigError: auto_wrap_policy has arguments for '0' (Linear) that cannot"),
     (lambda: linears(mp_policy=torch.half), "ConfigError: mp_policy for '0' must be a fullshard.MixedPrecisionPolicy"),
     (lambda: linears(reshard_after_forward=2), "ConfigError: reshard_after_forward for '0' must be a bool or None"),
-    (lambda: fully_shard([]), "ConfigError: fully_shard was given an empty list of modules"),
+    (lambda: fully_shard([]), "ConfigError: fully_shard was called with an empty list of modules"),
     (lambda: fully_shard(list(nn.Linear(4, 4).parameters())), "ArgumentTypeError: fully_shard takes an nn.Module or a"),
     (
         lambda: fully_shard(nn.ModuleList([nn.Linear(4, 4)])),
-        "ConfigError: ModuleList has no forward of its own, so it cannot be a unit",
+        "ConfigError: ModuleList defines no forward, so it cannot be a unit",
     ),
-    (unit, fully_shard, "AssertedError: fully_shard was applied to this Linear already ... once"),
+    (unit, fully_shard, "AssertedError: fully_shard was already applied to this Linear ... once"),
     (
         lambda: unit(offload_policy=True),
         "ConfigError: fully_shard(offload_policy=) has an invalid type",
@@ -83,7 +83,7 @@ CALLS = [
     (lambda: unit(prefetch=-1), "ConfigError: fully_shard(prefetch=) must be ... -1"),
     (
         lambda: unit(dp_mesh_dims=DataParallelMeshDims("dp")),
-        "ConfigError: dp_mesh_dims says which dims of mesh= are data-parallel",
+        "ConfigError: dp_mesh_dims names the dims of mesh= that are data-parallel",
     ),
     (
         lambda: unit(reshard_after_forward="no"),
@@ -117,7 +117,7 @@ CALLS = [
         "ConfigError: Linear has no method 'encode' to register as a forward",
     ),
     (lambda: unit(reduction="average"), "ConfigError: reduction= has an invalid value ... 'average'"),
-    (lambda: unit(comm=HookComm(TorchComm(), None, print), reduction="sum"), "ConfigError: reduction='sum' and a comm"),
+    (lambda: unit(comm=HookComm(TorchComm(), None, print), reduction="sum"), "ConfigError: reduction='sum' cannot be"),
     (
         lambda: sharded(reduction="sum"),
         lambda m: m.set_gradient_divide_factor(8),
@@ -138,7 +138,7 @@ CALLS = [
         unit,
         lambda m: m.set_custom_all_gather(Own()),
         lambda m: m.set_allocate_memory_from_process_group_for_comm(True),
-        "ConfigError: memory from the process group and custom collectives exclude each",
+        "ConfigError: memory from the process group and custom collectives are mutually exclusive",
     ),
     (
         lambda: unit(reshard_after_forward=3),

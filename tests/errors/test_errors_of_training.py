@@ -46,8 +46,11 @@ CALLS = [
         lambda: set_token_count(nn.Linear(4, 4), 8),
         "ConfigError: Linear has no units: neither front-end was ... call fully_shard(model)",
     ),
-    (lambda: set_token_count(counting(), 8.5), "ConfigError: set_token_count takes how many tokens each micro-batch"),
-    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count was given no counts"),
+    (
+        lambda: set_token_count(counting(), 8.5),
+        "ConfigError: set_token_count takes the number of tokens in each micro-batch",
+    ),
+    (lambda: set_token_count(counting(), []), "ConfigError: set_token_count was called without counts"),
     (
         counting,
         lambda m: set_token_count(m, 8),
@@ -102,9 +105,9 @@ CALLS = [
     (sharded, lambda m: fullshard.park(m, m.parameters()), "ConfigError: park takes a model and its optimizers, got"),
     (
         lambda: fullshard.park(sharded(), sgd(two_layers())),
-        "ConfigError: This SGD has no parameter of the model that it is to be parked",
+        "ConfigError: This SGD has no parameters of the model that is being parked",
     ),
-    (sharded, fullshard.park, fullshard.park, "PhaseError: park was called for a model that is parked"),
+    (sharded, fullshard.park, fullshard.park, "PhaseError: park was called for a model that is already parked"),
     (lambda: fullshard.resume(sharded()), "PhaseError: resume was called for a model ... not parked"),
     (sharded, fullshard.park, run, "PhaseError: A model whose shards are parked in host memory was asked to"),
     # Who owns what.
@@ -161,7 +164,7 @@ def test_resuming_without_the_optimizer():
     model = sharded()
     optimizer = sgd(model)
     fullshard.park(model, optimizer)
-    with raises("ConfigError: resume was not given an optimizer that was parked with its model"):
+    with raises("ConfigError: An optimizer that was parked with the model was not passed to resume"):
         fullshard.resume(model)
 
 

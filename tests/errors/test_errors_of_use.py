@@ -267,7 +267,7 @@ def test_counting_tokens_within_a_backward():
     fullshard.set_token_count(model, 8)
     out = run(model)
     out.register_hook(lambda _: fullshard.set_token_count(model, 8))
-    with raises("PhaseError: set_token_count was called within a backward"):
+    with raises("PhaseError: set_token_count was called during a backward"):
         out.sum().backward()
 
 

@@ -66,9 +66,12 @@ world = torch.distributed.distributed_c10d._get_default_group
 CALLS = [
     (
         lambda: FSDP(nn.Sequential(FSDP(nn.Linear(4, 4))), auto_wrap_policy={nn.Linear}),
-        "ConfigError: auto_wrap_policy was given for a model that is wrapped already",
+        "ConfigError: auto_wrap_policy was passed for a model that is already wrapped",
     ),
-    (lambda: by_policy({"layout": "rows"}), "ArgumentTypeError: auto_wrap_policy has arguments for a Linear that no"),
+    (
+        lambda: by_policy({"layout": "rows"}),
+        "ArgumentTypeError: auto_wrap_policy has arguments for a Linear that Fully",
+    ),
     (
         lambda: FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), use_orig_params=False),
         "ConfigError: Must flatten tensors with uniform dtype when use_orig_params=False",
@@ -77,20 +80,23 @@ CALLS = [
     (lambda: MixedPrecision(param_dtype="bfloat16"), "ConfigError: MixedPrecision.param_dtype has an invalid value"),
     (
         lambda: wrapped(sharding_strategy="FULL_SHARD"),
-        "ConfigError: sharding_strategy does not fit",
+        "ConfigError: sharding_strategy has an invalid type",
     ),  # meant: ShardingStrategy.FULL_SHARD
     (lambda: FSDP(torch.nn.functional.relu), "ConfigError: FullyShardedDataParallel takes an nn.Module, got function"),
     (
         lambda: wrapped(process_group=world(), device_mesh=init_device_mesh("cpu", (2,))),
-        "ConfigError: process_group and device_mesh exclude each other: give one of them",
+        "ConfigError: process_group and device_mesh are mutually exclusive: pass one of them",
     ),
     (
         lambda: wrapped(device_mesh=init_device_mesh("cpu", (2,)), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "ConfigError: HYBRID_SHARD and the device_mesh do not fit together",
+        "ConfigError: HYBRID_SHARD cannot use this device_mesh",
     ),
     (lambda: wrapped(device_id="gpu"), "ConfigError: device_id is not a device"),
-    (lambda: wrapped(ignored_modules=[], ignored_states=[]), "ConfigError: ignored_modules and ignored_states exclude"),
-    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be given"),
+    (
+        lambda: wrapped(ignored_modules=[], ignored_states=[]),
+        "ConfigError: ignored_modules and ignored_states are mutually",
+    ),
+    (lambda: FSDP(two_layers(), ignored_modules=1), "ArgumentTypeError: the ignored modules or states must be a list"),
     (lambda: wrapped(ignored_states=["0.weight"]), "ConfigError: the ignored states must be parameters, or modules"),
     (
         lambda: FSDP(nn.Linear(4, 4)),
@@ -108,14 +114,14 @@ CALLS = [
         "NotSupportedError: writeback=True and rank0_only=True is not supported",
     ),
     (lambda: wrapped().register_comm_hook(None, "average"), "ConfigError: a communication hook must be callable, got"),
-    (lambda: wrapped(auto_wrap_policy={"Linear"}), "ConfigError: auto_wrap_policy must hold module classes, got"),
+    (lambda: wrapped(auto_wrap_policy={"Linear"}), "ConfigError: auto_wrap_policy must contain module classes, got"),
     (
         lambda: wrapped(auto_wrap_policy=nn.Linear),
         'ArgumentTypeError: auto_wrap_policy must be "auto"',
     ),  # meant: {nn.Linear}
-    (lambda: by_policy(None), "ConfigError: CustomPolicy's lambda_fn gave"),
-    (lambda: enable_wrap(wrapper_cls="FSDP").__enter__(), "ConfigError: enable_wrap needs a wrapper_cls that can be"),
-    (lambda: ModuleWrapPolicy({"Linear"}), "ConfigError: module_classes must hold module classes, got"),
+    (lambda: by_policy(None), "ConfigError: CustomPolicy's lambda_fn returned an invalid value"),
+    (lambda: enable_wrap(wrapper_cls="FSDP").__enter__(), "ConfigError: enable_wrap needs a callable wrapper_cls"),
+    (lambda: ModuleWrapPolicy({"Linear"}), "ConfigError: module_classes must contain module classes, got"),
     (lambda: DefaultState(None), "ConfigError: Expected to pass in an explicit ProcessGroup to DefaultState"),
     (
         flat,
@@ -161,16 +167,16 @@ CALLS = [
         "PhaseError: An optimizer was attached to a tensor over several parameters",
     ),
     (lambda: setattr(wrapped(), "_is_root", True), "UsageError: _is_root cannot be set"),
-    (wrapped, fully_shard, "AssertedError: fully_shard was applied to this ... once"),
+    (wrapped, fully_shard, "AssertedError: fully_shard was already applied to this ... once"),
     (
         lambda: FSDP(
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
             auto_wrap_policy={nn.Linear},
         ),
-        "UserWarning: Modules of type BatchNorm1d become instances of their own",
+        "UserWarning: Modules of type BatchNorm1d become separate instances",
     ),
-    (two_layers, lambda m: FSDP(m, ignored_modules=[m]), "UserWarning: the module given to FullyShardedDataParallel"),
+    (two_layers, lambda m: FSDP(m, ignored_modules=[m]), "UserWarning: the module passed to FullyShardedDataParallel"),
 ]
 SUMMONED = [
     # While `model` is summoned.
@@ -203,7 +209,7 @@ def test_an_accelerator_that_there_is_not():
 
 
 def test_no_shard_on_a_mesh_of_two_dims():
-    with raises("ConfigError: NO_SHARD and the device_mesh do not fit together"):
+    with raises("ConfigError: NO_SHARD cannot use this device_mesh"):
         wrapped(device_mesh=init_device_mesh("cpu", (1, 2)), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
@@ -219,7 +225,7 @@ def test_a_policy_that_is_none():
     ids=["auto", "classes", "policy", "function"],
 )  # fmt: skip
 def test_a_policy_that_chooses_nothing(policy):
-    with warns("UserWarning: auto_wrap_policy chose no module"):
+    with warns("UserWarning: auto_wrap_policy matched no module"):
         wrapped(auto_wrap_policy=policy)
 
 

@@ -346,10 +346,10 @@ FAULTS = (
     Fault(
         "no_sync is over for the root alone",
         "api/wrapper/fsdp.py",
-        "            for runner, value in zip(instances, before, strict=True):\n"
-        "                runner.set(reduce_sync=value)",
-        "            for runner, value in zip(instances[:1], before[:1], strict=True):\n"
-        "                runner.set(reduce_sync=value)",
+        "            for runner, sync in zip(runners, previous, strict=True):\n"
+        "                runner.set(reduce_sync=sync)",
+        "            for runner, sync in zip(runners[:1], previous[:1], strict=True):\n"
+        "                runner.set(reduce_sync=sync)",
     ),
     Fault(
         "two ranks clip by norms of their own",
@@ -488,7 +488,7 @@ FAULTS = (
     Fault(
         "a host that waits for nothing counts as one that waits for its device",
         "watcher/roll_call.py",
-        "in_pass = self.rank.idle and stands.call.in_pass",
+        "in_pass = self.rank.idle and silence.call.in_pass",
         "in_pass = self.rank.idle",
         "tests/stuck/test_who_is_stuck.py",
     ),

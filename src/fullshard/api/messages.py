@@ -1,4 +1,4 @@
-"""What functions for both front-ends say, in the order of the code: the wording of their errors."""
+"""The wording of errors of the functions that serve both front-ends, in the order of the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def takes_a_module(what: str, kind: str) -> ConfigError:
 
 
 def no_unit_inside(kind: str, inside: bool) -> ConfigError:
-    """The error for a module without units; `inside`: it has parameters of its own, which another unit may hold."""
+    """The error for a module without units; `inside`: it has parameters, which a unit around it may hold."""
     return ConfigError(
         f"There is no unit in this {kind}.",
         expected="a unit, or a module that contains units",
@@ -50,28 +50,28 @@ def no_unit_inside(kind: str, inside: bool) -> ConfigError:
 
 
 def counts_of_no_model(kind: str) -> ConfigError:
-    """The error for `set_token_count` of what is not a module."""
+    """The error for `set_token_count` with a model that is not a module."""
     return ConfigError(f"set_token_count takes a model, got {kind}")
 
 
 def not_divided_by_tokens(unit: str, reduction: str) -> ConfigError:
-    """The error for a count of tokens that nothing is divided by."""
+    """The error for a token count on a model whose gradients are not divided by tokens."""
     return ConfigError(
         "set_token_count is for models whose gradients are divided by a count of tokens.",
         expected='reduction="tokens"',
         got=f"unit {unit!r} with reduction={reduction!r}",
-        remedy='give fully_shard or FullyShardedDataParallel reduction="tokens"',
+        remedy='pass reduction="tokens" to fully_shard or FullyShardedDataParallel',
         topic="token-counts",
     )
 
 
 def counted_within_a_step(unit: str) -> UsageError:
-    """The error for a count of tokens while gradients of the last one wait."""
+    """The error for a token count while gradients that belong to the previous count are not reduced."""
     return UsageError(
         "set_token_count was called in the middle of a step.",
         expected="a call before the first backward, with the counts of all micro-batches of the step",
-        got=f"gradients of unit {unit!r} that were accumulated without sync and wait",
-        remedy="call set_token_count(model, [count, ...]) once per step; what waits is dropped by zero_grad() "
+        got=f"gradients of unit {unit!r}, accumulated without sync and not yet reduced",
+        remedy="call set_token_count(model, [count, ...]) once per step; pending gradients are dropped by zero_grad() "
         "in flat layouts and the wrapper, by model.reset_iter_state() in rows",
         topic="token-counts",
     )
@@ -81,7 +81,7 @@ def not_sharded(kind: str) -> ConfigError:
     """The error for a model without units."""
     return ConfigError(
         f"{kind} has no units: neither front-end was applied to it",
-        remedy="call fully_shard(model) first, or give the model that FullyShardedDataParallel returned",
+        remedy="call fully_shard(model) first, or pass the model that FullyShardedDataParallel returned",
         topic="no-units",
     )
 
@@ -99,14 +99,14 @@ def counted_below_root(unit: str) -> PhaseError:
 def counted_within_backward() -> PhaseError:
     """The error for `set_token_count` within a backward."""
     return PhaseError(
-        "set_token_count was called within a backward; call it before the step's first one", topic="token-counts"
+        "set_token_count was called during a backward; call it before the step's first backward", topic="token-counts"
     )
 
 
 def not_a_count(count: object) -> ConfigError:
-    """The error for what is not a count of tokens."""
+    """The error for an invalid token count."""
     return ConfigError(
-        "set_token_count takes how many tokens each micro-batch of this rank has.",
+        "set_token_count takes the number of tokens in each micro-batch of this rank.",
         expected="an int of at least 0, an integer tensor of one element, or a sequence of them",
         got=repr(count),
     )
@@ -114,7 +114,7 @@ def not_a_count(count: object) -> ConfigError:
 
 def no_counts() -> ConfigError:
     """The error for an empty list of counts."""
-    return ConfigError("set_token_count was given no counts", expected="one for each backward of the step")
+    return ConfigError("set_token_count was called without counts", expected="one for each backward of the step")
 
 
 def nothing_to_check(kind: str) -> ConfigError:
@@ -128,27 +128,26 @@ def unknown_reduction(reductions: Sequence[str], reduction: object) -> ConfigErr
         "reduction= has an invalid value.",
         expected=f"one of {reductions}",
         got=repr(reduction),
-        remedy='leave it out for "mean"',
+        remedy='omit it for "mean"',
     )
 
 
 def reduction_beside_scaling(reduction: str, kind: str) -> ConfigError:
-    """The error for a `reduction` beside a comm that scales gradients itself."""
+    """The error for a `reduction` with a comm that scales gradients itself."""
     return ConfigError(
-        f"reduction={reduction!r} and a comm that scales gradients itself exclude each other.",
+        f"reduction={reduction!r} cannot be combined with a comm that scales gradients itself.",
         got=f"comm of kind {kind!r}",
-        remedy='leave reduction= at "mean", and let the comm scale as you want',
+        remedy='leave reduction= at "mean", and let the comm apply the scaling',
     )
 
 
 def divisor_beside_reduction(what: str, reduction: str, unit: str) -> ConfigError:
-    """The error for a divisor where `reduction` says what sums are divided by."""
+    """The error for a custom divisor where `reduction` determines the divisor."""
     return ConfigError(
-        f"{what} cannot be combined with reduction={reduction!r}, which says what sums are divided by.",
+        f"{what} cannot be combined with reduction={reduction!r}, which determines the divisor.",
         expected='reduction="mean"',
         got=f"reduction={reduction!r} of unit {unit!r}",
-        remedy='leave the call out; to choose a divisor of your own, use reduction="mean", or '
-        'reduction="sum" and scale the loss',
+        remedy='omit the call; for a custom divisor, use reduction="mean", or reduction="sum" and scale the loss',
     )
 
 
@@ -165,22 +164,22 @@ def nothing_to_join(kind: str) -> ConfigError:
 
 
 def not_batches(batches: object) -> ConfigError:
-    """The error for batches that cannot be iterated over."""
+    """The error for batches that are not iterable."""
     return ConfigError("join takes this rank's batches as an iterable.", got=repr(batches)[:80])
 
 
 def joined_twice() -> ConfigError:
-    """The error for a `join` inside another one of the same model."""
+    """The error for nested `join`s of the same model."""
     return ConfigError("join is used inside another join of the same model.", remedy="iterate over one at a time")
 
 
-def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
-    """The error for a rank without any batch; `lacks`: how many ranks have none."""
+def no_batch(rank: int, has_batch: bool, lacking: int) -> ConfigError:
+    """The error for ranks without any batch; `lacking`: the number of such ranks."""
     return ConfigError(
-        "join: a rank has no batch at all that it could be given again.",
+        "join: a rank has no batch at all, so it has none to repeat.",
         rank=rank,
-        got="none here" if not has else f"one here, none on {lacks} other rank(s)",
-        remedy="give every rank a batch, or join(model, batches, example=...) one of the right shapes",
+        got="none here" if not has_batch else f"one here, none on {lacking} other rank(s)",
+        remedy="give every rank a batch, or pass join(model, batches, example=...) a batch of the right shapes",
     )
 
 
@@ -188,9 +187,9 @@ def no_batch(rank: int, has: bool, lacks: int) -> ConfigError:
 
 
 def parked_already(parked: Sequence[str]) -> PhaseError:
-    """The error for `park` of a model that is parked, in these units."""
+    """The error for `park` of a model with these units parked already."""
     return PhaseError(
-        "park was called for a model that is parked.",
+        "park was called for a model that is already parked.",
         got=f"parked units {', '.join(parked)}" if parked else None,
         remedy="call fullshard.resume first",
     )
@@ -205,20 +204,20 @@ def parked_within_a_block(held: bool, unit: str) -> PhaseError:
 
 
 def not_parked(parked: bool) -> PhaseError:
-    """The error for `resume` of a model that is not parked; `parked`: units in it are."""
+    """The error for `resume` of a module that was not parked; `parked`: units in it were."""
     return PhaseError(
         "resume was called for a model that is not parked.",
-        got="units that were parked with another module" if parked else None,
-        remedy="give resume the module that park was given" if parked else "call park first, or leave resume out",
+        got="units that were parked with a different module" if parked else None,
+        remedy="pass resume the module that was passed to park" if parked else "call park first, or omit resume",
     )
 
 
 def optimizer_left_out(kind: str) -> ConfigError:
-    """The error for an optimizer that was parked, and is not given to `resume`."""
+    """The error for a parked optimizer that was not passed to `resume`."""
     return ConfigError(
-        "resume was not given an optimizer that was parked with its model: its next step would mix devices.",
-        got=f"{kind} left out",
-        remedy="call resume(model, *optimizers) with all that park was given",
+        "An optimizer that was parked with the model was not passed to resume: its next step would mix devices.",
+        got=f"{kind} missing",
+        remedy="call resume(model, *optimizers) with all optimizers that were passed to park",
     )
 
 
@@ -228,15 +227,15 @@ def takes_a_sharded_model(what: str, kind: str) -> ConfigError:
 
 
 def not_an_optimizer(kind: str) -> ConfigError:
-    """The error for what is not an optimizer."""
+    """The error for a value that is not an optimizer."""
     return ConfigError(f"park takes a model and its optimizers, got {kind}")
 
 
 def optimizer_of_another_model(kind: str) -> ConfigError:
     """The error for an optimizer that has no parameter of the model."""
     return ConfigError(
-        f"This {kind} has no parameter of the model that it is to be parked with.",
-        remedy="park it with the model that it was built from",
+        f"This {kind} has no parameters of the model that is being parked.",
+        remedy="park it with the model that it was built for",
     )
 
 

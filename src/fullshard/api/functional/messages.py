@@ -1,4 +1,4 @@
-"""What `fully_shard` and the methods of units say, in the order of the code: the wording of errors and warnings."""
+"""The wording of errors and warnings of `fully_shard` and the methods of units, in the order of the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import ArgumentTypeError, AssertedError, ConfigError, PhaseError,
 
 
 def mixed_precision_policy_type(mp_policy: object) -> ConfigError:
-    """The error for `mp_policy` of another class."""
+    """The error for an `mp_policy` of a different class."""
     return ConfigError(
         "fully_shard(mp_policy=) has an invalid type.",
         expected="a fullshard.MixedPrecisionPolicy",
@@ -21,21 +21,21 @@ def mixed_precision_policy_type(mp_policy: object) -> ConfigError:
 
 def no_modules() -> ConfigError:
     """The error for an empty list of modules."""
-    return ConfigError("fully_shard was given an empty list of modules")
+    return ConfigError("fully_shard was called with an empty list of modules")
 
 
 def not_a_module(kind: str) -> ArgumentTypeError:
-    """The error for what is not a module."""
+    """The error for a value that is not a module."""
     return ArgumentTypeError(
-        f"fully_shard takes an nn.Module or a list of them, got {kind}",
-        remedy="give the module itself, not its parameters or its name",
+        f"fully_shard takes an nn.Module or a list of modules, got {kind}",
+        remedy="pass the module itself, not its parameters or its name",
     )
 
 
 def no_forward(kind: str) -> ConfigError:
     """The error for a container that cannot be called."""
     return ConfigError(
-        f"{kind} has no forward of its own, so it cannot be a unit: nothing would tell when to gather its parameters.",
+        f"{kind} defines no forward, so it cannot be a unit: nothing would trigger the gather of its parameters.",
         remedy="apply fully_shard to each module in it, or to the list of them as one unit",
     )
 
@@ -43,14 +43,14 @@ def no_forward(kind: str) -> ConfigError:
 def applied_twice(kind: str) -> AssertedError:
     """The error for a module that is a unit already."""
     return AssertedError(
-        f"fully_shard was applied to this {kind} already.",
+        f"fully_shard was already applied to this {kind}.",
         remedy="apply it once to each module, innermost first",
         topic="sharded-already",
     )
 
 
 def offload_policy_type(offload_policy: object) -> ConfigError:
-    """The error for `offload_policy` of another class."""
+    """The error for an `offload_policy` of a different class."""
     return ConfigError(
         "fully_shard(offload_policy=) has an invalid type.",
         expected="a fullshard.OffloadPolicy or CPUOffloadPolicy",
@@ -65,7 +65,7 @@ def unknown_layout(layouts: Sequence[str], layout: object) -> ConfigError:
         "fully_shard(layout=) has an invalid value.",
         expected=f"one of {layouts}, or Blocks(granule)",
         got=repr(layout),
-        remedy='leave layout out, or take "rows" for optimizers that look at whole tensors',
+        remedy='omit layout, or use "rows" for optimizers that need whole tensors',
     )
 
 
@@ -75,16 +75,16 @@ def prefetch_not_a_count(prefetch: object) -> ConfigError:
         "fully_shard(prefetch=) must be a count.",
         expected="an int of at least 0",
         got=repr(prefetch),
-        remedy="leave prefetch out, or pass how many units to gather ahead; 0 means none",
+        remedy="omit prefetch, or pass the number of units to gather ahead; 0 turns it off",
     )
 
 
-def ignored_not_parameters(wrong: object) -> ArgumentTypeError:
-    """The error for `ignored_params` that holds anything but parameters."""
+def ignored_not_parameters(invalid: object) -> ArgumentTypeError:
+    """The error for `ignored_params` that contains anything but parameters."""
     return ArgumentTypeError(
         "ignored_params must hold Parameters.",
-        expected="a set of objects, such as {model.head.weight}",
-        got=f"{type(wrong).__name__} {wrong!r}"[:80],
+        expected="a set of Parameter objects, such as {model.head.weight}",
+        got=f"{type(invalid).__name__} {invalid!r}"[:80],
         remedy="look up names: {p for name, p in model.named_parameters() if name in names}",
     )
 
@@ -102,18 +102,18 @@ def policy_for_a_list() -> ConfigError:
     return ConfigError("auto_wrap_policy needs one module, not a list")
 
 
-def unknown_block_arguments(name: str, kind: str, known: Sequence[str], wrong: Sequence[str]) -> ConfigError:
-    """The error for arguments that a `CustomPolicy` gives a block, and no unit has."""
+def unknown_block_arguments(name: str, kind: str, allowed: Sequence[str], unknown: Sequence[str]) -> ConfigError:
+    """The error for arguments of a `CustomPolicy` for a block that units do not have."""
     return ConfigError(
-        f"auto_wrap_policy has arguments for {name!r} ({kind}) that a unit cannot have.",
-        expected=f"any of {', '.join(known)}",
-        got=", ".join(wrong),
+        f"auto_wrap_policy has arguments for {name!r} ({kind}) that cannot be set per unit.",
+        expected=f"any of {', '.join(allowed)}",
+        got=", ".join(unknown),
     )
 
 
-def block_precision_type(name: str, policy_given: object) -> ConfigError:
-    """The error for a block's `mp_policy` of another class."""
-    return ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {policy_given!r}")
+def block_precision_type(name: str, mp_policy: object) -> ConfigError:
+    """The error for a block's `mp_policy` of a different class."""
+    return ConfigError(f"mp_policy for {name!r} must be a fullshard.MixedPrecisionPolicy, got {mp_policy!r}")
 
 
 def block_reshard_type(name: str, reshard: object) -> ConfigError:
@@ -122,10 +122,10 @@ def block_reshard_type(name: str, reshard: object) -> ConfigError:
 
 
 def parameters_taken(kind: str, parameter: str) -> ConfigError:
-    """The error for a module inside of one that has taken its parameters."""
+    """The error for a module whose parameters the unit around it already owns."""
     return ConfigError(
-        f"fully_shard was applied to a {kind} after the module around it, which has "
-        "taken its parameters: the inner call would change nothing.",
+        f"fully_shard was applied to a {kind} after the module around it, which already owns "
+        "its parameters: the inner call would change nothing.",
         parameter=parameter,
         expected="inner modules first, the model last",
         got="the model first",
@@ -135,21 +135,21 @@ def parameters_taken(kind: str, parameter: str) -> ConfigError:
 
 
 def mesh_dims_without_mesh(mesh: object, dims: object) -> ConfigError:
-    """The error for `dp_mesh_dims` without a mesh, or of another class."""
+    """The error for `dp_mesh_dims` without a mesh, or of a different class."""
     return ConfigError(
-        "dp_mesh_dims says which dims of mesh= are data-parallel.",
+        "dp_mesh_dims names the dims of mesh= that are data-parallel.",
         expected="mesh=, a DeviceMesh with dim names, and dp_mesh_dims=DataParallelMeshDims(...)",
         got=f"mesh={mesh!r}, dp_mesh_dims={dims!r}",
     )
 
 
 def reshard_type(reshard: object) -> ConfigError:
-    """The error for `reshard_after_forward` of another type."""
+    """The error for a `reshard_after_forward` of a different type."""
     return ConfigError(
         "fully_shard(reshard_after_forward=) has an invalid type.",
         expected="a bool, an int or None",
         got=repr(reshard),
-        remedy="leave it out; True frees parameters after forward, False keeps them for backward",
+        remedy="omit it; True frees parameters after forward, False keeps them for backward",
     )
 
 
@@ -157,7 +157,7 @@ def reshard_of_one() -> str:
     """The warning for `reshard_after_forward=1`."""
     return message(
         "reshard_after_forward=1 (int) keeps whole units until their backward, as False (bool) does; "
-        "True (bool) frees them."
+        "True (bool) frees them after forward."
     )
 
 
@@ -183,7 +183,7 @@ def finalization_within_iteration() -> PhaseError:
 
 
 def no_manual_finalization() -> PhaseError:
-    """The error for `finalize_backward` without its setting."""
+    """The error for `finalize_backward` without `set_manual_backward_finalization(True)`."""
     return PhaseError(
         "finalize_backward() needs manual finalization.",
         expected="set_manual_backward_finalization(True) before the forward",
@@ -191,7 +191,7 @@ def no_manual_finalization() -> PhaseError:
 
 
 def method_of_root(method: str, unit: str) -> PhaseError:
-    """The error for a method that is for the root, called below it."""
+    """The error for a root-only method that was called on a unit below the root."""
     return PhaseError(f"{method} is for the root unit; {unit!r} is below it")
 
 
@@ -201,7 +201,7 @@ def reshard_not_a_bool(reshard_after_forward: object) -> ConfigError:
 
 
 def invalid_collective(what: str, comm: object) -> ConfigError:
-    """The error for a custom collective that cannot be called, or does not allocate."""
+    """The error for a custom collective that is not callable or has no `allocate`."""
     return ConfigError(
         f"A custom {what} must be callable and have a method allocate(size, *, dtype, device).", got=repr(comm)
     )
@@ -210,21 +210,21 @@ def invalid_collective(what: str, comm: object) -> ConfigError:
 def collective_beside_group_memory(what: str) -> ConfigError:
     """The error for a custom collective of a unit that communicates through its group's memory."""
     return ConfigError(
-        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) exclude each other: "
+        f"a custom {what} and set_allocate_memory_from_process_group_for_comm(True) are mutually exclusive: "
         "call the latter with False first"
     )
 
 
 def group_memory_beside_collective() -> ConfigError:
-    """The error for a group's memory in a unit with custom collectives."""
+    """The error for memory from the process group in a unit with custom collectives."""
     return ConfigError(
-        "memory from the process group and custom collectives exclude each other",
-        remedy="leave one of them out: a custom collective allocates its own memory",
+        "memory from the process group and custom collectives are mutually exclusive",
+        remedy="omit one of them: a custom collective allocates its own memory",
     )
 
 
 def not_an_event(kind: str) -> ConfigError:
-    """The error for `set_post_optim_event` of what cannot be waited for."""
+    """The error for `set_post_optim_event` with an object that has no `wait`."""
     return ConfigError(f"set_post_optim_event takes a torch.Event, got {kind}")
 
 
@@ -257,13 +257,13 @@ def not_a_root(kind: str, unit: str) -> ConfigError:
     """The error for `share_comm_ctx` of a unit below another root."""
     return ConfigError(
         "share_comm_ctx takes roots, whose forward is called from outside.",
-        got=f"{kind}, unit {unit!r} of another root",
-        remedy="pass the root modules alone: what is below them comes along",
+        got=f"{kind}, unit {unit!r} of a different root",
+        remedy="pass only the root modules: the units below them are included",
     )
 
 
 def no_such_method(name: str, method_name: str) -> ConfigError:
-    """The error for a method to register that the module does not have."""
+    """The error for registering a method that the module does not have."""
     return ConfigError(f"{name} has no method {method_name!r} to register as a forward")
 
 
@@ -271,5 +271,5 @@ def no_such_method(name: str, method_name: str) -> ConfigError:
 
 
 def reduced_by_root(unit: str) -> PhaseError:
-    """The error for a unit below the root that is to reduce what all units kept."""
+    """The error for a unit below the root that is asked to reduce the gradients that all units kept."""
     return PhaseError(f"gradients are reduced by the root; {unit!r} is below it")

@@ -1,4 +1,4 @@
-"""What the wrapper says, in the order of the code: the wording of errors and warnings."""
+"""The wording of the wrapper's errors and warnings, in the order of the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forward_without_parameters() -> UsageError:
 
 
 def wraps_nothing() -> PhaseError:
-    """The error for an instance whose module is not there yet."""
+    """The error for an instance whose module is not registered yet."""
     return PhaseError("the instance wraps nothing yet")
 
 
@@ -39,23 +39,23 @@ def hook_below_root() -> UsageError:
     return UsageError("register_comm_hook can only be called on a root instance.")
 
 
-def method_of_root(what: str, unit: str) -> PhaseError:
-    """The error for a method that is for the root instance, called below it."""
+def method_of_root(method: str, unit: str) -> PhaseError:
+    """The error for a root-only method that was called on an instance below the root."""
     return PhaseError(
-        f"{what} is for the root instance.",
+        f"{method} is for the root instance.",
         got=f"the instance {unit!r} below it",
-        remedy=f"call {what} on the outermost FullyShardedDataParallel",
+        remedy=f"call {method} on the outermost FullyShardedDataParallel",
     )
 
 
 def called_past_instance(name: str) -> UsageError:
-    """The error for a call of the wrapped module that passes its instance by."""
+    """The error for a call of the wrapped module that bypasses its instance."""
     return UsageError(
         "The module inside a FullyShardedDataParallel instance was called directly, which gathers nothing: "
-        "it would compute with this rank's parts of its parameters.",
+        "it would compute with only this rank's parts of its parameters.",
         parameter=name,
         expected="a call of the instance: model(x)",
-        got="a call of the module that it wraps: model.module(x)",
+        got="a call of the wrapped module: model.module(x)",
         remedy="call the instance; to generate or evaluate with the plain module, do it inside "
         "FullyShardedDataParallel.summon_full_params(model) under torch.no_grad()",
         topic="used-while-freed",
@@ -66,33 +66,32 @@ def called_past_instance(name: str) -> UsageError:
 
 
 def wrapped_already(name: str, kind: str) -> ConfigError:
-    """The error for `auto_wrap_policy` with a model that has instances in it."""
+    """The error for `auto_wrap_policy` with a model that contains instances."""
     return ConfigError(
-        "auto_wrap_policy was given for a model that is wrapped already, in whole or in part.",
+        "auto_wrap_policy was passed for a model that is already wrapped, in whole or in part.",
         got=f"{name or 'the module itself'}, a {kind}",
-        remedy="wrap by the policy or by hand, not both",
+        remedy="wrap by policy or by hand, not both",
         topic="sharded-already",
     )
 
 
 def without_mixed_precision(exempt: Iterable[str]) -> str:
-    """The warning for classes that mixed precision leaves alone."""
-    return message(
-        f"Modules of type {', '.join(sorted(exempt))} become instances of their own, without mixed precision."
-    )
+    """The warning for classes that are exempt from mixed precision."""
+    return message(f"Modules of type {', '.join(sorted(exempt))} become separate instances, without mixed precision.")
 
 
 def unknown_block_arguments(kind: str, unknown: Sequence[str]) -> ArgumentTypeError:
-    """The error for arguments that a `CustomPolicy` gives a block, and no instance has."""
+    """The error for arguments of a `CustomPolicy` for a block that instances do not have."""
     return ArgumentTypeError(
-        f"auto_wrap_policy has arguments for a {kind} that no instance has.", got=", ".join(unknown)
+        f"auto_wrap_policy has arguments for a {kind} that FullyShardedDataParallel does not take.",
+        got=", ".join(unknown),
     )
 
 
-def not_uniform(what: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
-    """The error for a `FlatParameter` of parameters that differ in `what`."""
+def not_uniform(trait: str, parameter: str, expected: object, like: str, got: object) -> ConfigError:
+    """The error for a `FlatParameter` of parameters that differ in `trait`."""
     return ConfigError(
-        f"Must flatten tensors with uniform {what} when use_orig_params=False.",
+        f"Must flatten tensors with uniform {trait} when use_orig_params=False.",
         parameter=parameter,
         expected=f"{expected}, as {like}",
         got=got,
@@ -105,40 +104,40 @@ def not_uniform(what: str, parameter: str, expected: object, like: str, got: obj
 
 
 def not_a_module(kind: str) -> ConfigError:
-    """The error for what is not a module."""
+    """The error for a value that is not a module."""
     return ConfigError(f"FullyShardedDataParallel takes an nn.Module, got {kind}")
 
 
 def group_and_mesh() -> ConfigError:
-    """The error for `process_group` beside `device_mesh`."""
-    return ConfigError("process_group and device_mesh exclude each other: give one of them")
+    """The error for `process_group` together with `device_mesh`."""
+    return ConfigError("process_group and device_mesh are mutually exclusive: pass one of them")
 
 
 def mesh_of_another_strategy(strategy: str, hybrid: bool, shape: tuple[int, ...]) -> ConfigError:
     """The error for a mesh that the strategy cannot use."""
     return ConfigError(
-        f"{strategy} and the device_mesh do not fit together.",
+        f"{strategy} cannot use this device_mesh.",
         expected="a 2-D mesh (replicate, shard)" if hybrid else "a 1-D mesh",
         got=f"shape {shape}",
-        remedy="2-D meshes go with HYBRID_SHARD, 1-D meshes with the other strategies",
+        remedy="use 2-D meshes with HYBRID_SHARD, 1-D meshes with the other strategies",
     )
 
 
 def switches_to_no_shard(strategy: object) -> str:
-    """The warning for a strategy that one rank turns into NO_SHARD."""
+    """The warning for a strategy that becomes NO_SHARD on a single rank."""
     return message(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.")
 
 
 def root_is_ignored() -> str:
-    """The warning for a module that is told to be ignored."""
-    return message("the module given to FullyShardedDataParallel is itself among the ignored ones")
+    """The warning for wrapping a module that is itself ignored."""
+    return message("the module passed to FullyShardedDataParallel is itself among the ignored modules")
 
 
 def no_accelerator(device_id: int) -> ConfigError:
-    """The error for the index of an accelerator where there is none."""
+    """The error for the index of an accelerator on a machine without accelerators."""
     return ConfigError(
         f"device_id={device_id} names an accelerator, and this machine has none.",
-        remedy='leave device_id out, or give torch.device("cpu")',
+        remedy='omit device_id, or pass torch.device("cpu")',
     )
 
 
@@ -146,41 +145,41 @@ def not_a_device(device_id: object) -> ConfigError:
     """The error for an invalid `device_id`."""
     return ConfigError(
         "device_id is not a device.",
-        expected="an index of an accelerator, a torch.device, or its name",
+        expected="an accelerator's index, a torch.device, or the name of one",
         got=repr(device_id),
     )
 
 
 def ignored_twice() -> ConfigError:
-    """The error for `ignored_modules` beside `ignored_states`."""
-    return ConfigError("ignored_modules and ignored_states exclude each other: ignored_states takes modules too")
+    """The error for `ignored_modules` together with `ignored_states`."""
+    return ConfigError("ignored_modules and ignored_states are mutually exclusive: ignored_states takes modules too")
 
 
 def ignored_not_iterable(states: object) -> ArgumentTypeError:
     """The error for ignored modules or states that are not in a list or set."""
-    return ArgumentTypeError(f"the ignored modules or states must be given as a list or set, got {states!r}")
+    return ArgumentTypeError(f"the ignored modules or states must be a list or set, got {states!r}")
 
 
-def ignored_of_wrong_type(what: str, kinds: Sequence[str]) -> ConfigError:
-    """The error for ignored states of the wrong type, or of several."""
-    return ConfigError(f"the ignored states must be {what}; got {kinds}")
+def ignored_of_wrong_type(expected: str, kinds: Sequence[str]) -> ConfigError:
+    """The error for ignored states of a wrong type, or of mixed types."""
+    return ConfigError(f"the ignored states must be {expected}; got {kinds}")
 
 
 def ignored_instance(kind: str) -> ConfigError:
     """The error for an instance among the ignored modules."""
     return ConfigError(
         "ignored modules must not be FullyShardedDataParallel instances",
-        got=f"a {kind} that is sharded already",
-        remedy="ignore a module or shard it: leave the instance out of ignored_modules, or do not wrap it",
+        got=f"a {kind} that is already sharded",
+        remedy="ignore a module or shard it: remove the instance from ignored_modules, or do not wrap it",
     )
 
 
 def copied_from_host(device: object) -> str:
     """The warning for a module on the CPU whose shards are elsewhere."""
     return message(
-        f"The module given to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
-        "values are copied there, which is slower than making them there. Give device_id to say where "
-        "the instance computes, and build the module on that device, or on meta."
+        f"The module passed to FullyShardedDataParallel is on the CPU and its shards on {device}: its "
+        "values are copied there, which is slower than initializing them there. Pass device_id to choose "
+        "the compute device, and build the module on that device, or on meta."
     )
 
 
@@ -193,7 +192,7 @@ def no_reset_parameters(kind: str) -> ConfigError:
     """The error for a module on meta that nothing can initialise."""
     return ConfigError(
         f"{kind} is on the meta device and has no reset_parameters().",
-        remedy="give param_init_fn=, or add reset_parameters() to the class",
+        remedy="pass param_init_fn=, or add reset_parameters() to the class",
         topic="weights-on-meta",
     )
 
@@ -207,7 +206,7 @@ def left_on_meta(kind: str) -> ConfigError:
 
 
 def root_not_settable() -> UsageError:
-    """The error for a value of `_is_root` that is not true."""
+    """The error for setting `_is_root` on an instance that is not a root."""
     return UsageError("_is_root cannot be set: the instance whose forward is called from outside is the root")
 
 
@@ -216,7 +215,7 @@ def root_not_settable() -> UsageError:
 
 def config_of_another_type(name: str, expected: str, got: str, kind: str) -> CheckpointError:
     """The error for a config that does not belong to the `StateDictType`."""
-    return CheckpointError(f"Expected {name} of type {expected} but got {got}: it goes with {kind}")
+    return CheckpointError(f"Expected {name} of type {expected} but got {got}: {kind} needs the former")
 
 
 def different_types() -> CheckpointError:
@@ -225,7 +224,7 @@ def different_types() -> CheckpointError:
 
 
 def no_instance_to_ask() -> CheckpointError:
-    """The error for a module without instances, asked for its state dict type."""
+    """The error for reading the state dict type of a module without instances."""
     return CheckpointError("this module contains no FullyShardedDataParallel instance", topic="no-units")
 
 
@@ -282,7 +281,7 @@ def unknown_field(kind: str, name: str) -> ConfigError:
 
 
 def invalid_field(kind: str, name: str, expected: str, value: object, dtype: str) -> ConfigError:
-    """The error for a field's value."""
+    """The error for the invalid value of a field."""
     return ConfigError(
         f"{kind}.{name} has an invalid value.",
         expected=expected,
