@@ -29,7 +29,7 @@ CALLS = {
     "C149": (lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims("data")), "'data'"),
     "C150": (
         lambda: unit(mesh=mesh("dp", "tp"), dp_mesh_dims=DataParallelMeshDims(replicate="dp")),
-        "nothing to shard on",
+        "no dim to shard on",
     ),
     "C152": lambda: unit(mesh=mesh("dp_shard", "cp")),
     "C153": lambda: unit(mesh=mesh("dp_shard", "dp_replicate")),
