@@ -248,7 +248,7 @@ def refused() -> bool:
     for settings, words in (
         ({"mesh": dp, "layout": "flat"}, 'layout="rows"'),
         ({}, "mesh"),  # one axis over all ranks, not sliced from the mesh of the parameters
-        ({"mesh": tp}, "a dim in both"),
+        ({"mesh": tp}, "a dim that occurs in both"),
     ):
         model = tensor_parallel(Model(), tp, sequence=False)
         with pytest.raises(fullshard.ConfigError, match="DTensor already") as caught:
