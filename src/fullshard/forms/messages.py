@@ -92,7 +92,7 @@ def does_not_fit_local(
 def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
     """The error for using a Parameter object from before the model was sharded."""
     return ConfigError(
-        "fully_shard replaced this Parameter object by its sharded form; it no longer has values.",
+        "This Parameter object was replaced by its sharded form in fully_shard, and no longer has values.",
         parameter=parameter,
         got=f"{called} on the object from before fully_shard",
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
