@@ -116,6 +116,9 @@ def test_an_impossible_pair_names_the_unit() -> None:
     with pytest.raises(PhaseError, match=r"'blocks\.3' cannot serve reshard now[\s\S]*RESHARD while FORWARD"):
         refuse(runner)
     assert following is Phase.FORWARD
+    refuse, _ = ROWS[Phase.IDLE][Happening.LEAVE]  # nobody asks for that one
+    with pytest.raises(AssertionError, match=r"'blocks\.3' met LEAVE in IDLE"):
+        refuse(runner)
 
 
 # Traces.

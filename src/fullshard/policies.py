@@ -53,14 +53,12 @@ class MixedPrecisionPolicy:
                 raise ConfigError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype, got {dtype!r}",
                     remedy="pass torch.bfloat16, for example, or None to keep the parameters' own dtypes",
-                    code="C164",
                 )
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise ConfigError(
                 "MixedPrecisionPolicy.param_dtype_override_fn must be callable.",
                 expected="a function of a parameter that returns a dtype or None",
                 got=repr(self.param_dtype_override_fn),
-                code="C341",
             )
 
 

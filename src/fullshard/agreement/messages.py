@@ -26,7 +26,7 @@ def different_orders(ranks: Sequence[int], tokens: Sequence[int], names: Sequenc
         f"  rank {ranks[1]} {_about_to(tokens[1], names)}",
         remedy="let every rank run the same units in the same order: if a rank has nothing to compute in "
         "one, call it anyway and multiply its result by zero",
-        code="D001",
+        topic="ranks-differ",
     )
 
 
@@ -42,7 +42,7 @@ def out_of_shared_order(unit: str) -> DivergenceError:
         got=f"unit {name!r} again",
         remedy='set check="every" on the root: ranks then announce every unit before they run it (a small '
         "collective each)",
-        code="D002",
+        topic="ranks-differ",
     )
 
 
@@ -65,7 +65,7 @@ def different_models(ranks: Sequence[int], lines: Sequence[str], at: int, count:
         f"  First difference: line {at + 1} of {count}.",
         remedy="build the same model, with the same dtypes and the same fully_shard calls, on every rank; if "
         "ranks ignore different modules on purpose, give these names that no sharded module has",
-        code="D003",
+        topic="models-differ",
     )
 
 
@@ -91,8 +91,7 @@ def other_forward_order(names: Sequence[str], rank: int, before: int | None, now
     was, runs = ["none" if index is None else named(index, names) for index in (before, now)]
     return message(
         f"Forward order differs from that of the first iteration: rank {rank} ran {runs} where "
-        f"it ran {was} before. All ranks must change their order in the same way.",
-        code="W010",
+        f"it ran {was} before. All ranks must change their order in the same way."
     )
 
 
@@ -113,7 +112,7 @@ def goes_on_differently(
         f"  rank {ranks[0]}: {_about_to(tokens[0], names)}\n"
         f"  rank {ranks[1]}: {_about_to(tokens[1], names)}",
         remedy=_ALIKE_OR_EVERY if zeros else _ALIKE,
-        code="D004",
+        topic="ranks-differ",
     )
 
 
@@ -145,7 +144,6 @@ def unknown_setting(name: str, value: str, kinds: Sequence[str]) -> ConfigError:
         expected=" or ".join(map(repr, kinds)),
         got=repr(value),
         remedy=f"omit it for the default, {kinds[0]!r}",
-        code="C001",
     )
 
 
@@ -162,7 +160,7 @@ def changed_unseen(parameters: Iterable[str], rank: int) -> UsageError:
         expected="changes of the parameter itself: under torch.no_grad(), by an optimizer, or by loading",
         got="values that differ from the gathered ones, although no operation changed the parameter",
         remedy="change p instead of p.data, or call reshard() on the unit before or after the change",
-        code="P418",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -177,7 +175,6 @@ def split_over_these_ranks(parameter: str, placements: Any, mesh: Any) -> Config
         expected="tensors that these ranks hold whole, or split over other ranks in the same way",
         got=f"a DTensor with placements {placements} on {mesh}",
         remedy="omit sync_module_states, or make the tensor a DTensor on the tensor-parallel ranks only",
-        code="C002",
     )
 
 
@@ -194,7 +191,7 @@ def different_units_reduced(rank: int) -> DivergenceError:
         got="different units (compared at the end of backward)",
         remedy="let every rank run the same units, or call set_reduce_scatter_unused_params(True) if ranks "
         "run different ones; call zero_grad() before you continue",
-        code="D005",
+        topic="ranks-differ",
     )
 
 
@@ -217,7 +214,7 @@ def different_steps(ranks: Sequence[int], steps: Sequence[str], differ: bool) ->
         f"  rank {ranks[1]}: {steps[1] if differ else 'stepped with different settings before'}",
         remedy="give every rank's optimizer the same settings (learning rate, betas, weight decay), and step "
         "it on every rank or on none",
-        code="D006",
+        topic="ranks-differ",
     )
 
 
@@ -231,7 +228,7 @@ def changed_before_backward(unit: str, parameters: Iterable[str], rank: int) -> 
         expected="optimizer steps, loads and in-place changes after the backward",
         remedy="call zero_grad() and repeat the step; run the backward before the weights change, or run the "
         "forward again after the change",
-        code="P001",
+        topic="weights-changed-in-a-step",
     )
 
 
@@ -257,7 +254,7 @@ def drawn_apart(parameter: str, ranks: Sequence[int], more: int, count: int) -> 
         got=_unlike(ranks, more, count),
         remedy="call torch.manual_seed(0) on all ranks before the model is made, or pass sync_module_states=True in "
         "every call that shards a part of it, to make them equal; random weights need no change",
-        code="W382",
+        topic="weights-differ",
     )
 
 
@@ -277,5 +274,5 @@ def loaded_apart(parameter: str, ranks: Sequence[int], more: int, count: int, wr
         remedy="build the model from one seed on all ranks (torch.manual_seed), load the same checkpoint on all, or "
         "pass sync_module_states=True, which broadcasts rank 0's weights, to every call that shards a part of the "
         "model: a call for the model cannot restore weights that earlier calls for its blocks have cut",
-        code="D007",
+        topic="weights-differ",
     )

@@ -9,9 +9,7 @@ from ..errors import ConfigError
 
 def not_a_comm(kind: object) -> ConfigError:
     """The error for an invalid `comm`."""
-    return ConfigError(
-        f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}', code="C084"
-    )
+    return ConfigError(f'comm must be "torch", "null" or an object with the methods of fullshard.Comm, got {kind!r}')
 
 
 # custom.py
@@ -24,7 +22,6 @@ def wrong_buffer(collective: str, expected: object, got: object) -> ConfigError:
         expected=f"{expected}",
         got=f"{got}",
         remedy="return torch.empty(size, dtype=dtype, device=device) from memory of your own",
-        code="C085",
     )
 
 
@@ -38,5 +35,4 @@ def no_group_memory(backend: str, device: object) -> ConfigError:
         expected="a backend with memory of its own, such as nccl with NVLink SHARP or multicast",
         got=f"{backend} on {device}",
         remedy="do not call set_allocate_memory_from_process_group_for_comm(True) on this backend",
-        code="C086",
     )

@@ -30,7 +30,7 @@ class DefaultState:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
-            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}.", code="C087")
+            raise ConfigError(f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}.")
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         factor = 1

@@ -22,7 +22,7 @@ def not_its_flat_shard(parameters: str, rank: int, numel: int, replacement: Any)
         expected=f"a Parameter of shape {(numel,)}",
         got=f"{type(replacement).__name__} of shape {tuple(getattr(replacement, 'shape', ()))}",
         remedy="change values inside summon_full_params(model), or in place",
-        code="C090",
+        topic="parameter-replaced",
     )
 
 
@@ -36,7 +36,7 @@ def pickled(parameter: str) -> PhaseError:
         remedy="use fullshard.save(folder, model) or torch.distributed.checkpoint, on all ranks; or call "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save "
         "its result",
-        code="P025",
+        topic="copied-or-pickled",
     )
 
 
@@ -51,7 +51,6 @@ def several_rectangles(parameter: str, rank: int, count: int, shape: Sequence[in
         got=f"{count} of shape {shape}",
         remedy='save whole tensors (get_model_state_dict with full_state_dict=True), or use layout="rows" or '
         '"owner"; DCP\'s own FileSystemWriter writes all layouts',
-        code="K037",
     )
 
 
@@ -64,7 +63,7 @@ def not_computed_flat(func: Any, parameter: str | None, why: str | None) -> Phas
         expected="an element-wise operation, a sum, mean or norm over all elements, or a random fill",
         remedy="if the unit is freed and this is its forward, call it through the unit's forward or "
         'register_fsdp_forward_method; else use full_tensor(), or layout="rows" for DTensors',
-        code="P026",
+        topic="used-while-freed",
     )
 
 
@@ -82,7 +81,7 @@ def does_not_fit_local(
         expected=f"a Parameter of shape {tuple(shape)}, or this rank's part {tuple(part)}",
         got=_kind_and_shape(replacement),
         remedy=_remedy_for(replacement, "change values inside summon_full_params(model), or with copy_"),
-        code="C091",
+        topic="parameter-replaced",
     )
 
 
@@ -97,7 +96,7 @@ def replaced_in_sharding(parameter: str, called: str) -> ConfigError:
         got=f"{called} on the object from before fully_shard",
         remedy="build optimizers after fully_shard, from model.parameters(); share a weight only between "
         "modules inside one module that fully_shard is applied to",
-        code="C092",
+        topic="optimizer-built-early",
     )
 
 
@@ -109,7 +108,7 @@ def copied_into_whole(name: str | None) -> PhaseError:
     return PhaseError(
         f"{name or 'This tensor'} is sharded and the target is not: load whole values, from "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) or full_parameters(model).",
-        code="P385",
+        topic="copied-or-pickled",
     )
 
 
@@ -120,7 +119,7 @@ def saved_by_torch() -> str:
         "of ranks can load it.",
         remedy="use fullshard.save(folder, model) on all ranks; or call get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) on all ranks and torch.save its result on one. Shown once",
-        code="W386",
+        topic="copied-or-pickled",
     )
 
 
@@ -135,7 +134,7 @@ def used_while_freed(called: Any, parameter: str) -> PhaseError:
         "this weight, name it with register_fsdp_forward_method(module, 'method'), or wrap the call in "
         "module.unshard() ... module.reshard(); to combine such tensors on purpose make both DTensors, or use "
         "full_tensor()",
-        code="P027",
+        topic="used-while-freed",
     )
 
 
@@ -147,7 +146,7 @@ def data_of_another_shape(name: str, kind: str, shape: Sequence[int], value: Any
         expected=f"{kind} of shape {shape}, split the same way",
         got=f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}",
         remedy="assign a result of this parameter (p.data = p.data * 2), or load whole tensors by load_state_dict",
-        code="C093",
+        topic="parameter-replaced",
     )
 
 
@@ -159,7 +158,7 @@ def data_on_meta(name: str, device: str, new_device: str) -> ConfigError:
         expected="both on the meta device, or neither, as for any tensor",
         got=f"{device}, set to a tensor on {new_device}",
         remedy="model.to_empty(device=...), then initialize or load; or assign a new Parameter to the module",
-        code="C094",
+        topic="weights-on-meta",
     )
 
 
@@ -175,7 +174,7 @@ def tied_after_sharding(parameter: str, rank: int, other: str) -> ConfigError:
         expected="weights that are tied before the model is sharded",
         got=f"{other} in its place",
         remedy="tie them first (module.weight = other.weight), then shard the model",
-        code="C095",
+        topic="tied-weights",
     )
 
 
@@ -192,7 +191,7 @@ def replaced_by_another(parameter: str, rank: int, expected: torch.Tensor, repla
             "change values in place (copy_, load_state_dict without assign=True), or assign a tensor with the same "
             "placements",
         ),
-        code="C096",
+        topic="parameter-replaced",
     )
 
 
@@ -221,7 +220,7 @@ def split_on_data_parallel_dim(parameter: str, dim: str, placement: Any) -> Conf
         expected=f"Replicate() on {dim!r}",
         got=placement,
         remedy="distribute it with Replicate() on the dims that dp_mesh_dims names",
-        code="C097",
+        topic="mesh-dims",
     )
 
 
@@ -233,7 +232,6 @@ def placement_not_sharded_further(parameter: str, placement: Any) -> ConfigError
         expected="Shard or Replicate",
         got=placement,
         remedy="redistribute it first",
-        code="C098",
     )
 
 
@@ -248,7 +246,7 @@ def hidden_now(called: str, parameter: str | None) -> PhaseError:
         expected="use inside the forward of its FullyShardedDataParallel instance",
         got="use outside of that forward",
         remedy="read and write whole parameters inside FullyShardedDataParallel.summon_full_params(model)",
-        code="P028",
+        topic="used-while-freed",
     )
 
 
@@ -263,7 +261,6 @@ def without_rows(kind: str, parameter: str, dim: Any, shape: Sequence[int]) -> C
         expected="a first dim, to split",
         got=f"shape {shape}, split on dim {dim}",
         remedy="pass it in ignored_params",
-        code="C099",
     )
 
 
@@ -275,7 +272,6 @@ def not_cut_into_chunks(kind: str, parameter: str, error: Exception) -> ConfigEr
         expected="detach, split (torch.chunk), slice, clone and, from another device, to",
         got=f"{type(error).__name__}: {error}",
         remedy="implement them in the class's __torch_dispatch__, or pass it in ignored_params",
-        code="C100",
     )
 
 
@@ -290,7 +286,6 @@ def sends_uneven_rows(
         expected=f"at most {most} tensors, with the same number of rows on every rank, or each rank's own: {chunks}",
         got=f"numbers of tensors {counts}, numbers of rows {columns}",
         remedy="pad the tensors to the first rank's number of rows",
-        code="D009",
     )
 
 
@@ -303,14 +298,13 @@ def does_not_gather_itself(parameter: str, methods: Sequence[str], kind: str, mi
         got=f"{kind} without {' and '.join(missing)}",
         remedy="for frozen weights call fullshard.integrations.quantised.by_rows(model) before fully_shard; "
         "else implement these methods (they may be set on the class after fully_shard), or pass it in ignored_params",
-        code="C101",
     )
 
 
 def freed_whole(parameter: str) -> ConfigError:
     """The error for a tensor subclass in a unit that would keep a part of its full buffers."""
     return ConfigError(
-        "A tensor subclass that defines its own gather can only be freed as a whole.", parameter=parameter, code="C103"
+        "A tensor subclass that defines its own gather can only be freed as a whole.", parameter=parameter
     )
 
 
@@ -321,5 +315,4 @@ def made_another_shape(parameter: str, expected: Any, shape: Any) -> ConfigError
         parameter=parameter,
         expected=expected,
         got=shape,
-        code="C102",
     )

@@ -87,7 +87,7 @@ def plan_rows(specs: Sequence[ParameterSpec], world: int, align: int, own_segmen
 
 def _check(world: int, align: int) -> None:
     if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L001")
+        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
 
 
 def _check_rows(spec: ParameterSpec, world: int) -> None:

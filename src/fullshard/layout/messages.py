@@ -14,13 +14,12 @@ def scalar_in_rows(parameter: str) -> LayoutError:
     return LayoutError(
         f"parameter {parameter} is a scalar (0 dimensions) and cannot be split into rows.",
         remedy='give it shape (1,), pass it in ignored_params, or use layout="flat"',
-        code="L002",
     )
 
 
 def no_such_dim(name: str, shape: Sequence[int], dim: int) -> LayoutError:
     """The error for a dim to shard that the parameter does not have."""
-    return LayoutError(f"parameter {name} has shape {shape}: there is no dim {dim} to shard", code="L003")
+    return LayoutError(f"parameter {name} has shape {shape}: there is no dim {dim} to shard")
 
 
 def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenError:
@@ -28,7 +27,6 @@ def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenE
     return UnevenError(
         f"parameter {name} of shape {shape} cannot be sharded evenly on dim {dim} over {world} ranks.",
         remedy=f"shard on dim 0, or on a dim whose size is a multiple of {world}",
-        code="L004",
     )
 
 
@@ -37,9 +35,9 @@ def uneven_dim(name: str, shape: Sequence[int], dim: int, world: int) -> UnevenE
 
 def beyond_the_bucket(parameter: str, stop: int, numel: int) -> LayoutError:
     """The error for a parameter that ends beyond its bucket."""
-    return LayoutError(f"parameter {parameter} ends at {stop}, full bucket at {numel}", code="L009")
+    return LayoutError(f"parameter {parameter} ends at {stop}, full bucket at {numel}")
 
 
 def not_aligned(parameter: str, start: int, align: int) -> LayoutError:
     """The error for a parameter with an unaligned offset."""
-    return LayoutError(f"parameter {parameter} begins at {start}, not a multiple of {align}", code="L010")
+    return LayoutError(f"parameter {parameter} begins at {start}, not a multiple of {align}")

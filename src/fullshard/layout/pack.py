@@ -40,7 +40,7 @@ class Blocks:
     def __post_init__(self) -> None:
         whole = isinstance(self.granule, int) and not isinstance(self.granule, bool) and self.granule > 0
         if not whole and self.granule != ROW:
-            raise LayoutError(f'Blocks takes a positive number of elements or "row", got {self.granule!r}', code="L005")
+            raise LayoutError(f'Blocks takes a positive number of elements or "row", got {self.granule!r}')
 
     def of(self, shape: tuple[int, ...], order: tuple[int, ...]) -> int:
         """The granule, in elements, of a parameter of `shape` whose dims lie in memory in `order`."""
@@ -167,7 +167,7 @@ def plan_blocks(
         whole_rows: whether granules are rows, so that the rows layout may be used instead.
     """
     if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L006")
+        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
     sizes = [(math.prod(spec.shape), max(1, granule)) for spec, granule in zip(specs, granules, strict=True)]
     everything = list(range(len(sizes)))
     by_granule: dict[int, list[int]] = {}
@@ -244,7 +244,7 @@ def plan_owner(specs: Sequence[ParameterSpec], world: int, align: int) -> Layout
     anomalies", SIAM J. Appl. Math. 17, 1969: at most 4/3 of the optimum).
     """
     if world < 1 or align < 1:
-        raise LayoutError(f"world and align must be at least 1, got {world} and {align}", code="L007")
+        raise LayoutError(f"world and align must be at least 1, got {world} and {align}")
     numels = [math.prod(spec.shape) for spec in specs]
     in_order = _best_order(list(range(len(specs))), [(numel, max(numel, 1)) for numel in numels], world, align)
     loads = [0] * world

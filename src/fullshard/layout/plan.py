@@ -186,7 +186,7 @@ class Layout:
         spans = sorted((s.full_offset, s.full_offset + s.numel, s.name) for s in self.slots if s.numel)
         for (_, stop, first), (start, _, second) in pairwise(spans):
             if start < stop:
-                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket", code="L008")
+                raise LayoutError(f"parameters {first} and {second} overlap in the full bucket")
         if spans and spans[-1][1] > self.full_numel:
             raise beyond_the_bucket(spans[-1][2], spans[-1][1], self.full_numel)
         for slot in self.slots:

@@ -16,7 +16,6 @@ def not_a_mesh(kind: str) -> ConfigError:
         f"mesh must be a torch.distributed DeviceMesh, got {kind}",
         remedy='omit mesh= for all ranks, or pass init_device_mesh("cpu", (dist.get_world_size(),)), or for a '
         'group DeviceMesh.from_group(group, "cpu"); on GPUs with "cuda" instead of "cpu"',
-        code="C136",
     )
 
 
@@ -27,18 +26,13 @@ def other_dims(shape: Sequence[int], dims: int) -> ConfigError:
         expected="mesh.ndim in (1, 2)",
         got=f"shape {shape}",
         remedy='slice the data-parallel dims out of it: mesh["dp"] or mesh["replicate", "shard"]',
-        code="C137",
+        topic="mesh-dims",
     )
 
 
 def outside_the_mesh(rank: int, mesh: str) -> ConfigError:
     """The error for a process that is not part of the mesh."""
-    return ConfigError(
-        "This process is not part of the mesh passed to fully_shard.",
-        rank=rank,
-        got=mesh,
-        code="C138",
-    )
+    return ConfigError("This process is not part of the mesh passed to fully_shard.", rank=rank, got=mesh)
 
 
 def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigError:
@@ -49,17 +43,13 @@ def no_smaller_groups(size: int, ranks: int, fitting: Sequence[str]) -> ConfigEr
         got=size,
         remedy="pass one of these (an int is the size of the groups over which parameters stay split from forward to "
         "backward), or True (free full parameters after forward), or False (keep them until backward)",
-        code="C139",
     )
 
 
 def other_device_type(expected: str, device: Any) -> ConfigError:
     """The error for a device that does not have the mesh's type."""
     return ConfigError(
-        "The device to compute on does not have the mesh's device type.",
-        expected=expected,
-        got=str(device),
-        code="C140",
+        "The device to compute on does not have the mesh's device type.", expected=expected, got=str(device)
     )
 
 
@@ -70,7 +60,6 @@ def device_not_available(device_type: str, error: Exception) -> ConfigError:
         expected=f"a usable {device_type} device",
         got=str(error),
         remedy='build the mesh for a device that this machine has: init_device_mesh("cpu", ...)',
-        code="C141",
     )
 
 
@@ -80,13 +69,12 @@ def needs_two_groups(groups: Any) -> ConfigError:
         "A hybrid strategy shards over one group and replicates over another.",
         expected="process_group=(shard_group, replicate_group), device_mesh=2-D, or neither",
         got=repr(groups),
-        code="C143",
     )
 
 
 def takes_one_group() -> ConfigError:
     """The error for two groups with a strategy that is not hybrid."""
-    return ConfigError("process_group is a pair only for hybrid strategies; pass one group", code="C144")
+    return ConfigError("process_group is a pair only for hybrid strategies; pass one group")
 
 
 def not_groups(groups: Any) -> ConfigError:
@@ -95,7 +83,6 @@ def not_groups(groups: Any) -> ConfigError:
         "process_group must be a process group, or a pair of groups for hybrid strategies.",
         got=repr(groups),
         remedy="make groups with torch.distributed.new_group(ranks), on every rank",
-        code="C145",
     )
 
 
@@ -108,7 +95,6 @@ def groups_do_not_cross(rank: int, shard_groups: Sequence[Any], replicas: Sequen
         got=f"shard groups {', '.join(map(str, shard_groups))} of ranks {replicas}",
         remedy="make both from one 2-D mesh: init_device_mesh(device_type, (replicas, ranks_per_replica)), or pass "
         "this mesh as device_mesh",
-        code="C430",
     )
 
 
@@ -119,7 +105,6 @@ def unequal_nodes(sizes: Mapping[str, int]) -> ConfigError:
         expected="equal numbers",
         got=", ".join(f"{size} on {host}" for host, size in sizes.items()),
         remedy="pass process_group=(shard_group, replicate_group) or a 2-D device_mesh",
-        code="C147",
     )
 
 
@@ -130,7 +115,6 @@ def alone() -> str:
         "start the program.",
         remedy="ignore this in a notebook or on one device; to train on several devices, start the program with "
         "torchrun --nproc-per-node=N, or call torch.distributed.init_process_group() first",
-        code="W383",
     )
 
 
@@ -143,7 +127,6 @@ def unnamed_dims(shard: Any, replicate: Any) -> ConfigError:
         "DataParallelMeshDims requires the names of data-parallel mesh dims, each once.",
         expected='DataParallelMeshDims(shard="dp") or (shard=("dp", "cp"), replicate="pods")',
         got=f"shard={shard!r}, replicate={replicate!r}",
-        code="C148",
     )
 
 
@@ -153,7 +136,7 @@ def unknown_dims(names: Sequence[str], unknown: Sequence[str]) -> ConfigError:
         "dp_mesh_dims names a dim that the mesh does not have.",
         expected=f"names among {names}",
         got=", ".join(map(repr, unknown)),
-        code="C149",
+        topic="mesh-dims",
     )
 
 
@@ -164,15 +147,14 @@ def nothing_to_shard_on(replicate: Any) -> ConfigError:
         expected="shard=, the name of at least one dim",
         got=f"replicate={replicate!r} alone",
         remedy="use DistributedDataParallel, or name one of these dims in shard=",
-        code="C150",
+        topic="mesh-dims",
     )
 
 
 def cannot_flatten(names: Sequence[str]) -> ConfigError:
     """The error for a torch that does not flatten dims."""
     return ConfigError(
-        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with one dim in their place.",
-        code="C151",
+        f"This version of torch cannot flatten mesh dims {names}. Make the mesh with one dim in their place."
     )
 
 
@@ -189,7 +171,7 @@ def two_shard_dims(first: str, second: str, got: str) -> ConfigError:
         remedy=f"to shard over both, make a 1-D mesh of all these ranks, or pass fully_shard dp_mesh_dims="
         f"DataParallelMeshDims(shard=({first!r}, {second!r})), which flattens them; to shard over one, pass "
         f"mesh[{first!r}] or mesh[{second!r}]; if {first!r} is meant for replicas, rename it accordingly",
-        code="C152",
+        topic="mesh-dims",
     )
 
 
@@ -202,5 +184,5 @@ def replicas_second(second: str, got: str) -> ConfigError:
         got=got,
         remedy="make the mesh with the replicate dim first, as init_device_mesh(device, (replicas, shards), "
         'mesh_dim_names=("replicate", "shard"))',
-        code="C153",
+        topic="mesh-dims",
     )

@@ -24,7 +24,8 @@
     RESET         the engine recovers from an exception
     UNSHARD, RESHARD  the user asks for it
 
-`ACTS` lists what acts, `REFUSED` what raises `PhaseError`. Whatever is in neither changes nothing: the unit stays.
+`ACTS` lists what acts, `REFUSED` what raises: `PhaseError` where a user asked for it, else `AssertionError`.
+Whatever is in neither changes nothing: the unit stays.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..shard import State, Unit, refuse_meta, refuse_parked, settle
 from ..torch_private.tensor_hooks import on_gradient
 from ..watcher import GATHER, REGATHER
 from .call import Forward
-from .messages import impossible, prefetches_another_model, root_is_gone
+from .messages import not_while_it_runs, prefetches_another_model, root_is_gone
 from .outputs import FirstGradient, Leftovers
 from .phases import Happening, Phase, row
 from .root import Root
@@ -492,7 +492,9 @@ def _row(phase: Phase, event: Happening) -> tuple[Callable[[Runner], object] | N
         return (getattr(Runner, found[0]) if found[0] else None), found[1]
 
     def refuse(runner: Runner) -> None:
-        raise impossible(phase.name, event.name, runner.unit.name, asked=event in (H.UNSHARD, H.RESHARD))
+        asked = event in (H.UNSHARD, H.RESHARD)
+        assert asked, f"unit {runner.unit.name!r} met {event.name} in {phase.name}: do threads share it?"
+        raise not_while_it_runs(phase.name, event.name, runner.unit.name)
 
     return refuse, phase
 

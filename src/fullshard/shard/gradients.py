@@ -31,7 +31,7 @@ from .bucket import Bucket
 from .delivery import Delivery
 from .gradient_set import free_all
 from .hooks import sees_gradients
-from .messages import collected_while_reduced, not_reduced_yet
+from .messages import not_reduced_yet
 from .reduce_buffer import PlannedReduction, ReduceBuffer
 from .scaling import MEAN, ReduceSettings, scaling_of
 from .tokens import TokenCount
@@ -117,8 +117,7 @@ class Gradients:
             self.give_up(given_up)
             ledger.reducing -= live - self.live_bytes
         first = self.state is NONE
-        if not first and self.state is not PENDING:
-            raise collected_while_reduced()
+        assert first or self.state is PENDING, "gradients were collected while their bucket is being reduced"
         if buffer is None or buffer.tensor.dtype != self.reduce_dtype:
             buffer = self.buffer = ReduceBuffer(bucket, self.reduce_dtype)
         bucket.turns.take()

@@ -2,7 +2,7 @@
 
     sharded --issue_gather--> gathering --finish_gather--> gathered --free--> sharded
 
-An illegal transition raises `PhaseError`; a gather that fails, because memory runs out, leaves the unit sharded.
+An illegal transition is asserted not to happen; a gather that fails, because memory runs out, leaves the unit sharded.
 Gradients have their own cycle, in `gradients.py`; when things happen is the affair of `runtime/`.
 """
 
@@ -30,11 +30,7 @@ from .bucket import Bucket
 from .gradient_dtypes import GradientDtypes
 from .gradients import Gradients
 from .messages import (
-    already_sharded,
     assigned_in_forward,
-    lacks_parameter,
-    no_gather,
-    not_sharded,
     written_while_gathered,
 )
 from .showing import Showing
@@ -130,8 +126,7 @@ class Unit:
 
     def issue_gather(self, comm: Comm, apart: bool = False) -> None:
         """Start gathering; the unit must be sharded. `apart`: a user asks for it, maybe on one rank alone."""
-        if self.state is not SHARDED:
-            raise not_sharded(self.name, self.state.value)
+        assert self.state is SHARDED, f"unit {self.name!r} is {self.state.value}; only a sharded one is gathered"
         plan = self.plan
         try:
             if plan is None or plan.comm is not comm or apart:
@@ -195,8 +190,7 @@ class Unit:
         Args:
             keep: keep this rank's slice of what `kept_axis`' ranks will gather in backward.
         """
-        if self.state is not GATHERING:
-            raise no_gather(self.name, self.state.value)
+        assert self.state is GATHERING, f"unit {self.name!r} is {self.state.value}; there is no gather to wait for"
         plan, pending = self.gathered, self.pending
         try:
             self.pending = None
@@ -234,8 +228,7 @@ class Unit:
 
     def free(self, failed: bool = False) -> None:
         """Release the gathered parameters; waits first if the gather is still in flight. `failed`: it could not be."""
-        if self.state is SHARDED and not failed:
-            raise already_sharded(self.name)
+        assert failed or self.state is not SHARDED, f"unit {self.name!r} is already sharded; there is nothing to free"
         plan, pending = self.gathered, self.pending
         try:
             if pending is not None:
@@ -511,7 +504,7 @@ class Unit:
                     self.settle_dtypes()
                     self.drop_plans()
                     return list(member.places), whole
-        raise lacks_parameter(self.name)
+        raise AssertionError(f"unit {self.name!r} lacks what it should give up")
 
     def add_places(self, parameter: torch.Tensor, places: Sequence[Place]) -> None:
         """Register a parameter of this unit in more places: modules elsewhere that are tied to it."""

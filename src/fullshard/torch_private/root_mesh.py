@@ -51,7 +51,7 @@ def joined(first: DeviceMesh, second: DeviceMesh, name: str) -> DeviceMesh:
         got=problem,
         remedy='make one mesh, mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); pass '
         'mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard',
-        code="C202",
+        topic="mesh-dims",
     )
 
 
