@@ -90,7 +90,7 @@ class Chooses(nn.Module):
     ("orders", "words"),
     [
         ([[0, 1, 2], [0, 2, 1]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.2'"]),
-        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has come to the end"]),
+        ([[0, 1, 2], [0, 1]], ["rank 0 runs unit 'layers.2'", "rank 1 has reached the end"]),
         ([[1, 2], [0, 1, 2]], ["rank 0 runs unit 'layers.1'", "rank 1 runs unit 'layers.0'"]),
     ],
     ids=["swapped", "one left out", "one more"],

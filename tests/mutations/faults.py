@@ -204,8 +204,8 @@ FAULTS = (
     Fault(
         "hosts of an accelerator do not ask whether other ranks' weights changed",
         "agreement/stale.py",
-        "[any(some) for some in flags]",
-        "[some[0] for some in flags]",
+        "[any(of_ranks) for of_ranks in flags]",
+        "[of_ranks[0] for of_ranks in flags]",
         test="tests/test_agreement.py",
     ),
     Fault(

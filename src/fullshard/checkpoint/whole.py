@@ -157,7 +157,7 @@ def _assembled(buffer: torch.Tensor, window: Any, index: int) -> torch.Tensor:
         return buffer.as_strided(slot.shape, slot.stride, at)
     whole = buffer.new_empty(0).new_empty(slot.numel).as_strided(slot.shape, slot.stride)
     for lot in window.lots[index]:
-        shape, strides, offset = layout.held(slot, lot.part)
+        shape, strides, offset = layout.view_in_whole(slot, lot.part)
         whole.as_strided(shape, strides, offset).copy_(buffer.as_strided(shape, lot.part.stride, lot.at))
     return whole
 

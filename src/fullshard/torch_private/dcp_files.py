@@ -1,4 +1,4 @@
-"""The files of `torch.distributed.checkpoint`: where a piece lies, and what metadata is made of.
+"""The files of `torch.distributed.checkpoint`: the locations of pieces, and the classes in metadata.
 
 Private torch API: `filesystem._StorageInfo` (which file, where, how long), and the classes whose names are in
 `.metadata`, which is a pickle. The public alternative is `FileSystemReader.read_metadata`, which executes what that
