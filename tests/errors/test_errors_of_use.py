@@ -115,7 +115,7 @@ CALLS = {
         fully_shard,
         step,
     ),
-    "P035": (two_layers, lambda m: fully_shard([m[0], m[1]]), lambda m: copy.deepcopy(m[0]), "forms one unit"),
+    "P035": (two_layers, lambda m: fully_shard([m[0], m[1]]), lambda m: copy.deepcopy(m[0]), "is in one unit with"),
     "P037": (
         lambda: fully_shard(nn.Sequential(fully_shard(Keeps(4, 4)), nn.Linear(4, 4))),
         run,
